@@ -28,7 +28,7 @@ from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
 from tui.run.engine_processes import EngineProcesses, running_runs
-from tui.screens.base import BaseScreen
+from tui.screens.base import BaseScreen, creations
 from tui.screens.table import SCREENS, ScreenRow, screen_row
 from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
@@ -63,6 +63,8 @@ class TunedeckApp(SequentialKeysApp):
         self._engine_processes = EngineProcesses()
         self._visited: list[str] = []
         """Names of the screens that were shown and are kept in memory, for going back; the present one is last."""
+        self._leaving = False
+        """Whether the console closes as soon as the runs that are being created have started."""
         self.runs_dir = runs_folder(flags.runs)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
@@ -90,7 +92,9 @@ class TunedeckApp(SequentialKeysApp):
 
     def open_screen(self, name: str, argument: object = None) -> None:
         """Show a screen of `tui.screens.table`. A screen that is kept in memory replaces all open screens; any other is
-        put on top of them."""
+        put on top of them. Does nothing while the console waits only for a run to start before it closes."""
+        if self._leaving:
+            return
         row = screen_row(name)
         screen = self._get_or_create(row)
         screen.set_argument(argument)
@@ -169,8 +173,20 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(self._visited[-1] if self._visited else HOME)
 
     def do_leave(self) -> None:
-        """Leave the console. Engine processes continue."""
-        self.exit()
+        """Leave the console, after a run that is being created has started. Engine processes continue."""
+        if creations(self.workers):
+            self.show_message("the console closes when the run has started")
+            self.run_worker(self._leave_after_creations())
+        else:
+            self.exit()
+
+    async def _leave_after_creations(self) -> None:
+        """Leave the console when every run that is being created has started or is in the queue. If one cannot be
+        created, the console stays and shows why."""
+        self._leaving = True
+        self._leaving = all([await worker.wait() for worker in creations(self.workers)])
+        if self._leaving:
+            self.exit()
 
     def do_palette(self) -> None:
         """Open the command palette."""

@@ -102,9 +102,9 @@ def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, 
 
 def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = False) -> RunDirectory:
     """Create the run in `folder` and print all notices about it; returns its directory."""
-    from engine.launch.create_run import create_run, fetch_config_if_reachable
+    from engine.launch.create_run import create_run
 
-    print_notices([*resolved.notices, *fetch_config_if_reachable(resolved.spec)])
+    print_notices(resolved.notices)
     directory, notices = create_run(resolved.spec, folder, force=force, launched=launched)
     print_notices(notices)
     return directory

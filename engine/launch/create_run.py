@@ -29,6 +29,7 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, recorded_runs
 from engine.launch.require_device import require_device
+from engine.launch.require_hub import require_hub
 from engine.launch.simulation import with_simulations
 from engine.launch.training_packages import require_training_packages
 from engine.spec.check.devices import parse_device_indices, require_matching_devices
@@ -87,27 +88,35 @@ def resolve_start(
     return resolved
 
 
-def fetch_config_if_reachable(spec: RunSpec) -> list[str]:
-    """Fetch the model's config, which the plan needs, if the hub can be reached; returns notices for the user.
-
-    An unreachable hub does not stop a start: `create_run` then reports that there is no plan.
-    """
+def fetch_config(spec: RunSpec) -> tuple[list[str], bool]:
+    """Fetch the model's config, which the plan needs, unless it is on this machine; returns notices for the user, and
+    whether the hub was asked and did not answer. Raises TunedeckError if the hub answers and refuses."""
     from engine.budget.architecture.hub import bring_config
 
     try:
-        return bring_config(spec)
+        return bring_config(spec), False
     except ConfigNotHereError:
-        return []
+        return [], True
 
 
 def create_run(
-    spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False, queued: bool = False
+    spec: RunSpec,
+    folder: Path,
+    *,
+    force: bool = False,
+    launched: bool = False,
+    queued: bool = False,
+    hub_checked: bool = False,
 ) -> tuple[RunDirectory, list[str]]:
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
     `launched`: a launcher has started a process for each device; only then may the profile have several machines.
-    `queued`: the run starts later, so its device and its data need not exist yet.
+    `queued`: the run starts later, so its device and the files of its data need not exist yet.
     `force`: the run starts as it is written, whatever the plan says.
+    `hub_checked`: the caller has called `require_hub`.
+
+    May send requests to the hub, for the model's config and to see whether the rest can be fetched; with a hub that
+    does not answer it takes up to 15 s. A screen calls this in a thread.
 
     Raises:
         UsageError: the spec needs a feature that this version lacks, or would train wrongly, or parallel.sequence is
@@ -115,7 +124,8 @@ def create_run(
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         DataError: files of the data do not exist.
         EnvironmentProblem: the folder cannot be written, packages for training are missing, torch is too old for
-            sharded weights, or the profile's GPUs do not exist.
+            sharded weights, the profile's GPUs do not exist, or the model or data of the hub are neither on this
+            machine nor can be fetched.
     """
     require_training_packages()
     refuse_sweep(spec)
@@ -123,11 +133,14 @@ def create_run(
         require_launcher(spec)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
+    fetched, unreachable = fetch_config(spec)
     spec, settled = settle_sequence(spec)
     plan, notices = _checked_plans(spec, folder, force=force, with_data=not queued)
-    notices = [*settled, *notices]
+    notices = [*fetched, *settled, *notices]
     if not queued:
         require_device(spec)
+    if not hub_checked:
+        require_hub([spec], unreachable=unreachable)
     if force:
         spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"as_written": True})})
     directory = create_run_directory(folder, spec.name, dump_run_spec(spec), plan)

@@ -22,6 +22,7 @@ from engine.errors import DoesNotFitError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import read_spec
 from engine.launch.create_run import checked_plan, create_run
+from engine.launch.require_hub import require_hub
 from engine.spec.load import override
 from engine.spec.schema.run import RunSpec, SweepPoint
 
@@ -63,7 +64,8 @@ def point_name(name: str, point: dict[str, Any]) -> str:
 def create_sweep(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[list[RunDirectory], list[str]]:
     """Plan all points, then create a run for each; returns the runs and notices for the user.
 
-    Raises DoesNotFitError with every point that does not fit. With `force` those points are left out instead.
+    Raises DoesNotFitError with every point that does not fit (with `force` those points are left out instead), and the
+    errors of `create_run`.
     """
     specs = sweep_points(spec, force=force)
     too_large = list(_too_large(specs, folder))
@@ -73,12 +75,13 @@ def create_sweep(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[l
             f"{len(too_large)} of {len(specs)} points of the sweep do not fit:\n  {names}",
             fix="--force starts the others; see one with: tunedeck plan and its values in --set",
         )
+    fitting = [point for point in specs if point not in too_large]
+    require_hub(fitting)
     runs, notices = [], []
-    for point in specs:
-        if point not in too_large:
-            directory, found = create_run(point, folder, queued=True)
-            runs.append(directory)
-            notices += found
+    for point in fitting:
+        directory, found = create_run(point, folder, queued=True, hub_checked=True)
+        runs.append(directory)
+        notices += found
     return runs, list(dict.fromkeys(notices))
 
 

@@ -230,9 +230,6 @@ def test_hub_data_without_a_network_is_exit_6(tunedeck: Tunedeck, tmp_path: Path
 def test_a_hub_model_without_a_network_is_exit_6(tunedeck: Tunedeck, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, ("builtin:tiny", "nobody/nothing"))
     tunedeck("plan", "-p", "demo", "-r", recipe).complains(6, "nobody/nothing", "fix:", "hf download")
-    outcome = tunedeck("train", "-p", "demo", "-r", recipe)
-    assert outcome.code == 6
-    assert "the hub is not reachable" in outcome.err and "fix: download it" in outcome.err
 
 
 def test_a_missing_file_is_told_before_the_hub_is_asked_for_anything(tunedeck: Tunedeck, tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 
 from engine.budget.advise.fit import Advice, Suggestion, advise
 from engine.budget.advise.plan import make_plan
-from engine.errors import NotSimulatedError, UsageError
-from engine.journal.directory import RunDirectory
-from engine.launch.create_run import create_run
+from engine.errors import NotSimulatedError
 from engine.spec.files.find import SpecKind
 from engine.spec.files.rewrite import kind_of_table
 from engine.spec.files.working_directory import working_directory
@@ -38,9 +36,6 @@ from tui.theme import VERDICTS
 
 DEMO = "demo"
 """The name of the shipped profile and of the shipped recipe that run on any machine."""
-
-QUEUE_WAIT_SECONDS = 24 * 3600.0
-"""How long a queued run waits for a busy device; the same as in `tunedeck queue add`."""
 
 
 @dataclass(frozen=True)
@@ -264,28 +259,7 @@ class LaunchState:
         self.change(choice)
         return ", ".join(f"{key} = {text}" for key, text in changes.items())
 
-    # Runs and files made from the choice. Both read the files again: they may have changed since the last key.
-
-    def make_run(self, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
-        """Create the run directory for the present choice, ready for an engine to start; returns it with notices.
-        Raises TunedeckError."""
-        return create_run(self._current_spec(), runs_dir, force=force)
-
-    def enqueue_run(self, runs_dir: Path) -> tuple[str, int]:
-        """Put the run at the end of the queue; returns the run's name and its place in the queue. Raises
-        TunedeckError."""
-        from engine.journal.queue import Queue  # slow to import: not before the first paint
-
-        spec = self._current_spec()
-        limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
-        directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir, queued=True)
-        return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
-
-    def _current_spec(self) -> RunSpec:
-        spec = evaluate_choice(self.choice).spec
-        if spec is None:
-            raise UsageError("a profile or recipe file has changed meanwhile", fix="look at the fields")
-        return spec
+    # Files made from the choice.
 
     @property
     def changed_kinds(self) -> list[SpecKind]:

@@ -15,6 +15,8 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.worker import Worker
+from textual.worker_manager import WorkerManager
 
 from engine.errors import TunedeckError
 from engine.spec.files.text import visible
@@ -29,6 +31,14 @@ SMALLEST = (80, 24)
 
 ROOMY = (110, 32)
 """Columns and rows from which on there is room for all panes at once."""
+
+CREATION = "creation"
+"""The group of the workers that create a run, each in a thread; the result says whether the run was created."""
+
+
+def creations(workers: WorkerManager) -> list[Worker[object]]:
+    """The workers that are creating a run."""
+    return [worker for worker in workers if worker.group == CREATION and not worker.is_finished]
 
 
 class BaseScreen(Screen[None]):

@@ -9,7 +9,8 @@ Try: `tunedeck -p demo -r demo`
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from asyncio import to_thread
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
@@ -30,7 +31,7 @@ from tui.launch.fields import OTHER, allowed_values
 from tui.launch.state import LaunchState
 from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
 from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
-from tui.screens.base import BaseScreen
+from tui.screens.base import CREATION, BaseScreen, creations
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.row_list import RowList
 
@@ -261,7 +262,8 @@ class LaunchScreen(BaseScreen):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect for the present choice; None if the key has an effect."""
         if action in ("start", "force", "queue"):
-            return self.state.evaluated.start_refusal(action)
+            creating = "a run is being created" if creations(self.workers) else None
+            return creating or self.state.evaluated.start_refusal(action)
         if action == "apply" and (self.state.evaluated.plan is None or self._advice_is_empty()):
             return "there is no change to apply"
         if action == "undo" and not self.state.can_undo:
@@ -318,24 +320,49 @@ class LaunchScreen(BaseScreen):
         self._start(force=True)
 
     def _start(self, *, force: bool) -> None:
-        try:
-            directory, notices = self.state.make_run(self.console.runs_dir, force=force)
-        except TunedeckError as error:
-            self.show_error(error)
-            return
-        if self.console.start_engine(directory, resume=False):
-            self.console.open_screen("run", directory)
-            if notices:
-                self.console.show_message("; ".join(map(visible, notices)), "$caution")
+        self._create(self._make_and_start(self.state.choice, force=force))
 
     def do_queue(self) -> None:
         """Put the run into the queue."""
+        self._create(self._make_and_enqueue(self.state.choice))
+
+    def _create(self, creation: Coroutine[None, None, bool]) -> None:
+        """Run `creation`, which waits for a thread: slow disks and the hub must not stop the screen."""
+        self.show_message("creating the run ...")
+        self.run_worker(creation, group=CREATION)
+
+    async def _make_and_start(self, choice: Choice, *, force: bool) -> bool:
+        """Create the run of a choice and start its engine; returns whether it started."""
+        from tui.launch.make_run import make_run  # slow to import: not before the first paint
+
         try:
-            name, place = self.state.enqueue_run(self.console.runs_dir)
+            directory, notices = await to_thread(make_run, choice, self.console.runs_dir, force=force)
         except TunedeckError as error:
-            self.show_error(error)
-            return
-        self.show_message(f"{name} is number {place} in the queue; 4 opens the queue")
+            self._show_failure(error)
+            return False
+        started = self.console.start_engine(directory, resume=False)
+        if started and self.is_active:
+            self.console.open_screen("run", directory)
+        if started and notices:
+            self.console.show_message("; ".join(map(visible, notices)), "$caution")
+        return started
+
+    async def _make_and_enqueue(self, choice: Choice) -> bool:
+        """Create the run of a choice and put it into the queue; returns whether it is there."""
+        from tui.launch.make_run import enqueue_run  # slow to import: not before the first paint
+
+        try:
+            name, place = await to_thread(enqueue_run, choice, self.console.runs_dir)
+        except TunedeckError as error:
+            self._show_failure(error)
+            return False
+        self.console.show_message(f"{name} is number {place} in the queue; 4 opens the queue")
+        return True
+
+    def _show_failure(self, error: TunedeckError) -> None:
+        """Show why a run could not be created, on the screen that is in front now."""
+        front = self.app.screen
+        (front if isinstance(front, BaseScreen) else self).show_error(error)
 
     def do_copy(self) -> None:
         """Copy the command to the terminal's clipboard."""

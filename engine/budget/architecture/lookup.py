@@ -28,6 +28,7 @@ from engine.budget.architecture.facts import Architecture, from_config
 from engine.errors import ConfigNotHereError, UsageError
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run
+from engine.spec.files.hub_cache import find_snapshot
 from engine.spec.load import load_run_spec
 from engine.spec.schema.recipe import Model, RopeScaling
 from engine.spec.schema.run import RunSpec
@@ -158,27 +159,10 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
-    """Path of a model's config.json in the hub cache, None if absent there.
-
-    `models--OWNER--NAME/refs/REVISION` contains the name of the folder under `snapshots/`.
-    """
-    repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
-    if not os.path.isdir(repository):
-        return None
-    reference = Path(repository, "refs", revision or "main")
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
-    config = Path(repository, "snapshots", commit, "config.json")
-    return config if commit and config.is_file() else None
-
-
-def _hub_cache() -> str:
-    """Where huggingface_hub keeps repositories: $HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    given = os.environ.get("HF_HUB_CACHE")
-    if given is not None:
-        return os.path.expanduser(given)
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
-    return os.path.join(os.path.expanduser(home), "hub")
+    """Path of a model's config.json in the hub cache, None if absent there."""
+    snapshot = find_snapshot(model, revision)
+    config = snapshot / "config.json" if snapshot is not None else None
+    return config if config is not None and config.is_file() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

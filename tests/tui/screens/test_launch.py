@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 from textual import events
@@ -11,6 +13,7 @@ from textual._compositor import ChopsUpdate, Compositor
 
 from engine.journal.index import list_runs
 from engine.journal.queue import Queue
+from engine.launch.create_run import create_run
 from engine.launch.process import force_stop
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
@@ -242,6 +245,42 @@ async def test_start_makes_the_run_starts_an_engine_and_opens_its_screen(console
         spec = directory.run_toml.read_text()
         force_stop(directory)
     assert "max_steps = 25" in spec and 'set = ["train.max_steps=25"]' in spec
+
+
+async def test_a_run_that_is_being_created_stops_neither_screen_nor_order(
+    console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_ready = Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        disk_is_ready.wait(120)
+        return create_run(*arguments, **options)
+
+    monkeypatch.setattr("tui.launch.make_run.create_run", slow)
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("s")
+        await pilot.sees("creating the run")
+        await type_in(pilot, "train.max_steps", "25")
+        assert pilot.screen.state.choice.overrides == {"train.max_steps": "25"}
+        await pilot.press("s")
+        await pilot.sees("a run is being created")
+        await pilot.press("q")
+        await pilot.sees("the console closes when the run has started")
+        disk_is_ready.set()
+        await pilot.until(lambda: not pilot.app.is_running, "the end of the console")
+    (directory,) = list_runs(runs)
+    force_stop(directory)
+    assert directory.log.exists() and "max_steps = 25" not in directory.run_toml.read_text()
+
+
+async def test_a_model_that_cannot_be_fetched_leaves_no_run(console: Opener, runs: Path) -> None:
+    async with console(120, 36, **DEMO) as pilot:
+        pilot.screen.state.set_field("model.tokenizer", "owner/words")
+        await pilot.press("s")
+        await pilot.sees("tokenizer owner/words is not in the hub cache", "fix: unset HF_HUB_OFFLINE; or hf download")
+        await pilot.press("u")
+        assert isinstance(pilot.screen, LaunchScreen)
+    assert list_runs(runs) == []
 
 
 async def test_a_run_can_be_queued_instead(console: Opener, runs: Path) -> None:
