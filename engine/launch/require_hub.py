@@ -148,8 +148,8 @@ def _missing_data(key: str, sources: list[Source]) -> Iterator[Missing]:
         if source.enabled and source.hub is not None and not has_data_set(source.hub, source.config):
             yield Missing(
                 f"data set {source.hub}",
-                f"hf download --repo-type dataset {source.hub} --local-dir data, where there is a network, and start with "
-                f"--set {key}.{source.name}.path=data",
+                f"hf download --repo-type dataset {source.hub} --local-dir data, where there is a network, "
+                f"and start with --set {key}.{source.name}.path=data",
             )
 
 
