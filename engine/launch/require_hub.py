@@ -26,7 +26,8 @@ from engine.spec.files.hub_cache import (
     offline_variable,
 )
 from engine.spec.load import load_run_spec
-from engine.spec.schema.recipe import Model, Recipe, Source
+from engine.spec.schema.data import Source
+from engine.spec.schema.recipe import Model, Recipe
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import BASE, STAGE_PREFIX, enabled_stages, origins, stage_specs
 
