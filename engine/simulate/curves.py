@@ -142,7 +142,7 @@ class _Simulated:
         self, spec: RunSpec, facts: dict[str, Any], depth: int | None, shapes: tuple[list[int], list[int]]
     ) -> None:
         self.spec, self.shapes, train = spec, shapes, spec.recipe.train
-        self.device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
+        self.device = SimulatedDevice.of(spec.profile.device)
         self.loaded: LoadedModel = on_meta(spec, self.device, facts if depth is None else at_depth(facts, depth))
         self.depth = depth
         kernel = using(output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()

@@ -3,7 +3,8 @@
 Bytes are counted by `engine.device.allocation_tracker`, as on the metered device, so that simulations and metered runs
 follow the same rules. With `like_a_card`, two differences from a CUDA card are corrected. Autograd accumulates several
 gradients of a tensor in place on a card, but out of place under a dispatch mode. And softmax with an fp32 result reads
-half precision directly on a card, but casts its input first elsewhere.
+half precision directly on a card, but casts its input first elsewhere. With `attention_scratch`, the backward pass of
+attention takes the scratch of CUDA's kernels.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -21,30 +22,40 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from engine.budget.trace.attention import scratch_per_token
+from engine.budget.trace.operations import HALF
 from engine.device.metered import MeteredDevice
+from engine.spec.schema.profile import Device as DeviceTable
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
 
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 
 class SimulatedDevice(MeteredDevice):
     """A metered device that counts the bytes of fake tensors. With `like_a_card`, it counts them as a CUDA card
-    would."""
+    would; with `attention_scratch`, also what CUDA's kernels need to compute gradients of attention."""
 
-    def __init__(self, *, like_a_card: bool) -> None:
+    def __init__(self, *, like_a_card: bool, attention_scratch: bool = False) -> None:
         super().__init__(UNLIMITED_BYTES)
         self.name = "simulated"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
-        self._scalars = _Scalars()
+        self._operations = _Operations(attention_scratch)
+
+    @classmethod
+    def of(cls, device: DeviceTable) -> SimulatedDevice:
+        """A simulated device that counts as the device of a profile does."""
+        return cls(like_a_card=device.kind != "metered", attention_scratch=device.kind == "cuda")
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
         """Make tensors created inside the block fake, and count them. `packed` says whether rows contain several
         documents."""
         kernels = _cuda_softmax() if self._like_a_card else nullcontext()
-        with _assume_packed(packed), self._mode, self.activate(), self._scalars, kernels:
+        with _assume_packed(packed), self._mode, self.activate(), self._operations, kernels:
             yield
 
     def take_log(self) -> list[int]:
@@ -58,11 +69,11 @@ class SimulatedDevice(MeteredDevice):
     def unequal_rows(self) -> Iterator[None]:
         """Inside the block, `mask.all()` of a fake mask is False, so that rows are treated as having different
         lengths."""
-        self._scalars.truth = False
+        self._operations.truth = False
         try:
             yield
         finally:
-            self._scalars.truth = True
+            self._operations.truth = True
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -74,16 +85,18 @@ class SimulatedDevice(MeteredDevice):
             self._meter.tracker.sums_gradients_in_place = False
 
 
-class _Scalars(TorchDispatchMode):
-    """A dispatch mode that implements operations which torch's fake tensors do not support.
+class _Operations(TorchDispatchMode):
+    """A dispatch mode that implements operations which torch's fake tensors do not support, and with
+    `attention_scratch` takes the scratch of CUDA's kernels for the backward pass of attention.
 
     `item()` of a fake number returns 1; no tensor size depends on this value. Grouped matrix products also work in
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
     windows into which images are divided, and the windows are computed from the integer grid of each image.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attention_scratch: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._attention_scratch = attention_scratch
         self.truth = True
         """What `item()` of a fake boolean tensor returns."""
 
@@ -97,7 +110,22 @@ class _Scalars(TorchDispatchMode):
             return self.truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
+        if self._attention_scratch and func is ATTENTION_BACKWARD:
+            scratch = _attention_scratch(query=args[1], key=args[2])
+            result = func(*args, **kwargs)
+            del scratch  # held until the gradients exist
+            return result
         return func(*args, **kwargs)
+
+
+def _attention_scratch(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Allocate the scratch with which CUDA's kernels compute the gradients of attention in half precision. Lengths are
+    not rounded up to whole blocks."""
+    rows, heads, length, head_dim = query.shape
+    if query.itemsize != HALF:
+        return None
+    per_token = scratch_per_token(heads, key.shape[1], head_dim)
+    return query.new_empty(rows * length * per_token, dtype=torch.uint8)
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

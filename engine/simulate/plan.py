@@ -85,7 +85,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes
     found = simulate_step(spec, rows=rows, length=length)
-    beside = non_torch_memory(spec.profile).components(found.peak_bytes)
+    beside = non_torch_memory(spec).components(found.peak_bytes)
     fits = found.peak_bytes + sum(beside.values()) <= capacity
     verdict = "fits" if fits else "fits_smaller" if _remedied_fits(spec, length) else "does_not_fit"
     return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form)
@@ -96,6 +96,6 @@ def _remedied_fits(spec: RunSpec, length: int) -> bool:
     learned."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
-        if peak_bytes + non_torch_memory(spec.profile).total(peak_bytes) <= spec.profile.device.capacity_bytes:
+        if peak_bytes + non_torch_memory(spec).total(peak_bytes) <= spec.profile.device.capacity_bytes:
             return True
     return False

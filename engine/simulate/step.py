@@ -2,7 +2,7 @@
 the evaluation and generation that follow it in the recipe.
 
 All layers are simulated (about 0.1 s each), so nothing is assumed about which layer has the peak. As on the metered
-device, workspace that an operation allocates internally is not counted.
+device, workspace that an operation allocates internally is not counted, except attention's backward pass on CUDA.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 """
@@ -91,7 +91,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
             "sequence parallelism cannot be simulated on one device",
             fix="leave --exact out: the closed form knows what each rank holds",
         )
-    device = SimulatedDevice(like_a_card=spec.profile.device.kind != "metered")
+    device = SimulatedDevice.of(spec.profile.device)
     loaded = on_meta(spec, device)
     # On CUDA one kernel computes dropout, and allocates nothing but its output.
     kernel = using(output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()

@@ -94,11 +94,11 @@ def test_small_runs_say_nothing_about_fragmentation_and_displace_no_run_that_doe
     small = ProbeMemory(100 * 2**20, 117 * 2**20).fragmented_share(24 * 2**30)
     assert small is None
     record(H100, replace(SEEN, fragmented_share=small))
-    assert non_torch_memory(profile()).fragmented_share == FRAGMENTED_SHARE[True]
+    assert non_torch_memory(run_spec("Qwen/Qwen2.5-7B", card())).fragmented_share == FRAGMENTED_SHARE[True]
     record(H100, SEEN)
     for _ in range(2 * RUNS_KEPT):
         record(H100, replace(SEEN, fragmented_share=None))
-    assert non_torch_memory(profile()).fragmented_share == SEEN.fragmented_share
+    assert non_torch_memory(run_spec("Qwen/Qwen2.5-7B", card())).fragmented_share == SEEN.fragmented_share
     assert len(json.loads(calibration_file().read_text())["entries"][0]["runs"]) == RUNS_KEPT + 1
 
 

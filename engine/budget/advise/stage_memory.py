@@ -72,7 +72,7 @@ def device_bytes_of_hidden_router(arch: Architecture, spec: RunSpec) -> int:
     config = memory_config_of(arch, spec)
     shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens)
     peak_bytes = static_bytes(arch, config).total.weights + highest_value(evaluation(arch, config), shape)
-    return peak_bytes + non_torch_memory(spec.profile).total(peak_bytes)
+    return peak_bytes + non_torch_memory(spec).total(peak_bytes)
 
 
 def _element_bytes(arch: Architecture, spec: RunSpec) -> int:

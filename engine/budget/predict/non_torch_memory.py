@@ -1,4 +1,4 @@
-"""Device memory beside torch's tensors: CUDA context, library workspaces, and reserved blocks that cannot be used.
+"""Device memory beside the model's tensors: CUDA context, cuBLAS workspaces, and reserved blocks that cannot be used.
 
 The figures are typical values until a run on this machine has measured them (`engine.budget.calibration`). Runs in host
 memory, the metered device included, have no such memory.
@@ -10,23 +10,31 @@ from typing import NamedTuple
 
 from engine.budget.calibration import is_expandable, residuals_for
 from engine.spec.schema.profile import Profile
+from engine.spec.schema.run import RunSpec
 
 MIB = 2**20
 CONTEXT_BYTES = 500 * MIB
 """CUDA context with torch's kernels loaded: 300 to 600 MiB were seen, growing as kernels load."""
 HOPPER = 9.0
-CUBLAS_BYTES = {True: 32 * MIB, False: 8 * MIB}
-"""cuBLAS workspace, on Hopper and newer, and elsewhere (torch's defaults, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+CUBLAS_BYTES = {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+"""One cuBLAS workspace, on Hopper and newer, and elsewhere: torch's defaults (`parseChosenWorkspaceSize` in
+aten/src/ATen/cuda/CublasHandlePool.cpp). cuBLASLt shares it."""
+CUBLAS_FIXED_BYTES = 32 * MIB
+"""One cuBLAS workspace with CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set."""
+CUBLAS_WORKSPACES = 2
+"""torch keeps a workspace for each pair of cuBLAS handle and stream, and a handle for each thread. Forward runs in the
+engine's thread, backward in autograd's."""
 FRAGMENTED_SHARE = {True: 0.02, False: 0.06}
 """Reserved but unusable bytes as a share of allocated bytes, with expandable segments (True) and without (False).
 Shares of 0 to 17 % were seen. Also used where only small runs were measured."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Non-torch memory of one device: workspaces and CUDA context in bytes, and fragmentation as a share of the bytes
-    that torch allocates."""
+    """Memory of one device beside the model's tensors: workspaces and CUDA context in bytes, and fragmentation as a
+    share of the bytes that tensors take."""
 
     workspace_bytes: int
+    """cuBLAS takes its workspaces from torch's allocator at the first matrix product, and keeps them."""
     context_bytes: int
     """The part of the CUDA context that exceeds the profile's reserve; only this part counts against capacity."""
     fragmented_share: float
@@ -50,14 +58,14 @@ class NonTorchMemory(NamedTuple):
         }
 
 
-def non_torch_memory(profile: Profile) -> NonTorchMemory:
-    """Non-torch memory of one device as earlier runs on this machine measured it; without such runs, typical values.
-    Zero for devices other than CUDA.
+def non_torch_memory(spec: RunSpec) -> NonTorchMemory:
+    """Memory of one device beside the model's tensors as earlier runs on this machine measured it; without such runs,
+    typical values. Zero for devices other than CUDA.
 
     The profile's reserve is meant for the CUDA context, so the context counts against capacity only where it exceeds
     the reserve.
     """
-    device = profile.device
+    profile, device = spec.profile, spec.profile.device
     if device.kind != "cuda":
         return NonTorchMemory(0, 0, 0.0)
     seen = residuals_for(profile)
@@ -65,8 +73,9 @@ def non_torch_memory(profile: Profile) -> NonTorchMemory:
     if seen is not None:
         share = typical_share if seen.fragmented_share is None else seen.fragmented_share
         return _beside_reserve(profile, seen.workspace_bytes, seen.context_bytes, share)
-    workspace_bytes = CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER]
-    return _beside_reserve(profile, workspace_bytes, CONTEXT_BYTES, typical_share)
+    fixed = spec.recipe.train.deterministic
+    one_bytes = CUBLAS_FIXED_BYTES if fixed else CUBLAS_BYTES[(device.compute_capability or 0.0) >= HOPPER]
+    return _beside_reserve(profile, CUBLAS_WORKSPACES * one_bytes, CONTEXT_BYTES, typical_share)
 
 
 def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, share: float) -> NonTorchMemory:

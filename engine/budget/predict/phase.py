@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.budget.trace.polynomial import BYTE, BytesPolynomial, Shape, highest_value
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, BytesPolynomial, Shape, highest_value
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,13 @@ class PhaseCost:
         return around + highest_value(self.working, shape)
 
     def components(self, shape: Shape) -> dict[str, int]:
-        """The phase's peak bytes at a shape, by component; components of zero bytes are left out."""
-        activations, buffers = self.saved.at(shape), self.inputs.at(shape) + self.buffers
-        parts = {"gradients": self.gradients, "activations": activations, "buffers": buffers}
-        parts[self.label] = parts.get(self.label, 0) + highest_value(self.working, shape)
+        """The phase's peak bytes at a shape, by component; components of zero bytes are left out. The scratch of
+        attention's backward pass counts as a buffer."""
+        working = max(self.working, key=lambda size: size.at(shape), default=NO_BYTES)
+        scratch = working.per_block_token * shape.blocks
+        buffers = self.inputs.at(shape) + self.buffers + scratch
+        parts = {"gradients": self.gradients, "activations": self.saved.at(shape), "buffers": buffers}
+        parts[self.label] = parts.get(self.label, 0) + working.at(shape) - scratch
         return {name: size for name, size in parts.items() if size}
 
 

@@ -46,19 +46,20 @@ COMPONENTS = (
     "context",
     "fragmentation",
 )
-"""Components of a prediction. Workspace, context and fragmentation are not allocated by torch."""
+"""Components of a prediction. The last three are not the model's tensors: cuBLAS workspaces, the CUDA context, and
+fragmentation. The scratch of attention's backward pass and of the optimizer's update counts as `buffers`."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory of one device in bytes: `phases` and `peak_bytes` as torch allocates it, `device_bytes` with
-    non-torch memory."""
+    """The predicted memory of one device in bytes: `phases` and `peak_bytes` for tensors, `device_bytes` with what is
+    beside them."""
 
     phases: dict[str, dict[str, int]]
     peak_bytes: int
     deciding_phase: str
     components: dict[str, int]
-    """Bytes by component in the deciding phase, including non-torch memory; their sum is `device_bytes`."""
+    """Bytes by component in the deciding phase, including what is not tensors; their sum is `device_bytes`."""
     device_bytes: int
     """Bytes of the capacity in use at the peak: `peak_bytes`, workspaces, fragmentation, and the part of the CUDA
     context that exceeds the profile's reserve."""
@@ -136,7 +137,7 @@ class Predictor:
         self.capacity_bytes = spec.profile.device.capacity_bytes
         self._profile = spec.profile
         self.total = static_of_a_rank(arch, self.config, self.layout)
-        self._non_torch = non_torch_memory(spec.profile)
+        self._non_torch = non_torch_memory(spec)
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
     def host(self, rows: int, length: int) -> dict[str, int]:

@@ -33,7 +33,7 @@ from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.spec.files.user_folders import cache_folder
 from engine.spec.schema.run import RunSpec
 
-FORMAT = 1
+FORMAT = 2
 """Version of the stored files; a change makes older files unused."""
 UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
@@ -180,7 +180,7 @@ class SimulatedPredictor:
         self._static: dict[str, int] = document["static"]
         self._document = document
         self._profile = spec.profile
-        self._non_torch = non_torch_memory(spec.profile)
+        self._non_torch = non_torch_memory(spec)
 
     @property
     def static_bytes(self) -> int:

@@ -205,11 +205,11 @@ def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_o
     A patch attends to the patches of its window (None: of its image). `one_by_one`: attention handles images or windows
     one after the other and frees each one's scores before the next.
     """
-    seen = min(window or patches, patches)
+    seen, per_token = min(window or patches, patches), size.per_token + size.per_block_token
     fixed = (size.fixed + size.per_position * patches) * BYTE
     if one_by_one:
-        return fixed + size.per_square * seen * seen * BYTE + size.per_token * patches * ROW
-    return fixed + (size.per_token + size.per_square * seen) * patches * ROW
+        return fixed + size.per_square * seen * seen * BYTE + per_token * patches * ROW
+    return fixed + (per_token + size.per_square * seen) * patches * ROW
 
 
 @dataclass(frozen=True)

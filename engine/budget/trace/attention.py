@@ -29,7 +29,7 @@ from engine.budget.trace.operations import (
     softmax,
     subtract,
 )
-from engine.budget.trace.polynomial import NO_BYTES, SQUARE, TOKEN, BytesPolynomial
+from engine.budget.trace.polynomial import BLOCK_TOKEN, NO_BYTES, SQUARE, TOKEN, BytesPolynomial
 from engine.budget.trace.ulysses_buffers import to_heads, to_positions
 
 HEADS_OUTSIDE = ("phi3", "gpt_oss")
@@ -89,6 +89,7 @@ def repeat_heads(trace: MemoryTrace, arch: Architecture, x: TracedTensor) -> Tra
 def flash(
     trace: MemoryTrace,
     arch: Architecture,
+    config: MemoryConfig,
     query: TracedTensor,
     key: TracedTensor,
     value: TracedTensor,
@@ -98,23 +99,27 @@ def flash(
 
     The output has the query's memory layout. If that is head by head, the layer copies it to token by token.
     """
-    output = _kernel(trace, arch, _factor(trace, query), _factor(trace, key), _factor(trace, value), mask)
+    query, key, value = _factor(trace, query), _factor(trace, key), _factor(trace, value)
+    output = _kernel(trace, arch, config, query, key, value, mask)
     return copy(trace, output) if arch.layout in HEADS_OUTSIDE else output
 
 
 def _kernel(
     trace: MemoryTrace,
     arch: Architecture,
+    config: MemoryConfig,
     query: TracedTensor,
     key: TracedTensor,
     value: TracedTensor,
     mask: TracedTensor | None,
 ) -> TracedTensor:
     """Trace the flash kernel itself, once its inputs have one dtype."""
-    sizes = [query.size, key.size, value.size]
+    sizes, scratch = [query.size, key.size, value.size], backward_scratch(arch, config, query, key)
 
     def back(gradient: Storage) -> list[Storage | None]:
-        return [trace.allocate(size) for size in sizes]
+        found: list[Storage | None] = [trace.allocate(size) for size in sizes]
+        trace.allocate(scratch)  # freed at once, when all three gradients exist
+        return found
 
     needed = any(tensor.node is not None for tensor in (query, key, value))
     saved = trace.save(query, key, value, *([mask] if mask else [])) if needed else None
@@ -130,15 +135,45 @@ def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
     return cast(trace, x, HALF) if trace.autocast else x
 
 
+def backward_scratch(
+    arch: Architecture, config: MemoryConfig, query: TracedTensor, key: TracedTensor
+) -> BytesPolynomial:
+    """Bytes that the backward pass of attention takes beside the gradients that it returns; none but on CUDA, in half
+    precision."""
+    if not config.attention_scratch or query.itemsize != HALF:
+        return NO_BYTES
+    heads, kv_heads = (tensor.elements.per_token // arch.head_dim for tensor in (query, key))
+    return scratch_per_token(heads, kv_heads, arch.head_dim) * BLOCK_TOKEN
+
+
+def scratch_per_token(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes per token of the scratch with which flash attention computes gradients in half precision.
+
+    The gradient of the queries is added up in fp32, with heads rounded up to the kernel's width, and two fp32 numbers
+    are kept for each query. Where several query heads share a key head, gradients of keys and values are computed for
+    every query head first. (`mha_bwd` of flash-attn 2, which sdpa and varlen run; versions 3 and 4 take as much or
+    less. The memory-efficient kernel, which sdpa runs with a mask, adds up the same gradient.)
+    """
+    step = 32 if head_dim <= 128 else 64
+    width = -(-head_dim // step) * step
+    expanded = 2 * heads * head_dim * HALF if kv_heads != heads else 0
+    return FLOAT * heads * (width + 2) + expanded
+
+
 def masked_sdpa(
-    trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, value: TracedTensor
+    trace: MemoryTrace,
+    arch: Architecture,
+    config: MemoryConfig,
+    query: TracedTensor,
+    key: TracedTensor,
+    value: TracedTensor,
 ) -> TracedTensor:
     """Trace sdpa with a mask: heads are repeated, and a mask in the query's dtype is made from the boolean one and
     saved for backward."""
     key = repeat_heads(trace, arch, key)
     value = repeat_heads(trace, arch, value)
     additive_mask = trace.new(SQUARE, HALF if trace.autocast else query.itemsize)
-    return flash(trace, arch, query, key, value, additive_mask)
+    return flash(trace, arch, config, query, key, value, additive_mask)
 
 
 def eager(
@@ -256,7 +291,7 @@ def _attend_shared(
     The caller refers to query, key and value meanwhile, so they stay allocated.
     """
     own_query, own_key, own_value = to_heads(trace, arch, config.sequence, query, key, value)
-    output = flash(trace, arch, own_query, own_key, own_value)
+    output = flash(trace, arch, config, own_query, own_key, own_value)
     del own_query, own_key, own_value
     return to_positions(trace, output)
 
@@ -276,5 +311,5 @@ def attend(
     if config.attention == "eager":
         return eager(trace, arch, config, query, key, value)
     if config.attention == "sdpa" and masked:
-        return masked_sdpa(trace, arch, query, key, value), None
-    return flash(trace, arch, query, key, value), None
+        return masked_sdpa(trace, arch, config, query, key, value), None
+    return flash(trace, arch, config, query, key, value), None

@@ -97,6 +97,9 @@ class MemoryConfig:
     """The model's own dropout is applied to the first layer's input."""
     fused_dropout: bool = False
     """Dropout draws its masks inside one kernel, which allocates no memory for them; true on CUDA."""
+    attention_scratch: bool = False
+    """The backward pass of attention in half precision has scratch of its own; true on CUDA, except in eager
+    attention."""
     watches_experts: bool = False
     """The router logits of all layers are kept to the end of the forward pass, to count how often each expert is
     chosen."""
@@ -169,6 +172,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         and recipe.model.attention_dropout != "off"
         and spec.profile.parallel.sequence == 1,
         fused_dropout=device.kind == "cuda",
+        attention_scratch=device.kind == "cuda" and attention != "eager",
         residual_dropout=arch.residual_dropout,
         embedding_dropout=arch.embedding_dropout,
         watches_experts=arch.experts is not None and recipe.moe.watch_experts,

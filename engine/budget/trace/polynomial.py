@@ -11,6 +11,10 @@ from collections.abc import Iterable
 from operator import add, ge, mul, sub
 from typing import NamedTuple
 
+ATTENTION_BLOCK = 128
+"""Flash attention's backward pass works on lengths rounded up to this many tokens (`seqlen_q_rounded` in flash-attn's
+csrc/flash_attn/flash_api.cpp, which torch contains)."""
+
 
 class Shape(NamedTuple):
     """The value of each unit of a polynomial (`BYTE`, `TOKEN`, …) for one micro-batch, in the order of coefficients."""
@@ -31,6 +35,8 @@ class Shape(NamedTuple):
     rows: int
     targets: int
     """Tokens that count in the loss."""
+    blocks: int
+    """rows × length, each length rounded up to whole ATTENTION_BLOCKs."""
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = None) -> Shape:
@@ -41,7 +47,9 @@ def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = No
     tokens = rows * length
     targets = tokens if targets is None else targets
     chunk = min(targets, chunk_tokens)
-    return Shape(1, tokens, tokens * length, chunk, int(targets > chunk), length, length * length, rows, targets)
+    blocks = rows * -(-length // ATTENTION_BLOCK) * ATTENTION_BLOCK
+    several, pairs = int(targets > chunk), length * length
+    return Shape(1, tokens, tokens * length, chunk, several, length, pairs, rows, targets, blocks)
 
 
 class BytesPolynomial:
@@ -98,6 +106,11 @@ class BytesPolynomial:
         """The coefficient of `POSITION`."""
         return self.coefficients[5]
 
+    @property
+    def per_block_token(self) -> int:
+        """The coefficient of `BLOCK_TOKEN`."""
+        return self.coefficients[9]
+
     def at(self, shape: Shape) -> int:
         """The polynomial's value at a shape; call `settled` first."""
         return sum(map(mul, self.coefficients, shape))
@@ -110,7 +123,7 @@ class BytesPolynomial:
 
 
 def _unit(place: int) -> BytesPolynomial:
-    return BytesPolynomial(tuple([int(place == each) for each in range(10)]))
+    return BytesPolynomial(tuple([int(place == each) for each in range(11)]))
 
 
 BYTE = _unit(0)
@@ -131,7 +144,10 @@ ROW = _unit(7)
 """One per row."""
 TARGET = _unit(8)
 """One per token that counts in the loss."""
-TRAINED_GRADS = _unit(9)
+BLOCK_TOKEN = _unit(9)
+"""One per token of the micro-batch, each length rounded up to whole ATTENTION_BLOCKs; used for nothing but the scratch
+of flash attention's backward pass."""
+TRAINED_GRADS = _unit(10)
 """One byte of a weight's finished gradient: stays allocated after the first micro-batch of a step, and is freed in
 later ones once it is added to the existing gradient (`BytesPolynomial.settled`)."""
 NO_BYTES = 0 * BYTE

@@ -105,8 +105,10 @@ def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor
 
 
 def _step_bytes(prediction: Prediction) -> int:
-    """The predicted peak inside the step, without evaluation and generation."""
-    return max(sum(parts.values()) for name, parts in prediction.phases.items() if name not in OUTSIDE_STEPS)
+    """The predicted peak of what torch's allocator hands out inside the step, without evaluation and generation: the
+    tensors, and on CUDA the workspaces of cuBLAS."""
+    steps = max(sum(parts.values()) for name, parts in prediction.phases.items() if name not in OUTSIDE_STEPS)
+    return steps + prediction.components["workspace"]
 
 
 def _components(prediction: Prediction) -> dict[str, Any]:
