@@ -54,7 +54,7 @@ class ActivationOffload:
 
         def pack(tensor: Tensor) -> Tensor | _OnHost:
             if _storage(tensor) in stays or _is_weight(tensor) or not _worth_moving(tensor):
-                return tensor
+                return _without_history(tensor)
             of_storage = copies.setdefault(tensor.untyped_storage(), {})
             view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
             if view not in of_storage:
@@ -66,6 +66,13 @@ class ActivationOffload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """Return a tensor that a hook may keep: an operation's own output would keep the operation, which keeps the hook's
+    tensor. Only a finished backward pass breaks this ring, so the memory of a failed one would never be freed. autograd
+    itself adds the history again."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.device.catch_oom import catch_oom, free_failed_graph
 from engine.device.metered import MeteredDevice
 from engine.model.loss import LossFunction, make_loss
 from engine.model.offload import ActivationOffload
@@ -69,6 +70,28 @@ def test_hardly_anything_is_held_between_forward_and_backward(tmp_path: Path, ch
     _, held_offloaded, peak_offloaded = step(device, loss, rows=8, length=200)
     assert held_offloaded < held / 2
     assert peak_offloaded < peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_failed_attempt_leaves_nothing_behind(tmp_path: Path, checkpointing: bool) -> None:
+    """Regression: tensors too small to be moved were kept with their history, which kept them, for good."""
+    device, loss = bench(tmp_path, "qwen2", checkpointing=checkpointing)
+    loss.offload.on = True
+    before = device.allocations
+    step(device, loss)
+    allocations = device.allocations - before
+    with device.activate():
+        loss.loaded.model.zero_grad()
+        device.release_cached()
+    held = device.memory().allocated_bytes
+    for allocation in range(1, allocations + 1, allocations // 8):
+        device.fail_at(allocation)
+        assert catch_oom(lambda: step(device, loss), device, "step") is not None
+        with device.activate():
+            loss.loaded.model.zero_grad()
+            free_failed_graph(device)
+            device.release_cached()
+        assert device.memory().allocated_bytes == held
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before(tmp_path: Path) -> None:
