@@ -23,6 +23,7 @@ MEANINGS = {
     "s": {"start"},
     "t": {"axis"},
     "u": {"undo"},
+    "v": {"next_metric"},
     "w": {"save", "checkpoint", "new"},
     "x": {"stop", "delete", "remove"},
     "y": {"copy"},

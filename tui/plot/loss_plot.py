@@ -1,4 +1,4 @@
-"""The loss plot of one run: mean and band of the steps, losses of evaluations, and marks of checkpoints and backoffs.
+"""The plot of one run: a metric over its steps, losses of evaluations, and marks of checkpoints and backoffs.
 
 The screen that contains the plot sets new data and decides how often.
 """
@@ -44,17 +44,20 @@ class StepMarks:
 class LossPlotData:
     """The data that a `LossPlot` draws."""
 
-    loss: BoundedSeries
+    series: BoundedSeries
+    """The metric of each step."""
     scores: Sequence[tuple[int, float]]
     """Steps of evaluations with their losses."""
     marks: Sequence[StepMarks]
     """Of two marks in one place, the one later in this list is shown."""
     note: str = ""
     """Shown while there is no curve."""
+    label: str = "loss"
+    """The metric, for the title."""
 
 
 class LossPlot(TextLines):
-    """A widget with a title, the loss curve, a row of marks, and the steps of the x axis."""
+    """A widget with a title, the curve of a metric, a row of marks, and the steps of the x axis."""
 
     def __init__(self, glyphs: Callable[[str], str], ascii_only: bool, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="pane")
@@ -87,9 +90,9 @@ class LossPlot(TextLines):
         self.show(self._plot(self._data, width, height))
 
     def _plot(self, data: LossPlotData, width: int, height: int) -> list[Content]:
-        end = data.loss.end
-        start = end - (end - data.loss.start) * ZOOMS[self.options.zoom]
-        columns = data.loss.columns(2 * width, start, end)
+        end = data.series.end
+        start = end - (end - data.series.start) * ZOOMS[self.options.zoom]
+        columns = data.series.columns(2 * width, start, end)
         if self.options.smooth:
             columns = smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE))
         curve = PlotCurve(columns, "$info", band="$band")
@@ -110,7 +113,7 @@ class LossPlot(TextLines):
     def _title(self, data: LossPlotData) -> Content:
         ways = [self.options.zoom] if self.options.zoom != "all" else []
         ways += ["log"] * self.options.log + ["smoothed"] * self.options.smooth
-        heading = Content.styled(" loss ", "bold reverse" if self.active else "bold")
+        heading = Content.styled(f" {data.label} ", "bold reverse" if self.active else "bold")
         title = Content.assemble("   ", heading, (", ".join(ways) + "  " if ways else " ", "$muted"))
         shown = [("◆", "bold $mark", "evaluation")] if data.scores else []
         shown += [(mark.glyph, mark.style, mark.name) for mark in data.marks if mark.steps]
@@ -130,8 +133,8 @@ class LossPlot(TextLines):
         return row
 
     def _empty_note(self, data: LossPlotData) -> str:
-        if data.loss.points:
-            return "no loss above zero to show on a log axis"
+        if data.series.points:
+            return f"no {data.label} above zero to show on a log axis"
         return data.note
 
 

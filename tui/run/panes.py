@@ -17,6 +17,8 @@ from textual.content import Content
 from textual.widgets import Input
 
 from tui.plot.loss_plot import LossPlot, LossPlotData, StepMarks
+from tui.plot.metrics import LOSS, Metric, metric_beside
+from tui.plot.run_curve import RunCurve
 from tui.run.pane_choice import PaneChoice
 from tui.run.panels import event_lines, figure_lines, log_lines, memory_lines
 from tui.run.ranks import rank_lines
@@ -46,6 +48,8 @@ class RunPanes(Vertical):
         """Lines that the ranks take; 0 for a run of one process."""
         self._feed_shown = 0
         """Number of events that were given to the events pane."""
+        self._curve: RunCurve | None = None
+        """The metric that is plotted, if it is another than the loss."""
 
     def compose(self) -> ComposeResult:
         """Yield the panes."""
@@ -124,14 +128,43 @@ class RunPanes(Vertical):
             self.show_panes(self.choice.room)
 
     def plot_run(self, watch: RunWatch) -> None:
-        """Draw the curve of a run, with its evaluations and marks."""
-        state = watch.state
+        """Draw the chosen metric of a run, with its evaluations and marks."""
+        state, metric = watch.state, self.metric
         scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
         marks = [
             StepMarks("checkpoint", "■", "$muted", watch.checkpoint_steps),
             StepMarks("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
         ]
-        self.plot.set_data(LossPlotData(watch.curves.loss, scores, marks, note="no step yet"))
+        if metric is LOSS:
+            self.plot.set_data(LossPlotData(watch.curves.loss, scores, marks, note="no step yet"))
+        else:
+            note = f"this run has recorded no {metric.label.partition(',')[0]}"
+            self.plot.set_data(LossPlotData(self._curve_of(watch).over("steps"), [], marks, note, metric.label))
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that is plotted."""
+        return self._curve.metric if self._curve is not None else LOSS
+
+    @property
+    def metric_version(self) -> int:
+        """A number that changes when values of a metric other than the loss were read."""
+        return self._curve.version if self._curve is not None else 0
+
+    def read_metric(self, watch: RunWatch, *, seconds: float) -> bool:
+        """Read the plotted metric, unless it is the loss, for about `seconds`; returns whether anything was read."""
+        return self._curve is not None and self._curve_of(watch).read_more(seconds=seconds)
+
+    def change_metric(self, watch: RunWatch, by: int) -> None:
+        """Plot the metric `by` places after the present one."""
+        chosen = metric_beside(self.metric, by)
+        self._curve = None if chosen is LOSS else RunCurve(watch.directory, chosen)
+
+    def _curve_of(self, watch: RunWatch) -> RunCurve:
+        """The curve of the plotted metric, begun anew for another run or stage."""
+        if self._curve is None or self._curve.directory is not watch.directory:
+            self._curve = RunCurve(watch.directory, self.metric)
+        return self._curve
 
     def show_log(self, lines: Sequence[str]) -> None:
         """Show these lines of the engine's log."""

@@ -62,8 +62,10 @@ class RunScreen(BaseScreen):
         """Whether something was read that is not painted yet."""
         self._painted = ("", float("-inf"))
         """Status and time of the latest repaint of all but the curve."""
-        self._plotted = (-1, float("-inf"))
+        self._plotted = ((-1, -1), float("-inf"))
         """Version of the data and time of the latest repaint of the curve."""
+        self._metric_unread = False
+        """Whether the latest poll read values of a plotted metric other than the loss."""
 
     def set_argument(self, argument: object) -> None:
         """Take the run directory to show."""
@@ -108,7 +110,8 @@ class RunScreen(BaseScreen):
         self._plot()
         if self._log.refresh():
             self.panes.show_log(self._log.lines)
-        return CATCH_UP_SECONDS if self.run_watch.unread_share > 0.01 else POLL_SECONDS
+        catches_up = self.run_watch.unread_share > 0.01 or self._metric_unread
+        return CATCH_UP_SECONDS if catches_up else POLL_SECONDS
 
     def _read(self) -> bool:
         """Read what was added to the journal of the run, and of the stage that is looked at; returns whether anything
@@ -136,10 +139,12 @@ class RunScreen(BaseScreen):
             line.show([chain_line(chain, self.looked_at, self.size.width, ascii_only=ascii_only)])
 
     def _plot(self) -> None:
-        """Repaint the loss curve if there is new data, at most once every PLOT_SECONDS."""
+        """Repaint the curve if there is new data, at most once every PLOT_SECONDS."""
         drawn, at = self._plotted
-        if self.run_watch.version != drawn and time.monotonic() - at >= PLOT_SECONDS:
-            self._plotted = (self.run_watch.version, time.monotonic())
+        self._metric_unread = self.panes.read_metric(self.run_watch, seconds=READ_SECONDS)
+        version = (self.run_watch.version, self.panes.metric_version)
+        if version != drawn and time.monotonic() - at >= PLOT_SECONDS:
+            self._plotted = (version, time.monotonic())
             self.panes.plot_run(self.run_watch)
 
     def title_detail(self) -> str:
@@ -200,7 +205,7 @@ class RunScreen(BaseScreen):
         self._log.refresh()
         self.panes.show_log(self._log.lines)
         self.panes.change_run(self.run_watch)
-        self._plotted = (-1, float("-inf"))
+        self._plotted = ((-1, -1), float("-inf"))
         self._refresh_now()
         self._plot()
 
@@ -256,6 +261,19 @@ class RunScreen(BaseScreen):
     def do_clone(self) -> None:
         """Open Launch with the settings of this run."""
         self.console.open_screen("launch", launch_settings(self.directory))
+
+    def do_next_metric(self) -> None:
+        """Plot the next metric."""
+        self._change_metric(1)
+
+    def do_previous_metric(self) -> None:
+        """Plot the metric before."""
+        self._change_metric(-1)
+
+    def _change_metric(self, by: int) -> None:
+        self.panes.change_metric(self.run_watch, by)
+        self._plotted = ((-1, -1), float("-inf"))
+        self._plot()
 
     def do_log_axis(self) -> None:
         """Switch the y axis between logarithmic and linear."""

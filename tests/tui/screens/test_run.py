@@ -207,6 +207,20 @@ async def test_loss_can_be_seen_on_a_log_axis_smoothed_and_closer(console: Opene
         await pilot.sees("loss last half, log, smoothed")
 
 
+async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    add(run, lambda writer: writer.write("gpu", index=0, used_bytes=3 << 30, utilisation_percent=97,
+                                         temperature_celsius=61, power_watts=300))  # fmt: skip
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        for label, value in METRIC_LABELS.items():
+            await pilot.press("v")
+            await pilot.sees(f" {label} ", value)
+            assert "has recorded no" not in pilot.text
+        await pilot.press("v", "V")
+        await pilot.sees(" GPU power, W ")
+
+
 async def test_a_filter_lets_through_events_and_log_lines_with_all_its_words(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     add(run, lambda writer: writer.write("warning", code="w", text="the disk is slow", fix=""))
@@ -250,7 +264,7 @@ async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_no
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.sees("tokens/s", "25 × 2, batch 64")
-        await pilot.until(lambda: pilot.screen._plotted[0] == pilot.screen.run_watch.version, "the curve")
+        await pilot.until(lambda: pilot.screen._plotted[0][0] == pilot.screen.run_watch.version, "the curve")
         behind: Any = pilot.app.get_screen("runs")
         assert behind._poll_timer is None
         monkeypatch.setattr(TunedeckApp, "_display", noting)
@@ -367,6 +381,13 @@ async def test_a_run_without_stages_has_no_chain(console: Opener, runs: Path) ->
         await pilot.sees("this run has no stages")
         assert not pilot.screen.query_one("#chain").display
 
+
+METRIC_LABELS = {
+    "evaluation loss": "0.25", "learning rate": "0.0001", "gradient norm": "1", "tokens/s": "1000",
+    "peak memory, GiB": "0.05664", "GPU memory, GiB": "3", "GPU use, %": "98", "GPU temperature, °C": "",
+    "GPU power, W": "",
+}  # fmt: skip
+"""The titles of plots after the loss, in the order of the key, with a label of the y axis."""
 
 SHARES = [0.24, 0.22, 0.01, 0.13, 0.1, 0.1, 0.1, 0.1]
 
