@@ -27,6 +27,7 @@ from engine.budget.advise.levers import Lever
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import refuse_unsafe
 from engine.budget.advise.search import Trial
+from engine.budget.advise.strategy import settle_parallel
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.errors import TunedeckError
@@ -69,7 +70,7 @@ class Question:
 
     def spec(self, more: Sequence[str] = ()) -> RunSpec:
         """Resolve and check the run spec, with more overrides. Raises TunedeckError if it is refused."""
-        spec = resolve(self.profile, self.recipe, [*self.overrides, *more]).spec
+        spec = settle_parallel(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
         refuse_unsupported(spec, planning=True)
         refuse_unsafe(spec)
         return spec
@@ -87,7 +88,10 @@ def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:
             spec = question.spec()
             needs_gib = make_plan(with_changes(spec, {"device.memory_gib": 4000.0})).prediction.device_bytes / 2**30
             memory_gib = spec.profile.device.reserve_gib + needs_gib * drawn.uniform(0.1, 1.3)
-            question = Question(profile, recipe, (*overrides, f"device.memory_gib={memory_gib:.4f}"))
+            overrides.append(f"device.memory_gib={memory_gib:.4f}")
+            strategy = Question(profile, recipe, tuple(overrides)).spec().profile.parallel.strategy
+            # An offer is planned with the strategy of its question, so "auto" must not be decided again with it.
+            question = Question(profile, recipe, (*overrides, f"parallel.strategy={strategy}"))
             yield question, question.spec()
         except TunedeckError:
             continue

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from engine.budget.advise.plan import make_plan
+from engine.budget.advise.strategy import settle_parallel
 from engine.errors import SpecError
 from engine.spec.files.find import list_spec_files
 from engine.spec.load import resolve
@@ -85,7 +86,7 @@ def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
 def _answer(spec: RunSpec) -> Row:
     gc.disable()
     begun = time.process_time()
-    plan = make_plan(spec)
+    plan = make_plan(settle_parallel(spec).spec)
     seconds = time.process_time() - begun
     gc.enable()
     return Row(

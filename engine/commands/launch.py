@@ -58,14 +58,14 @@ def launch(
 ) -> None:
     """Write a script that trains on several machines. They are those of the profile's [nodes]; the resolved run spec
     is written beside it."""
-    from engine.budget.advise.sequence import settle_sequence
+    from engine.budget.advise.strategy import settle_parallel
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.launch.create_run import checked_plan
     from engine.launch.process import ENTRY_FILE
     from engine.spec.load import resolve
 
     resolved = resolve(profile, recipe, overrides or [], name=name)
-    spec, settled = settle_sequence(resolved.spec)
+    spec, settled = settle_parallel(resolved.spec)
     launcher = _launcher(spec, slurm, skypilot)
     print_notices([*resolved.notices, *settled])
     print_notices(checked_plan(spec, runs_folder(runs), force=force)[1])

@@ -180,14 +180,14 @@ def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
 def _verdict(profile: str, recipe: str) -> str:
     """Whether a recipe fits the profile that it is meant for, in words; without the network."""
     from engine.budget.advise.plan import make_plan
-    from engine.budget.advise.sequence import settle_sequence
     from engine.budget.advise.staged_plan import make_staged_plan
+    from engine.budget.advise.strategy import settle_parallel
     from engine.errors import TunedeckError
     from engine.journal.event_text import describe_verdict
     from engine.spec.load import resolve
 
     try:
-        spec = settle_sequence(resolve(profile, recipe).spec).spec
+        spec = settle_parallel(resolve(profile, recipe).spec).spec
         plan = make_staged_plan(spec) if spec.recipe.stages else make_plan(spec)
     except TunedeckError:  # no such profile, or a model whose memory is not known: tunedeck plan says which
         return "no plan"

@@ -251,8 +251,8 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     """Resolve profile, recipe and overrides to a run spec. Refuses what `train` refuses, except features that can be
     planned but not trained yet."""
     from engine.budget.advise.preflight import refuse_unsafe
-    from engine.budget.advise.sequence import settle_sequence
     from engine.budget.advise.staged_plan import planning_specs
+    from engine.budget.advise.strategy import settle_parallel
     from engine.budget.architecture.hub import bring_config
     from engine.spec.check.unsupported import refuse_unsupported
     from engine.spec.load import resolve
@@ -261,7 +261,7 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
     print_notices(resolved.notices)
     refuse_unsupported(resolved.spec, planning=True)
     print_notices(bring_config(resolved.spec))
-    spec, notices = settle_sequence(resolved.spec)
+    spec, notices = settle_parallel(resolved.spec)
     print_notices(notices)
     for part in planning_specs(spec):
         refuse_unsafe(part)

@@ -126,6 +126,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
         length_sentence(planned.basis, planned.length),
     ]
+    if planned.parallel:
+        lines.append(f"parallel: {planned.parallel}")
     if planned.predictor == "simulated":
         lines.append(f"the figures are from a simulation of the step, which took {planned.simulated_seconds:g} s")
     if "generate" in planned.prediction.phases:

@@ -20,8 +20,8 @@ from engine.budget.advise.preflight import (
     refuse_untrusted_code,
     warnings_of,
 )
-from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import StagePlan, disk_warnings, make_staged_plan
+from engine.budget.advise.strategy import settle_parallel
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.shards import require_shards
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
@@ -131,10 +131,10 @@ def create_run(
     refuse_sweep(spec)
     if not launched:
         require_launcher(spec)
+    fetched, unreachable = fetch_config(spec)
+    spec, settled = settle_parallel(spec)
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
-    fetched, unreachable = fetch_config(spec)
-    spec, settled = settle_sequence(spec)
     plan, notices = _checked_plans(spec, folder, force=force, with_data=not queued)
     notices = [*fetched, *settled, *notices]
     if not queued:

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomlkit
 
-from engine.budget.advise.sequence import settle_sequence
+from engine.budget.advise.strategy import settle_parallel
 from engine.errors import DoesNotFitError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import read_spec
@@ -51,7 +51,7 @@ def _point_spec(spec: RunSpec, sweep_id: str, point: dict[str, Any]) -> RunSpec:
     found = override(alone, overrides, name=spec.name).spec
     provenance = found.provenance.model_copy(update={"sweep": SweepPoint(id=sweep_id, point=point)})
     named = found.model_copy(update={"name": point_name(spec.name, point), "provenance": provenance})
-    return settle_sequence(named).spec
+    return settle_parallel(named).spec
 
 
 def point_name(name: str, point: dict[str, Any]) -> str:

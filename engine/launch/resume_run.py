@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advise.sequence import settle_sequence
+from engine.budget.advise.strategy import settle_parallel
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
@@ -165,7 +165,7 @@ def change_spec(
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
     if profile is not None:  # on the same devices the run keeps the number that was decided at its start
-        spec, settled = settle_sequence(resolved.spec)
+        spec, settled = settle_parallel(resolved.spec)
         resolved = Resolved(spec, [*resolved.notices, *settled])
     changes = find_changes(comparable(before), comparable(resolved.spec))
     again = _stages_done_again(resolved.spec, from_stage)

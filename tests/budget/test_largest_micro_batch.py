@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.budget.advise.plan import make_plan
+from engine.budget.advise.strategy import settle_parallel
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
 from engine.spec.load import resolve
@@ -23,7 +24,8 @@ CASES: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("profile", "recipe", "model"), CASES)
 def test_the_planned_micro_batch_is_the_largest_of_all(profile: str, recipe: str, model: str) -> None:
-    spec = resolve(profile, recipe, [f"model.id={model}", "train.batch_size=24", "train.micro_batch=auto"]).spec
+    sets = [f"model.id={model}", "train.batch_size=24", "train.micro_batch=auto"]
+    spec = settle_parallel(resolve(profile, recipe, sets).spec).spec
     length = spec.recipe.data.max_length
     predictor = Predictor(find_architecture(spec), spec)
     needs = [predictor.predict(rows, length).device_bytes for rows in range(1, predictor.batch + 1)]

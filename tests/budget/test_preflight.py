@@ -107,7 +107,7 @@ def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(
 
 
 def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> None:
-    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", profile="4xh100")
+    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", profile="4xh100")
     arch = find_architecture(spec)
     (warning,) = (text for text in warnings_of(arch, spec, torch_version="2.99.0") if "2.99.0" in text)
     assert "restart of all ranks" in warning
@@ -117,7 +117,7 @@ def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> No
 def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", profile="4xh100")
+    spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", profile="4xh100")
     assert "cannot train this" in "\n".join(warnings_of(find_architecture(spec), spec, torch_version="2.12.1"))
     monkeypatch.setattr(shards, "installed", lambda package: "2.12.1+cu130")
     with pytest.raises(EnvironmentProblem) as refused:

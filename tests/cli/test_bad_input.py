@@ -18,6 +18,7 @@ from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import GOOD_DATA, RECIPE, write_profile, write_recipe
 
 DEMO = ("-p", "demo", "-r", "demo")
+SHARDS = ("-p", "demo-2", "-r", "demo", "--set", "parallel.strategy=sharded")
 
 ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no profile, no recipe": (("train",), ("-p PROFILE and -r RECIPE", "fix: tunedeck train -p demo -r demo")),
@@ -71,7 +72,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "built-in model that is none": (("plan", *DEMO, "--set", "model.id=builtin:tin"), ("did you mean builtin:tiny?",)),
     "trackers, of a later version": (("train", *DEMO, "--set", 'trackers.use=["wandb"]'), ("not do", "trackers.use")),
     "adafactor on shards, of a later version": (
-        ("train", "-p", "4xh100", "-r", "demo", "--set", "train.optimizer=adafactor"),
+        ("train", *SHARDS, "--set", "train.optimizer=adafactor"),
         ("sharding with optimizers that need whole tensors yet",),
     ),
     "run that nobody made": (("show", "nope"), ("no run matches 'nope'", "fix: list them: tunedeck runs")),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.budget.advise.sequence import settle_sequence
+from engine.budget.advise.strategy import settle_parallel
 from engine.errors import SpecError, UsageError
 from engine.spec.load import dump_run_spec, load_run_spec, override, resolve
 from engine.spec.schema.run import RunSpec
@@ -25,6 +25,7 @@ max_length = {length}
 name = "main"
 path = "main.jsonl"
 """
+AUTO_SHARDED = 'strategy = "sharded"\nsequence = "auto"'
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
@@ -47,7 +48,9 @@ def parallel_of(spec: RunSpec) -> tuple[str, str, int]:
 def test_the_recipe_counts_more_than_the_profile_and_run_toml_says_so() -> None:
     resolved = resolve("4xh100", recipe('strategy = "sharded"\nshard = "gradients"\nsequence = 4'))
     assert parallel_of(resolved.spec) == ("sharded", "gradients", 4)
-    assert resolved.spec.provenance.parallel == 'shard = "gradients" (profile: "parameters"), sequence = 4 (profile: 1)'
+    assert resolved.spec.provenance.parallel == (
+        'strategy = "sharded" (profile: "auto"), shard = "gradients" (profile: "parameters"), sequence = 4 (profile: 1)'
+    )
     assert not resolved.notices
     Path("run.toml").write_text(dump_run_spec(resolved.spec))
     again = override(load_run_spec("run.toml"), ["train.max_steps=3"]).spec
@@ -71,7 +74,7 @@ def test_with_one_device_it_is_left_out_with_one_notice() -> None:
     assert parallel_of(resolved.spec) == ("single", "parameters", 1)
     (notice,) = resolved.notices
     assert notice.startswith('the recipe\'s [parallel] (strategy = "sharded", sequence = 4) is left out: profile 80gb')
-    assert not settle_sequence(resolve("80gb", recipe('sequence = "auto"')).spec).notices
+    assert not settle_parallel(resolve("80gb", recipe('sequence = "auto"')).spec).notices
 
 
 def test_what_the_devices_cannot_do_is_a_problem_at_its_line_of_the_recipe() -> None:
@@ -84,18 +87,19 @@ def test_what_the_devices_cannot_do_is_a_problem_at_its_line_of_the_recipe() -> 
 
 @pytest.mark.parametrize(("length", "size"), [(4096, 1), (262144, 2), (524288, 4)])
 def test_auto_is_the_fewest_devices_with_which_the_longest_sequence_fits(length: int, size: int) -> None:
-    spec, notices = settle_sequence(resolve("4xh100", recipe('sequence = "auto"', length=length)).spec)
+    spec, notices = settle_parallel(resolve("4xh100", recipe(AUTO_SHARDED, length=length)).spec)
     assert spec.profile.parallel.sequence == size
-    assert len(notices) == 1 and spec.provenance.parallel == f'sequence = {size} (recipe: "auto")'
-    assert settle_sequence(spec).spec == spec
+    line = f'strategy = "sharded" (profile: "auto"), sequence = {size} (recipe: "auto")'
+    assert len(notices) == 1 and spec.provenance.parallel == line
+    assert settle_parallel(spec).spec == spec
 
 
 def test_auto_from_the_command_line_and_where_nothing_fits_or_nothing_is_known() -> None:
-    spec, (notice,) = settle_sequence(
+    spec, (_, notice) = settle_parallel(
         resolve("4xh100", "lora", ["parallel.sequence=auto", "data.max_length=9999999"]).spec
     )
     # Qwen2.5-0.5B has 14 heads: four devices cannot share them.
     assert spec.profile.parallel.sequence == 2 and "does not fit" in notice
     with pytest.raises(UsageError) as caught:
-        settle_sequence(resolve("4xh100", recipe('sequence = "auto"', model="nobody/unheard-of")).spec)
+        settle_parallel(resolve("4xh100", recipe('sequence = "auto"', model="nobody/unheard-of")).spec)
     assert "a divisor of 4" in caught.value.expected

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.advise.plan import Plan, Verdict, make_plan
-from engine.budget.advise.sequence import settle_sequence
 from engine.budget.advise.staged_plan import StagedPlan, StagePlan, make_staged_plan
+from engine.budget.advise.strategy import settle_parallel
 from engine.errors import (
     ConfigNotHereError,
     NotSimulatedError,
@@ -158,7 +158,7 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     plan, planned, unplanned, to_simulate = None, spec, "", None
     stages: tuple[StageVerdict, ...] = ()
     try:
-        spec, settled = settle_sequence(spec)
+        spec, settled = settle_parallel(spec)
         planned, notices = spec, [*notices, *settled]
         if spec.recipe.stages:
             staged = make_staged_plan(spec)

@@ -51,6 +51,8 @@ class Plan:
     """Host memory of one machine: the profile's, else that of this machine."""
     generation_rows: int = 0
     """Answers that evaluations generate at once; 0 where they generate none."""
+    parallel: str = ""
+    """`provenance.parallel`: how strategy and sequence were decided, and which keys of the profile were replaced."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
@@ -115,6 +117,7 @@ class Plan:
             "generation_rows": self.generation_rows,
             "remedies": self.remedies,
             "ranks": self.ranks,
+            "parallel": self.parallel,
             "image_tokens": self.image_tokens,
             "predicted_only": self.ranks > 1,
             "predictor": self.predictor,
@@ -152,6 +155,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         host=predictor.host(rows, length),
         host_capacity_bytes=host_capacity_bytes(spec.profile),
         generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
+        parallel=spec.provenance.parallel,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )
 

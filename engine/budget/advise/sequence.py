@@ -47,7 +47,8 @@ def settle_sequence(spec: RunSpec) -> Settled:
             fix=error.fix or f"--set parallel.sequence={devices}",
         ) from error
     chosen = with_sequence(spec, fitting or sizes[-1])
-    return Settled(_recorded(chosen), [_notice(chosen, fits=fitting is not None)])
+    line = f'sequence = {chosen.profile.parallel.sequence} (recipe: "auto")'
+    return Settled(recorded(chosen, "sequence", line), [_notice(chosen, fits=fitting is not None)])
 
 
 def with_sequence(spec: RunSpec, size: int) -> RunSpec:
@@ -82,11 +83,11 @@ def _longest_fits(spec: RunSpec) -> bool:
     )
 
 
-def _recorded(spec: RunSpec) -> RunSpec:
-    """The run spec with the decision written to `provenance.parallel`; replaces an earlier decision there."""
-    line = f'sequence = {spec.profile.parallel.sequence} (recipe: "auto")'
-    kept = [part for part in spec.provenance.parallel.split(", ") if part and not part.startswith("sequence =")]
-    provenance = spec.provenance.model_copy(update={"parallel": ", ".join([*kept, line])})
+def recorded(spec: RunSpec, key: str, line: str) -> RunSpec:
+    """The run spec with the decision of `key` written to `provenance.parallel` as `line`; replaces an earlier line of
+    that key there."""
+    lines = {part.partition(" =")[0]: part for part in spec.provenance.parallel.split(", ") if part} | {key: line}
+    provenance = spec.provenance.model_copy(update={"parallel": ", ".join(lines.values())})
     return spec.model_copy(update={"provenance": provenance})
 
 

@@ -65,10 +65,13 @@ def on_one_device(spec: RunSpec) -> RunSpec:
 
 
 def layout_of(profile: Profile) -> ParallelLayout:
-    """The layout of a profile; a single device ignores the strategy."""
+    """The layout of a profile; a single device ignores the strategy. With several devices the strategy must be decided:
+    ValueError if it is "auto"."""
     ranks, parallel = profile.device.count * profile.nodes.count, profile.parallel
     if ranks == 1:
         return SINGLE_DEVICE
+    if parallel.strategy == "auto":
+        raise ValueError('parallel.strategy is "auto": call engine.budget.advise.strategy.settle_parallel first')
     sharded = parallel.strategy == "sharded"
     return ParallelLayout(ranks, sharded, parallel.shard == "parameters", parallel.sequence)
 

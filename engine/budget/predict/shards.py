@@ -112,9 +112,14 @@ class Shards:
         return sum(g.gathered for g in self.layers[: layer + 1]) if self.keeps else self.layers[layer].gathered
 
 
+def can_shard() -> bool:
+    """Whether the installed torch can shard weights."""
+    return not older(installed("torch"), SHARDS_SINCE)
+
+
 def require_shards() -> None:
     """Raise EnvironmentProblem if torch is too old to shard weights."""
-    if older(installed("torch"), SHARDS_SINCE):
+    if not can_shard():
         raise EnvironmentProblem(
             f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
             fix=f"pip install 'torch=={KNOWN_TORCH[-1]}.*', or set parallel.strategy = \"replicated\" if that fits",

@@ -38,10 +38,11 @@ def strategy_matches_count(profile: Profile) -> Problems:
     place, beside = ("parallel", "strategy"), (("device", "count"), ("nodes", "count"))
     if count > 1 and strategy == "single":
         yield Problem(
-            place, f'"single" with {count} devices', '"replicated" or "sharded" is needed to use them', beside
+            place, f'"single" with {count} devices', '"auto", "replicated" or "sharded" uses them', beside
         )
-    if count == 1 and strategy != "single":
-        yield Problem(place, f"{quoted(strategy)} with one device", '"single", or device.count above 1', beside)
+    if count == 1 and strategy not in ("auto", "single"):
+        allowed = '"auto" or "single", or device.count above 1'
+        yield Problem(place, f"{quoted(strategy)} with one device", allowed, beside)
 
 
 def sequence_divides_devices(profile: Profile) -> Problems:

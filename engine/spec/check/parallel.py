@@ -1,7 +1,7 @@
 """Merges a recipe's [parallel] over the profile's, and checks the result.
 
-A run spec's profile holds the merged values, so that everything else reads them in one place. `sequence = "auto"` is
-decided later, from the memory plan (`engine.budget.advise.sequence`).
+A run spec's profile holds the merged values, so that everything else reads them in one place. `strategy = "auto"` and
+`sequence = "auto"` are decided later, from the memory plan (`engine.budget.advise.strategy`).
 
 Try: `tunedeck plan -p demo-2 -r demo --set parallel.sequence=auto`
 """
@@ -31,16 +31,23 @@ def device_count(profile: Profile) -> int:
 
 
 def merge_parallel(profile: Profile, recipe: Recipe) -> MergedParallel:
-    """Merge the recipe's [parallel] over the profile's. With one device the profile stays as it is, with a notice if
-    the recipe asks for several."""
+    """Merge the recipe's [parallel] over the profile's. With one device the strategy is "single", with a notice if the
+    recipe asks for several devices."""
     asked = {key: value for key, value in recipe.parallel.model_dump(exclude_none=True).items() if value != "auto"}
     if device_count(profile) == 1:
-        return MergedParallel(profile, _one_device_notice(profile, asked), "")
+        return MergedParallel(_on_one_device(profile), _one_device_notice(profile, asked), "")
     own = profile.parallel.model_dump()
     changes = {key: value for key, value in asked.items() if value != own[key]}
     replaced = [f"{key} = {quoted(value)} (profile: {quoted(own[key])})" for key, value in changes.items()]
     parallel = profile.parallel.model_copy(update=changes)
     return MergedParallel(profile.model_copy(update={"parallel": parallel}), "", ", ".join(replaced))
+
+
+def _on_one_device(profile: Profile) -> Profile:
+    if profile.parallel.strategy != "auto":
+        return profile
+    parallel = profile.parallel.model_copy(update={"strategy": "single"})
+    return profile.model_copy(update={"parallel": parallel})
 
 
 def _one_device_notice(profile: Profile, asked: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
         "allocator": "expandable_segments:True",
     }
     others = (
-        f" This machine has {count}: raise device.count and choose parallel.strategy to use them." if count > 1 else ""
+        f" This machine has {count}: raise device.count to use them." if count > 1 else ""
     )
     kept = (total_bytes - offered_bytes) >> 20
     notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB less {kept} MiB that driver {driver} keeps.{others}"

@@ -43,8 +43,9 @@ class Device(Table):
 class Parallel(Table):
     """How several devices share one run."""
 
-    strategy: Literal["single", "replicated", "sharded"] = "single"
-    """A single device, replicated weights, or sharded weights (FSDP2)."""
+    strategy: Literal["auto", "single", "replicated", "sharded"] = "auto"
+    """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated where the model fits each
+    device, else sharded."""
     shard: Literal["gradients", "parameters"] = "parameters"
     """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
     sequence: Count = 1

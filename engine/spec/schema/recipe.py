@@ -277,8 +277,9 @@ class RecipeParallel(Table):
     """How several devices share a run of this recipe. Keys that are given here replace the profile's; with one device
     none of them counts."""
 
-    strategy: Literal["single", "replicated", "sharded"] | None = None
-    """A single device, replicated weights, or sharded weights (FSDP2). By default the profile's."""
+    strategy: Literal["auto", "single", "replicated", "sharded"] | None = None
+    """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated where the model fits each
+    device, else sharded. By default the profile's."""
     shard: Literal["gradients", "parameters"] | None = None
     """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3). By
     default the profile's."""

@@ -39,7 +39,8 @@ class Provenance(Table):
     versions: dict[str, str] = {}
     """Package name = version, of packages that can change the numbers of a run."""
     parallel: str = ""
-    """Which keys of the profile's [parallel] the recipe replaced, each with the profile's own value."""
+    """Which keys of the profile's [parallel] the recipe replaced, each with the profile's own value; and what was
+    decided where a key is "auto"."""
     sweep: SweepPoint | None = None
     """The sweep that the run is a point of."""
 
