@@ -117,6 +117,17 @@ class Device(Protocol):
         """Wait until all queued work has run, so that asynchronous errors are raised here."""
         ...
 
+    patience_seconds: float | None
+    """How long `wait_until_idle` waits; None: without a limit."""
+
+    def wait_until_idle(self) -> None:
+        """Wait until the work queued on every stream has run, before memory that it may still use is freed.
+
+        Raises:
+            StuckDeviceError: it has not after `patience_seconds`.
+        """
+        ...
+
     def memory(self) -> MemoryReading:
         """Read the allocator's current statistics."""
         ...
@@ -126,7 +137,8 @@ class Device(Protocol):
         ...
 
     def release_cached(self) -> None:
-        """Collect garbage and give cached blocks back to the driver."""
+        """Collect garbage, wait until the device is idle, and give cached blocks back to the driver. Raises
+        StuckDeviceError."""
         ...
 
     def host_region(self) -> AbstractContextManager[None]:

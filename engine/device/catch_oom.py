@@ -69,7 +69,7 @@ def free_failed_graph(device: Device) -> None:
     """
     flush_autograd()
     if device.kind == "cuda":
-        device.synchronize()
+        device.wait_until_idle()
         wait_until_steady(lambda: device.memory().allocated_bytes)
 
 

@@ -36,6 +36,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.capacity_bytes = capacity_bytes
         self.notices: list[str] = []
+        self.patience_seconds: float | None = None
         self._process = psutil.Process()
         self._baseline_bytes = self._process.memory_info().rss
         self._peak_bytes = 0
@@ -57,6 +58,9 @@ class CpuDevice:
         yield
 
     def synchronize(self) -> None:
+        """Does nothing: operations on the CPU are not queued."""
+
+    def wait_until_idle(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:

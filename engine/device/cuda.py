@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.nvml import read_gpus
-from engine.device.oom import classify
+from engine.device.oom import StuckDeviceError, classify
 from engine.errors import DeviceBusyError, EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class CudaDevice:
         self.name: str = properties.name
         self.capacity_bytes = min(capacity_bytes, properties.total_memory)
         self.notices = notices
+        self.patience_seconds: float | None = None
         self._uuid = uuid
         self._can_pin = True
         torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / properties.total_memory, index)
@@ -71,6 +73,11 @@ class CudaDevice:
         """Wait for the card's queued kernels; their errors are raised here."""
         torch.cuda.synchronize(self.torch_device)
 
+    def wait_until_idle(self) -> None:
+        """Wait until all streams of the card have run what is queued on them, also those of NCCL and of FSDP2, at most
+        `patience_seconds`. A collective of which a rank is missing never ends. Raises StuckDeviceError."""
+        wait_for_card(partial(torch.cuda.synchronize, self.torch_device), self.patience_seconds)
+
     def memory(self) -> MemoryReading:
         """Read the statistics of torch's caching allocator."""
         statistics = torch.cuda.memory_stats(self.torch_device)
@@ -86,8 +93,14 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cached(self) -> None:
-        """Collect garbage, then give unused blocks back to the driver."""
+        """Collect garbage, wait until the card is idle, and give unused blocks back to the driver.
+
+        torch waits only for the stream that a block was allocated on before it unmaps the block (expandable segments;
+        c10/cuda/CUDACachingAllocator.cpp, `unmapHandles`). After a failed attempt, a collective on another stream may
+        still write to it: an illegal address, after which the process cannot use the card. Raises StuckDeviceError.
+        """
         gc.collect()
+        self.wait_until_idle()
         torch.cuda.empty_cache()
 
     @contextmanager
@@ -170,6 +183,33 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
         notices += check_free(reading, min(table.capacity_bytes, properties.total_memory))
     notices += compare_size(table, properties.name, properties.total_memory)
     return CudaDevice(index, table.capacity_bytes, uuid, notices)
+
+
+def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> None:
+    """Call `synchronize`, which returns when the card is idle; with a limit in a thread, because CUDA has none. Raises
+    what it raises, and StuckDeviceError after `seconds`."""
+    if seconds is None:
+        synchronize()
+        return
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            synchronize()
+        except Exception as error:  # noqa: BLE001  (of any kind: it is raised again in the thread that waits)
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="wait for the card", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise StuckDeviceError(
+            f"work queued on the GPU has not ended after {seconds:.0f} s: a rank is missing in a collective, or a "
+            "kernel hangs",
+            fix="the run goes on from its last checkpoint",
+        )
+    if errors:
+        raise errors[0]
 
 
 def _require_cuda() -> None:

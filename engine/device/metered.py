@@ -40,6 +40,7 @@ class MeteredDevice:
         self.name = "metered host memory (simulated)"
         self.torch_device = torch.device("cpu")
         self.notices: list[str] = []
+        self.patience_seconds: float | None = None
         self._meter = Meter(capacity_bytes, co_tenant)
 
     @property
@@ -69,6 +70,9 @@ class MeteredDevice:
             yield
 
     def synchronize(self) -> None:
+        """Does nothing: operations on the CPU are not queued."""
+
+    def wait_until_idle(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 
     def memory(self) -> MemoryReading:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from engine.errors import TunedeckError
+
 MemoryKind = Literal["device", "host", "pinned"]
 """Which memory ran out: the device's, the host's, or page-locked host memory."""
 
@@ -35,6 +37,7 @@ _DEVICE = (
     r"Cuda failure (\d+ )?'?out of memory|Failed to CUDA \w*alloc",  # NCCL's last error, quoted by ProcessGroupNCCL
     r"Triton Error \[CUDA\]: out of memory",
     r"HIP out of memory",
+    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",  # while it words an out-of-memory message
 )
 _HOST = (
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",  # c10/core/impl/alloc_cpu.cpp
@@ -57,6 +60,9 @@ _STICKY = (
     r"(GPU|device) (has fallen off the bus|is lost)|cudaErrorDevicesUnavailable|GPU is lost",
     r"NCCL communicator was aborted|watchdog .*caught collective operation timeout|ncclRemoteError",
     r"CUDA context (is|was) (destroyed|invalid)|cudaErrorContextIsDestroyed",
+    # Memory that ran out at the driver's own limit can leave a torn expandable segment, on which every later request of
+    # the process fails (pytorch issue 188008). The assertion about NVML is an out-of-memory error, see _DEVICE.
+    r"(?<!NVML_SUCCESS == r )INTERNAL ASSERT FAILED at \S*CUDACachingAllocator\.cpp",
 )
 
 
@@ -77,6 +83,10 @@ REQUESTED_BYTES = "requested_bytes"
 of the error contains only a rounded size."""
 
 _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class StuckDeviceError(TunedeckError):
+    """Work that was queued on the device does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +162,12 @@ def is_sticky(error: BaseException) -> bool:
     """Whether `error` leaves the CUDA context or a communicator unusable, so that nothing can be retried in this
     process."""
     return isinstance(error, RuntimeError) and _STICKY_RE.search(str(error)) is not None
+
+
+def beyond_repair(error: BaseException) -> bool:
+    """Whether only a new process can use the device again: after a sticky error, any error of the driver's, or queued
+    work that does not end."""
+    return isinstance(error, (torch.AcceleratorError, StuckDeviceError)) or is_sticky(error)
 
 
 def flush_autograd() -> None:

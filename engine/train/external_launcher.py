@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from engine.device.oom import beyond_repair
 from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_without_cleanup, set_up_rank_process
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.ranks import Ranks
@@ -198,9 +197,10 @@ def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: 
             _write_restart(place, launcher_rank)
         try:
             status, code = run_rank0(RunStart(spec, place, ranks, task.resume, task.from_step))
-        except (LostRankError, torch.AcceleratorError) as lost:
-            traceback.print_exc()
-            _write_loss(place, launcher_rank, lost)
+        except Exception as lost:
+            if isinstance(lost, LostRankError) or beyond_repair(lost):
+                traceback.print_exc()
+                _write_loss(place, launcher_rank, lost)
             raise
         ranks.mark_finished()
         if status in EXIT_CODES:
@@ -215,8 +215,9 @@ def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task
     spec = load_run_spec(place.run_toml, own=True)
     try:
         code = run_other_rank(RunStart(spec, place, ranks, task.resume, task.from_step))
-    except (LostRankError, torch.AcceleratorError):
-        traceback.print_exc()
+    except Exception as lost:
+        if isinstance(lost, LostRankError) or beyond_repair(lost):
+            traceback.print_exc()
         raise
     if code not in EXIT_CODES.values():
         return code
@@ -246,7 +247,7 @@ def _write_restart(place: RunDirectory, launcher_rank: LauncherRank) -> None:
         )
 
 
-def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: LostRankError | torch.AcceleratorError) -> None:
+def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: Exception) -> None:
     """Record in the journal that a rank was lost: as a warning if the launcher will restart the ranks, else as the end
     of the run."""
     text = lost.found if isinstance(lost, LostRankError) else f"rank 0's device needs a new process: {lost}"

@@ -17,14 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.device import open_device
 from engine.device.allocator import allocator_settings
 from engine.device.base import Device
 from engine.device.catch_oom import frozen_gc
 from engine.device.determinism import deterministic_kernels
-from engine.device.oom import classify
+from engine.device.oom import beyond_repair, classify
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
@@ -118,7 +116,9 @@ def as_rank(
     except LostRankError as error:
         report(error)
         return LOST_CODE
-    except torch.AcceleratorError as error:
+    except Exception as error:
+        if not beyond_repair(error):
+            raise
         report(error)
         return BEYOND_REPAIR_CODE
 
@@ -139,9 +139,11 @@ def run_other_rank(start: RunStart) -> int:
         with requests.handling_signals():
             ending, _ = _train(start, Journal(None), requests)
             return EXIT_CODES[ending.status]
-    except (LostRankError, torch.AcceleratorError):
+    except LostRankError:
         raise
-    except Exception as failure:  # noqa: BLE001  (the process boundary: a defect ends the run with a record of it)
+    except Exception as failure:  # (the process boundary: a defect ends the run with a record of it)
+        if beyond_repair(failure):
+            raise
         traceback.print_exc()
         status, code, error = _describe(failure, start.directory)
         start.ranks.note_error({"status": status, "exit_code": code, "error": error})
@@ -164,7 +166,7 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
         traceback.print_exc()
         status, code, error = noted["status"], noted["exit_code"], f"rank {noted['rank']}: {noted['error']}"
     except Exception as failure:  # of any kind: the journal must say how the run ended
-        if start.ranks.size > 1 and isinstance(failure, torch.AcceleratorError):
+        if start.ranks.size > 1 and beyond_repair(failure):
             raise
         traceback.print_exc()
         status, code, error = _describe(failure, start.directory)

@@ -82,7 +82,7 @@ def set_up(
     """
     recipe = asked = spec.recipe
     if ranks.size > 1:
-        ranks.host_region = device.host_region
+        ranks.host_region, device.patience_seconds = device.host_region, ranks.patience_seconds
     journal.phase("tokenising")
     # Before anything is fetched from the hub: a wrong path should not cost a download.
     require_data_files(recipe)

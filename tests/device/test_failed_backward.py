@@ -38,7 +38,7 @@ class Card(SimpleNamespace):
         self.allocated_bytes = max(100, self.allocated_bytes - 100)
         return MemoryReading(self.allocated_bytes, 1000, 1000, 0)
 
-    def synchronize(self) -> None:
+    def wait_until_idle(self) -> None:
         self.synchronised = True
 
     def release_cached(self) -> None:

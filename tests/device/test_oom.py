@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.device.metered import MeteredDevice
-from engine.device.oom import classify, is_sticky
+from engine.device.oom import StuckDeviceError, beyond_repair, classify, is_sticky
 
 GIB, MIB = 2**30, 2**20
 
@@ -136,6 +136,8 @@ STICKY = {
     "launch failure": "CUDA error: unspecified launch failure",
     "ecc": "CUDA error: uncorrectable ECC error encountered",
     "misaligned": "CUDA error: misaligned address",
+    "torn segment": '!handles_.at(i) INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":487, please'
+    " report a bug to PyTorch.",
     "nccl abort": "NCCL communicator was aborted on rank 1.",
     "nccl watchdog": "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=15, OpType=ALLREDUCE)",
     "both": "CUDA error: an illegal memory access was encountered; CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -147,6 +149,18 @@ def test_errors_that_poison_the_context_are_sticky_and_never_out_of_memory(name:
     error = RuntimeError(STICKY[name])
     assert is_sticky(error)
     assert classify(error) is None
+
+
+def test_an_out_of_memory_message_that_could_not_be_worded_is_one() -> None:
+    text = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":830, please report a bug'
+    found = classify(RuntimeError(text))
+    assert found is not None and found.kind == "device"
+
+
+def test_what_only_a_new_process_repairs() -> None:
+    assert beyond_repair(RuntimeError(STICKY["torn segment"])) and beyond_repair(StuckDeviceError("stuck"))
+    assert beyond_repair(torch.AcceleratorError("CUDA error: unknown error", 999))
+    assert not beyond_repair(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_the_real_cpu_allocator_is_recognised() -> None:
