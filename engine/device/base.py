@@ -117,6 +117,11 @@ class Device(Protocol):
         """Wait until all queued work has run, so that asynchronous errors are raised here."""
         ...
 
+    def fit_capacity(self) -> list[str]:
+        """Lower the capacity to what is left beside memory that is taken outside the allocator for the whole run.
+        Returns a notice for the user if it was lowered."""
+        ...
+
     patience_seconds: float | None
     """How long `wait_until_idle` waits; None: without a limit."""
 

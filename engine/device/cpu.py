@@ -60,6 +60,10 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 
+    def fit_capacity(self) -> list[str]:
+        """Does nothing: no memory is taken outside the allocator."""
+        return []
+
     def wait_until_idle(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 
 from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.device.bounded import within
 from engine.device.nvml import read_gpus
 from engine.device.oom import StuckDeviceError, classify
 from engine.errors import DeviceBusyError, EnvironmentProblem
@@ -41,16 +41,20 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
         self.name: str = properties.name
-        self.capacity_bytes = min(capacity_bytes, properties.total_memory)
         self.notices = notices
         self.patience_seconds: float | None = None
         self._uuid = uuid
         self._can_pin = True
-        torch.cuda.set_per_process_memory_fraction(self.capacity_bytes / properties.total_memory, index)
+        self._total_bytes: int = properties.total_memory
+        self._cap(min(capacity_bytes, self._total_bytes))
         # On Hopper and Blackwell torch prefers cuDNN's attention, which builds an execution plan for each new shape of
         # a batch (reported: 0.44 s forward, 0.55 s backward). Rows of real lengths make a new shape of nearly every
         # micro-batch. What cuDNN computes, the flash and memory-efficient kernels compute, too.
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def _cap(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        torch.cuda.set_per_process_memory_fraction(capacity_bytes / self._total_bytes, self.torch_device)
 
     @property
     def available_bytes(self) -> int:
@@ -72,6 +76,19 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the card's queued kernels; their errors are raised here."""
         torch.cuda.synchronize(self.torch_device)
+
+    def fit_capacity(self) -> list[str]:
+        """Lower the capacity, and torch's cap, to what is left beside memory taken outside torch's allocator: the CUDA
+        context and the communicators of ranks. A request above the cap is refused by torch; one that the driver itself
+        refuses can tear an expandable segment. Returns a notice for the user if it was lowered."""
+        left_bytes, missing_bytes = self.available_bytes, self.capacity_bytes - self.available_bytes
+        if missing_bytes <= 0:
+            return []
+        self._cap(left_bytes)
+        return [
+            f"the CUDA context and communicators take {_gib(missing_bytes)} more than device.reserve_gib leaves them; "
+            f"{_gib(left_bytes)} are left to train with"
+        ]
 
     def wait_until_idle(self) -> None:
         """Wait until all streams of the card have run what is queued on them, also those of NCCL and of FSDP2, at most
@@ -186,30 +203,17 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
 
 
 def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> None:
-    """Call `synchronize`, which returns when the card is idle; with a limit in a thread, because CUDA has none. Raises
-    what it raises, and StuckDeviceError after `seconds`."""
-    if seconds is None:
-        synchronize()
-        return
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            synchronize()
-        except Exception as error:  # noqa: BLE001  (of any kind: it is raised again in the thread that waits)
-            errors.append(error)
-
-    thread = threading.Thread(target=wait, name="wait for the card", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise StuckDeviceError(
+    """Call `synchronize`, which returns when the card is idle. Raises what it raises, and StuckDeviceError after
+    `seconds`."""
+    within(
+        seconds,
+        synchronize,
+        lambda: StuckDeviceError(
             f"work queued on the GPU has not ended after {seconds:.0f} s: a rank is missing in a collective, or a "
             "kernel hangs",
             fix="the run goes on from its last checkpoint",
-        )
-    if errors:
-        raise errors[0]
+        ),
+    )
 
 
 def _require_cuda() -> None:

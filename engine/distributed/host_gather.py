@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from engine.device.oom import classify
 from engine.errors import TunedeckError
 
 SLOT_BYTES = 64 * 1024
@@ -37,10 +38,13 @@ class LostRankError(TunedeckError):
 
 @contextmanager
 def raising_lost_rank() -> Iterator[None]:
-    """Turn errors of a collective into LostRankError: gloo and NCCL raise RuntimeError with many different messages."""
+    """Turn errors of a collective into LostRankError: gloo and NCCL raise RuntimeError with many different messages.
+    Memory that ran out in a collective, and errors that a device does not survive, are raised as what they are."""
     try:
         yield
     except RuntimeError as error:
+        if classify(error) or isinstance(error, torch.AcceleratorError):
+            raise
         raise LostRankError(
             f"another rank is gone, stopped or stuck: {str(error).splitlines()[0][:300]}",
             fix="the run goes on from its last checkpoint",

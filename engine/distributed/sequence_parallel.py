@@ -56,10 +56,14 @@ class SequenceGroup:
 
 
 def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
-    """Make groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call it.
+    """Make groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call it. For all ranks
+    it is the group that they have already, because each group of NCCL takes memory of its own.
 
     `voted_group` votes before collectives; without one, the ranks of the group vote among themselves.
     """
+    if size == ranks.size:
+        assert dist.group.WORLD is not None
+        return SequenceGroup(ranks.rank, size, voted_group or ranks.voted_group(), dist.group.WORLD)
     votes = timedelta(seconds=ranks.patience_seconds)
     mine = None
     with raising_lost_rank():

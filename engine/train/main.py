@@ -35,6 +35,7 @@ from engine.distributed.elastic import (
 )
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
+from engine.distributed.warm_up import warm_up
 from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
@@ -205,6 +206,10 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         emergency_memory = EmergencyHostMemory()
         reports = OomReports(place, device, lambda: spec)
         report = oom_reporter(journal, device, reports if ranks.is_rank0 else None)
+        if ranks.size > 1 and device.kind == "cuda":
+            journal.phase("connecting the GPUs")
+            warm_up(device, ranks.patience_seconds)
+            journal.write_notices(device.fit_capacity())
         setup = set_up(spec, device, journal, report, ranks)
         prove(setup, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
