@@ -4,13 +4,23 @@ separately."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, newest_sound
+from engine.journal import checkpoints_on_disk
+from engine.journal.checkpoints_on_disk import (
+    Checkpoint,
+    best_step,
+    damage,
+    find_checkpoints,
+    hashes_of,
+    newest_sound,
+)
 from engine.train.checkpoint.files import forget_after, mark_best, place_result, prune, write_checkpoint
 
 
@@ -103,3 +113,24 @@ def test_the_result_is_the_checkpoints_weights_and_replaces_an_older_one(tmp_pat
     place_result(checkpoint, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model"]
+
+
+def test_large_files_are_hashed_side_by_side_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / str(number) for number in range(5)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 1000)
+    alone = hashes_of(files)
+    threads = set()
+    whole = checkpoints_on_disk.sha256
+
+    def noting(path: Path) -> str:
+        threads.add(threading.current_thread().name)
+        return whole(path)
+
+    monkeypatch.setattr(checkpoints_on_disk, "LARGE_BYTES", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(checkpoints_on_disk, "sha256", noting)
+    assert hashes_of(files) == alone == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert threading.main_thread().name not in threads

@@ -17,7 +17,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.journal.checkpoints_on_disk import BEST, MANIFEST, PREFIX, Checkpoint, best_step, find_checkpoints, sha256
+from engine.journal.checkpoints_on_disk import (
+    BEST,
+    MANIFEST,
+    PREFIX,
+    Checkpoint,
+    best_step,
+    find_checkpoints,
+    hashes_of,
+)
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How Rust words a failed system call. safetensors and tokenizers, which write most of a checkpoint, raise errors of
@@ -132,8 +140,10 @@ def _remove(path: Path) -> None:
 
 
 def _write_manifest(draft: Path, step: int) -> None:
+    written = list(_files(draft))
     files = {
-        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in _files(draft)
+        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": found}
+        for path, found in zip(written, hashes_of(written), strict=True)
     }
     (draft / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
     for path in [*_files(draft), *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:

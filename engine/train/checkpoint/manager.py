@@ -73,13 +73,16 @@ class CheckpointManager:
         return True
 
     def newest(self, not_after: int | None = None) -> Checkpoint | None:
-        """The newest undamaged checkpoint that rank 0 finds, the same on all ranks; None if there is none. With
-        `not_after`, checkpoints of later steps are left out. All ranks call this."""
+        """The newest undamaged checkpoint, which rank 0 finds; None if there is none. With `not_after`, checkpoints of
+        later steps are left out. All ranks call this; rank 0 alone reads and hashes the files."""
+        step = self._ranks.run_on_rank0(lambda: self._newest_step(not_after))
+        return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
+
+    def _newest_step(self, not_after: int | None) -> int | None:
         checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
-        step = self._ranks.broadcast_object(checkpoint and checkpoint.step)
-        return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
+        return checkpoint.step if checkpoint else None
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Restore weights, optimizer and counters from `checkpoint`, and remove later checkpoints.
