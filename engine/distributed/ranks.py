@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from engine.distributed.host_gather import HostGather, LostRankError, raising_lost_rank
+from engine.distributed.interface import settle_interface
 from engine.distributed.rendezvous import rendezvous_store
 from engine.distributed.voted_group import VotedGroup
 
@@ -208,6 +209,7 @@ def process_group(timeout_seconds: float, device_type: str, device_index: int = 
             torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         store.set_timeout(limit)
+        settle_interface(PrefixStore("interfaces", store), rank, size, os.environ["MASTER_ADDR"])
         dist.init_process_group(
             backend,
             store=PrefixStore("groups", store),

@@ -1,6 +1,8 @@
 """Writes the text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
 
-On every machine the job starts a torchrun agent, with its rendezvous on the first machine. The agent starts one
+On every machine the job starts a torchrun agent, with its rendezvous on the first machine. The job says which machine
+that is and under which name or address the others reach each one: torchrun would ask what the machine's own name
+resolves to, which is often 127.0.1.1 (torch 2.13, `_matches_machine_hostname`). The agent starts one
 `tunedeck train --run-spec` for each device, and restarts all of them when a rank is lost. Pure functions of values:
 nothing here looks at the machine or submits a job.
 
@@ -56,6 +58,7 @@ def slurm_script(job: Job) -> str:
         "nodes": nodes.count,
         "ntasks-per-node": 1,
         "cpus-per-task": CPUS_PER_DEVICE * devices,
+        "mem": 0,
         "gpus-per-node": devices if job.is_cuda else None,
         "partition": nodes.partition,
         "account": nodes.account,
@@ -87,6 +90,8 @@ RUNS=${{TUNEDECK_RUNS:-{shlex.quote(str(job.runs))}}}
 export TUNEDECK_JOB="slurm-${{SLURM_CLUSTER_NAME:-cluster}}-$SLURM_JOB_ID"
 # How long torchrun lets the ranks save before it kills them (torch 2.13 or newer).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SECONDS_TO_SAVE - 20}
+# One token cache for all machines: with one each, the data would be tokenised again on every machine but the first.
+export TUNEDECK_CACHE=${{TUNEDECK_CACHE:-$RUNS/.cache}}
 {export_lines(job.spec)}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${{hosts%%$'\\n'*}}
@@ -103,7 +108,10 @@ srun --ntasks-per-node=1 bash -c '
     done' check "$mark" "$SPEC"
 rm -f "$mark"
 
-srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} "$PYTHON" -P -m torch.distributed.run \\
+srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} bash -c '
+    [ "$SLURM_NODEID" = 0 ] && is_host=true || is_host=false
+    exec "$0" -P -m torch.distributed.run --rdzv-conf="is_host=$is_host" --local-addr="$SLURMD_NODENAME" "$@"
+' "$PYTHON" \\
 {_agent(job, '"$head:$port"')}
 """
 
@@ -126,8 +134,12 @@ RUNS=$TUNEDECK_RUNS
 export TUNEDECK_JOB="skypilot-$SKYPILOT_TASK_ID"
 {export_lines(job.spec)}head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
 mkdir -p "$RUNS"
+# One token cache for all machines: with one each, the data would be tokenised again on every machine but the first.
+export TUNEDECK_CACHE=${{TUNEDECK_CACHE:-$RUNS/.cache}}
+here=$(sed -n "$((SKYPILOT_NODE_RANK + 1))p" <<< "$SKYPILOT_NODE_IPS")
+[ "$SKYPILOT_NODE_RANK" = 0 ] && is_host=true || is_host=false
 
-"$PYTHON" -P -m torch.distributed.run \\
+"$PYTHON" -P -m torch.distributed.run --rdzv-conf="is_host=$is_host" --local-addr="$here" \\
 {_agent(job, '"$head:29400"')}
 """
     return f"""\

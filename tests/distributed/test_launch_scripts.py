@@ -37,7 +37,7 @@ COMMANDS = {
     "scontrol": "echo localhost; echo localhost",
     "srun": """\
 while [[ "$1" == --* ]]; do shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
+for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=localhost "$@" & pids+=($!); done
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit ${code:-0}
 """,
@@ -171,7 +171,7 @@ def test_a_skypilot_task_trains_one_run_on_two_nodes(
     script = tmp_path / "run.sh"
     script.write_text(task["run"])
     sky = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_TASK_ID": "sky-1", **task["envs"]}
-    nodes = [started(script, os.environ["PATH"], **sky) for _ in range(2)]
+    nodes = [started(script, os.environ["PATH"], **sky, SKYPILOT_NODE_RANK=str(rank)) for rank in range(2)]
     assert [ends(node, script) for node in nodes] == [0, 0]
     assert of_kind(events(tmp_path), "run_started")[0]["world_size"] == 2
     assert events(tmp_path)[-1]["status"] == "done"
