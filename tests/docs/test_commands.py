@@ -21,6 +21,7 @@ import pytest
 import typer
 
 from engine.budget.advise.plan import make_plan
+from engine.budget.advise.strategy import settle_parallel
 from engine.cli import app
 from engine.spec.load import resolve
 from tests.docs.blocks import ROOT, Command, blocks, commands, inline_commands
@@ -144,7 +145,7 @@ def test_profile_and_recipe_can_be_planned(command: Command, workplace: Path, mo
     _, options = parse(command.tunedeck_arguments or [])
     if options.get("profile") and options.get("recipe") and "capitals.toml" not in command.text:
         changes = options.get("sets") or options.get("set") or []
-        plan = make_plan(resolve(options["profile"], options["recipe"], changes).spec)
+        plan = make_plan(settle_parallel(resolve(options["profile"], options["recipe"], changes).spec).spec)
         assert plan.verdict != "does_not_fit"
 
 
