@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Simulate the engine's own step instead of the closed form.")
 ]
+EvaluationOption = Annotated[
+    bool, typer.Option("--eval", help="Plan tunedeck eval after training instead: the loss pass and generation.")
+]
 WriteOption = Annotated[
     Path | None, typer.Option("--write", metavar="FILE", help="Save the recipe with the first suggestion applied.")
 ]
@@ -53,6 +56,7 @@ def plan(
     overrides: OverridesOption = None,
     stage: StageOption = None,
     exact: ExactOption = False,
+    evaluation: EvaluationOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
@@ -61,13 +65,19 @@ def plan(
     from engine.launch.simulation import with_simulations
 
     spec = _resolve(profile, recipe, overrides or [])
-    if spec.recipe.sweep:
+    if spec.recipe.sweep and not evaluation:
         _plan_sweep(spec, as_json=as_json)
         return
+    if evaluation:
+        spec = _worst_point(spec) if spec.recipe.sweep else spec
+        stage = stage or _last_trained(spec)
     if spec.recipe.stages and stage is None:
         _plan_stages(spec, runs, as_json=as_json, exact=exact)
         return
     spec = _of_stage(spec, stage)
+    if evaluation:
+        _plan_evaluation(spec, as_json=as_json)
+        return
     if exact:
         _warn(spec, runs, simulated=True)
         _exactly(spec, as_json)
@@ -79,6 +89,28 @@ def plan(
     else:
         _print_plan(planned, spec)
     if planned.verdict == "does_not_fit":
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _last_trained(spec: RunSpec) -> str | None:
+    """The name of the stage whose result is the run's; None for a recipe without stages."""
+    from engine.spec.stages import enabled_stages
+
+    trained = [stage.name for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
+    return trained[-1] if trained else None
+
+
+def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
+    """Print the memory of `tunedeck eval`. Exit code 3 when it does not fit."""
+    from engine.budget.advise.evaluation_plan import plan_evaluation
+    from engine.commands import plan_text as text
+
+    planned = plan_evaluation(spec)
+    if as_json:
+        print_json(planned.as_json())
+    else:
+        print_line("\n".join(text.evaluation_lines(planned, spec, shutil.get_terminal_size().columns)))
+    if not planned.fits:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 

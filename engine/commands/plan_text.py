@@ -13,6 +13,7 @@ from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
+    from engine.budget.advise.evaluation_plan import EvaluationPlan
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
     from engine.spec.schema.run import RunSpec
@@ -214,6 +215,30 @@ def _stage_row(stage: StagePlan) -> list[str]:
         return [stage.name, stage.kind, "no plan", "", stage.unknown]
     memory = f"{format_size(used_bytes, capacity_bytes)} of {format_size(capacity_bytes, capacity_bytes)}"
     return [stage.name, stage.kind, verdict, memory, decides]
+
+
+def evaluation_lines(planned: EvaluationPlan, spec: RunSpec, width: int) -> list[str]:
+    """The table of phases of `tunedeck eval`, the verdict, the sizes it starts with, and the key-value cache."""
+    used, capacity = planned.device_bytes, planned.capacity_bytes
+    simulated = " (simulated device)" if spec.profile.device.kind == "metered" else ""
+    head = f"tunedeck eval of {visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on one device of profile "
+    rest = "left" if planned.fits else "missing"
+    lines = [
+        describe_verdict("fits" if planned.fits else "does_not_fit"),
+        f"{format_size(used, used)} of {format_size(capacity, used)}, "
+        f"{format_size(abs(capacity - used), used)} {rest}; {planned.deciding_phase} decides (*)",
+        f"evaluate starts with {planned.evaluate_rows} × {planned.length} tokens",
+    ]
+    if planned.generate_rows:
+        cache = format_size(planned.cache_bytes, planned.cache_bytes)
+        lines.append(
+            f"generate starts with {planned.generate_rows} answers at once, each of up to "
+            f"{spec.recipe.generate.max_new_tokens} tokens after a prompt of {planned.length}; keys and values in the "
+            f"cache are {cache} of that"
+        )
+    table = phase_table(planned.phases, planned.deciding_phase)
+    title_lines = wrap_lines([f"{head}{spec.profile.name}{simulated}"], width)
+    return [*title_lines, "", *table, "", *wrap_lines(lines, width)]
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:

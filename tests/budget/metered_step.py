@@ -145,7 +145,7 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int) -> int:
         step.loaded.model.eval()
         batch = step.batch(rows, prompt)
         mask = torch.ones_like(batch.input_ids_BS)
-        mask[0, : prompt // 2] = 0
+        mask[0, : prompt // 2 if rows > 1 else 0] = 0  # a single prompt is not padded
         settings = spec.recipe.generate
         chain = LogitsProcessorList(sampling(settings, range(rows), prompt, step.device))
         gc.collect()

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from engine.budget.advise.evaluation_plan import plan_evaluation
 from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.lookup import builtin_config, find_architecture
 from engine.budget.installed import older
 from engine.budget.predict import inference
-from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, generation_bytes
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
@@ -52,6 +53,24 @@ def test_generation_holds_what_the_metered_device_counts(
     assert -0.01 <= predicted_generation(spec, prompt) / measured_generation(spec, 4, prompt) - 1 <= 0.02
 
 
+def test_a_single_long_prompt_has_no_mask(tmp_path: Path) -> None:
+    spec = run_spec(folder_of(QWEN2, tmp_path / "model"), method={"rank": 8}, generate={"max_new_tokens": 4})
+    measured = measured_generation(spec, 1, 400)
+    assert -0.01 <= predicted_generation(spec, 400, rows=1) / measured - 1 <= 0.01
+
+
+def test_scoring_is_planned_without_optimizer_state_and_with_the_cache_it_needs() -> None:
+    answers: dict[str, Any] = {"evaluate": {"metrics": ["rouge"]}, "generate": {"max_new_tokens": 2000}}
+    spec = run_spec(device={"kind": "metered", "memory_gib": 0.25}, **HELD_OUT, **answers)
+    planned = plan_evaluation(spec)
+    arch, config = find_architecture(spec), memory_config_of(find_architecture(spec), spec)
+    assert list(planned.phases) == ["load", "evaluate", "generate"] and "optimizer" not in planned.phases["evaluate"]
+    assert 1 < planned.generate_rows < GENERATION_ROWS and planned.fits
+    assert planned.cache_bytes == planned.generate_rows * cache_bytes(arch, config, planned.length + 2000)
+    assert planned.cache_bytes < planned.phases["generate"]["activations"]
+    assert not plan_evaluation(run_spec(device={"kind": "metered", "memory_gib": 0.004}, **HELD_OUT, **answers)).fits
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"repetition_penalty": 1.2}, {"temperature": 0.7, "top_k": 20}, {"temperature": 0.7, "top_p": 0.9}],
@@ -64,11 +83,11 @@ def test_sampling_holds_what_the_metered_device_counts(settings: dict[str, float
     assert predicted_generation(spec, 8) == pytest.approx(measured_generation(spec, 4, 8), rel=0.005)
 
 
-def predicted_generation(spec: RunSpec, prompt: int) -> int:
-    """Predicted peak of answering four prompts of this many tokens."""
+def predicted_generation(spec: RunSpec, prompt: int, rows: int = 4) -> int:
+    """Predicted peak of answering `rows` prompts of this many tokens."""
     arch = find_architecture(spec)
     config = memory_config_of(arch, spec)
-    above = generation_bytes(arch, config, rows=4, prompt=prompt, generate=spec.recipe.generate)
+    above = generation_bytes(arch, config, rows=rows, prompt=prompt, generate=spec.recipe.generate)
     return static_bytes(arch, config).total.static + above
 
 
@@ -121,6 +140,6 @@ def test_generation_that_cannot_fit_decides_the_verdict() -> None:
 
 
 def test_the_plan_starts_generation_where_the_engine_does() -> None:
-    from engine.evaluate.scores import GENERATION_ROWS as ENGINE_ROWS
+    from engine.evaluate.context import GENERATION_ROWS as ENGINE_ROWS
 
     assert ENGINE_ROWS == GENERATION_ROWS

@@ -83,18 +83,18 @@ def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, pro
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
     """Peak bytes of the forward pass over the prompts."""
     shape = shape_of(rows, prompt + 1, config.chunk_tokens)
-    return highest_value(_prefilling(arch, config), shape) + rows * INPUT_COPIES * (prompt + 1)
+    return highest_value(_prefilling(arch, config, rows > 1), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 
 @lru_cache(maxsize=256)
-def _prefilling(arch: Architecture, config: MemoryConfig) -> Sizes:
+def _prefilling(arch: Architecture, config: MemoryConfig, padded: bool) -> Sizes:
     """Live bytes of the forward pass over the prompts, at each moment that may be the peak.
 
-    Of each kind only the last layer counts: the key-value cache of all earlier layers exists by then. Prompts are
-    padded on the left and therefore masked.
+    Of each kind only the last layer counts: the key-value cache of all earlier layers exists by then. Several prompts
+    are padded on the left and therefore masked; a single one is not.
     """
     # Text is generated in the weights' own dtype. (Under autocast with flash attention, where it takes less.)
-    config = replace(inference_config(config), packed=True, autocast=False)
+    config = replace(inference_config(config), packed=padded, autocast=False)
     stack = layer_stack(arch, config)
     batch = inputs(arch, config, masks_of(config, stack.kinds)) + embeddings_held(arch, config, learning=False)
     per_layer = 2 * arch.kv_width * config.base_bytes * TOKEN
@@ -117,10 +117,9 @@ def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, 
 
     Prompts of several rows are padded and therefore masked.
     """
-    total, window = prompt + generate.max_new_tokens, arch.sliding_window
-    half = arch.kv_width * config.base_bytes
-    windowed = [bool(window and slides) for slides in arch.sliding_layers or (False,) * arch.layers]
-    lengths = [min(total, window) if slides and window else total for slides in windowed]
+    total, half = prompt + generate.max_new_tokens, arch.kv_width * config.base_bytes
+    lengths = _cached_lengths(arch, total)
+    windowed = [bool(arch.sliding_window and slides) for slides in arch.sliding_layers or (False,) * arch.layers]
     growing = max(half * length * (1 + slides) for slides, length in zip(windowed, lengths, strict=True))
     repeated = 0
     wide = 2 * arch.query_width * config.base_bytes if arch.heads > arch.kv_heads else 0
@@ -134,7 +133,18 @@ def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, 
     pixels = (
         FLOAT * arch.vision_encoder.patch_values * config.image_patches if arch.vision_encoder else 0
     )  # the processor's pixels stay allocated until the last token
-    return rows * (2 * half * sum(lengths) + on_top + pixels + INPUT_COPIES * total)
+    return rows * (cache_bytes(arch, config, total) + on_top + pixels + INPUT_COPIES * total)
+
+
+def cache_bytes(arch: Architecture, config: MemoryConfig, tokens: int) -> int:
+    """Bytes of the key-value cache of one row of `tokens` tokens, prompt and answer."""
+    return 2 * arch.kv_width * config.base_bytes * sum(_cached_lengths(arch, tokens))
+
+
+def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
+    """Tokens of a row of `tokens` tokens that the cache holds in each layer: all, or those of its sliding window."""
+    window, slides = arch.sliding_window, arch.sliding_layers or (False,) * arch.layers
+    return [min(tokens, window) if window and sliding else tokens for sliding in slides]
 
 
 def _scores_bytes(generate: Generate) -> int:
