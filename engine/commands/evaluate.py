@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,8 +17,11 @@ from engine.commands.importing import importing
 from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_result_run
 from engine.commands.output import make_console, print_json, print_progress
 from engine.errors import UsageError
+from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from engine.evaluate.scores import Scores
     from engine.journal.directory import RunDirectory
     from engine.spec.schema.run import RunSpec
@@ -26,11 +30,44 @@ if TYPE_CHECKING:
 SHOWN_CHARACTERS = 80
 """The length to which prompts and answers are cut on a screen; --json has all of each."""
 
+MOST_CLASSES = 20
+"""Labels whose precision and recall are printed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options of the command ask for, for every target."""
+
+    checkpoint: str | None = None
+    base: bool = False
+    overrides: tuple[str, ...] = ()
+    scorer: str | None = None
+
+
+class Scored(NamedTuple):
+    """The scores of one checkpoint of a run, or of a model."""
+
+    target: str
+    step: int | None
+    """None for a model that is not a run; 0 for the model that a run started from."""
+    scores: Scores
+
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or with -r a hub id or folder.")],
+    targets: Annotated[
+        list[str], typer.Argument(metavar="RUN|MODEL...", help="Runs; with -p and -r hub ids or folders of models.")
+    ],
     checkpoint: Annotated[
         str | None, typer.Option(metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Score at most the first N samples.", show_default=False)
+    ] = None,
+    base: Annotated[
+        bool, typer.Option("--base", help="Also score the model that the run, or an adapter, started from.")
+    ] = False,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Your own score: f(answers, references) -> dict.")
     ] = None,
     profile: Annotated[str | None, typer.Option("-p", "--profile", help="With MODEL: the hardware profile.")] = None,
     recipe: Annotated[
@@ -40,19 +77,21 @@ def evaluate(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Score a run's checkpoints, or a model, on held-out data. Scores are loss, perplexity and exact match."""
+    """Score runs' checkpoints, or models, on held-out data; the scores of runs are kept, and compare shows them."""
     from engine.launch.training_packages import require_training_packages
-    from engine.spec.load import load_run_spec
 
     require_training_packages()
-    if profile or recipe or overrides:
-        profile, recipe = _both_files(target, profile, recipe, checkpoint)
-        results = _score(spec_for_model(target, recipe, profile, overrides or []))
+    sets = (*(overrides or []), *([f"evaluate.limit={limit}"] if limit else []))
+    asked = Asked(checkpoint, base, sets, scorer)
+    if profile or recipe:
+        profile, recipe = _both_files(targets[0], profile, recipe, checkpoint)
+        specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
+        results = [_score_model(name, spec, asked) for name, spec in specs]
     else:
-        place = _find_run(target, runs)
-        results = _score(load_run_spec(place.run_toml, own=True), place, checkpoint)
+        places = [_find_run(target, runs) for target in targets]
+        results = [scored for place in dict.fromkeys(places) for scored in _score_run(place, asked)]
     if as_json:
-        print_json([_as_json(step, scores) for step, scores in results], indent=None)
+        print_json([_as_json(each) for each in results], indent=None)
     else:
         _print(results)
 
@@ -65,7 +104,7 @@ def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint
         missing = [option for option, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if given is None]
         raise UsageError(
             f"missing: {' and '.join(missing)}",
-            expected="both with a MODEL; none, and no --set, with a RUN, which is scored with its own settings",
+            expected="both with a MODEL; none with a RUN, which is scored with its own settings",
             fix=model,
         )
     if checkpoint is not None:
@@ -78,7 +117,9 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
     try:
         return find_result_run(target, runs)
     except UsageError as error:
-        if not target.startswith("builtin:") and target.count("/") != 1 and not Path(target, "config.json").is_file():
+        folder = Path(target)
+        is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if not target.startswith("builtin:") and target.count("/") != 1 and not is_model:
             raise
         raise UsageError(
             f"{target!r} is not a run; to score a model, -p PROFILE and -r RECIPE are missing",
@@ -86,21 +127,55 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
         ) from error
 
 
-def _score(
-    spec: RunSpec, place: RunDirectory | None = None, checkpoint: str | None = None
-) -> list[tuple[int | None, Scores]]:
-    """Score the chosen checkpoints of the run in `place`, or without one the model of `spec`, in this process."""
+def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[tuple[str, RunSpec]]:
+    """The names and run specs of the models to score for a target: the target, before it with --base the model that it
+    was trained from. Raises UsageError with --base for a model that is no adapter."""
+    from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+
+    overrides = list(asked.overrides)
+    found = [(target, spec_for_model(target, recipe, profile, overrides))]
+    if not asked.base:
+        return found
+    if not Path(target, ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"--base: {target} is not an adapter, so its base is not known",
+            expected="a RUN, or the folder of an adapter",
+            fix="name the base as a model of its own: tunedeck eval MODEL BASE -p PROFILE -r RECIPE",
+        )
+    base, revision = base_of_adapter(Path(target))
+    more = [f"model.revision={revision}"] if revision else []
+    return [(f"{target}'s base", spec_for_model(base, recipe, profile, [*overrides, *more])), *found]
+
+
+def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
+    """Score the model of `spec` in this process."""
+    _prepare_libraries(spec)
+    with importing():
+        from engine.evaluate.run import score_model
+    return Scored(name, None, score_model(spec, print_progress, scorer=asked.scorer))
+
+
+def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
+    """Score the chosen checkpoints of a run in this process."""
+    from engine.spec.load import load_run_spec
+
+    _prepare_libraries(load_run_spec(place.run_toml, own=True))
+    with importing():
+        from engine.evaluate.run import score_run
+    found = score_run(
+        place, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides, scorer=asked.scorer
+    )
+    return [Scored(place.name, step, scores) for step, scores in found]
+
+
+def _prepare_libraries(spec: RunSpec) -> None:
+    """Set the environment of the devices before torch is imported, and silence the libraries."""
     from engine.launch.environment import set_device_environment
 
     set_device_environment(spec)
     with importing():
-        from engine.evaluate.run import score_model, score_run
         from engine.model.library_output import silence_libraries
-
     silence_libraries()
-    if place is None:
-        return [(None, score_model(spec, print_progress))]
-    return list(score_run(place, checkpoint, print_progress))
 
 
 def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
@@ -118,28 +193,50 @@ def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) 
     return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec
 
 
-def _as_json(step: int | None, scores: Scores) -> dict[str, Any]:
-    found = {"metrics": scores.metrics, "count": scores.count, "samples": scores.samples, "notes": scores.notes}
-    return {"step": step, **found}
+def _as_json(scored: Scored) -> dict[str, Any]:
+    from engine.evaluate.scores import scores_as_json
+
+    return {"target": scored.target, "step": scored.step, **scores_as_json(scored.scores)}
 
 
-def _print(results: list[tuple[int | None, Scores]]) -> None:
+def _print(results: list[Scored]) -> None:
+    """Print a row of metrics for each result, the classes of labels, notes, and the samples of the last result."""
     from rich.table import Table
     from rich.text import Text
 
     console = make_console()
-    names = list(results[0][1].metrics)
-    table = Table("step", *names, "samples", box=None)
-    for step, scores in results:
-        values = [f"{scores.metrics[name]:.4f}" for name in names]
-        table.add_row("-" if step is None else str(step), *values, str(scores.count))
+    names = list(dict.fromkeys(name for each in results for name in each.scores.metrics))
+    several = len({each.target for each in results}) > 1
+    table = Table(*(["model"] if several else []), "step", *names, "samples", box=None)
+    for target, step, scores in results:
+        values = [f"{scores.metrics[name]:.4f}" if name in scores.metrics else "-" for name in names]
+        label = "-" if step is None else "base" if step == 0 else str(step)
+        table.add_row(*([Text(visible(target))] if several else []), label, *values, str(scores.count))
     console.print(table)
-    for note in results[-1][1].notes:
+    last = results[-1].scores
+    if last.classes:
+        console.print(_class_table(last.classes))
+    for note in last.notes:
         console.print(note, soft_wrap=True)
-    for sample in results[-1][1].samples:
+    for sample in last.samples:
         # Text, not str: what a model writes must not be parsed as markup.
         prompt, answer, reference = (_short(sample[key]) for key in ("prompt", "answer", "reference"))
         console.print(Text(f"{prompt} -> {answer} (reference {reference})"), soft_wrap=True)
+
+
+def _class_table(classes: dict[str, dict[str, float]]) -> Table:
+    """Precision, recall and F1 of each label, the most frequent labels first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("label", "precision", "recall", "f1", "samples", box=None)
+    shown = sorted(classes.items(), key=lambda row: -row[1]["count"])[:MOST_CLASSES]
+    for label, row in shown:
+        table.add_row(Text(_short(label)), *(f"{row[name]:.4f}" for name in ("precision", "recall", "f1")),
+                      f"{row['count']:.0f}")  # fmt: skip
+    if len(classes) > len(shown):
+        table.add_row(f"and {len(classes) - len(shown)} more, in --json")
+    return table
 
 
 def _short(text: str) -> str:

@@ -76,6 +76,8 @@ class _Tokenised(NamedTuple):
     sources: list[Source]
     fingerprints: list[str]
     """Hashes of everything that decides what is learned from these sources."""
+    contents: list[str]
+    """A hash of each source's rows and format, without its name and whatever the tokenizer."""
     images: ImageReader | None
     """Reads the samples' images; None if there are none."""
 
@@ -178,7 +180,11 @@ def _prepare_sources(
         reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened])
         changed.append(hash_text(images.digests.tobytes().hex()))
     parts = [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
-    return _Tokenised(store.columns, store.counts, list(sources), parts, reader)
+    contents = [
+        hash_text(each.rows.fingerprint, str(each.rows.count), repr(each.format), repr(each.format.boxes))
+        for each in opened
+    ]
+    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader)
 
 
 def _differs_from_version_1(count: SourceCount) -> bool:
@@ -250,8 +256,9 @@ def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | 
     source_weights = [source.weight for source in found.sources]
     if packed_length is None:
         return TokenData(
-            columns, documents, source_names=names, source_weights=source_weights, images=found.images
-        )
+            columns, documents, source_names=names, source_weights=source_weights,
+            source_fingerprints=found.contents, images=found.images,
+        )  # fmt: skip
     weights = np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []
     for weight in np.unique(weights):

@@ -97,7 +97,8 @@ class TokenData:
     """Rows of tokens: `data[i]` is an `Example`; lengths, target counts, sources and weights are numpy columns.
 
     `documents` are document numbers in `columns`; `row_offsets`, int64[rows + 1], divides them into packed rows.
-    `source_weights` has one number per source: how often its rows occur in an epoch.
+    `source_weights` has one number per source: how often its rows occur in an epoch. `source_fingerprints` has a hash
+    of each source's rows and format, which does not depend on the tokenizer.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class TokenData:
         row_offsets: NDArray[np.int64] | None = None,
         source_names: Sequence[str] = (),
         source_weights: Sequence[float] = (),
+        source_fingerprints: Sequence[str] = (),
         images: PixelReader | None = None,
     ) -> None:
         self.columns, self.documents, self.pixels = columns, documents, images
         self.packed = row_offsets is not None
         self.row_offsets = np.arange(len(documents) + 1) if row_offsets is None else row_offsets
-        self.source_names = list(source_names)
+        self.source_names, self.source_fingerprints = list(source_names), list(source_fingerprints)
         self.lengths = self._per_row(columns.lengths)
         self.target_counts = self._per_row(columns.target_counts)
         self.source_of = columns.sources[documents[self.row_offsets[:-1]]]

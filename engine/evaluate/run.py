@@ -5,31 +5,41 @@ Try: `tunedeck eval last --checkpoint best`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import micro_batch_cost, with_largest_image
 from engine.budget.predict.parallel_layout import on_one_device
+from engine.data.cache import hash_text
 from engine.data.images import ImageProcessor
 from engine.data.prepare import prepare_data, prepare_sources
 from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import DataError, UsageError
-from engine.evaluate.scores import EvaluationContext, FailedPass, Scores, evaluate
+from engine.evaluate.context import EvaluationContext, FailedPass
+from engine.evaluate.identity import data_fingerprint, tokens_hash, weights_identity
+from engine.evaluate.kept import KeptAnswers, KeptLosses
+from engine.evaluate.rows import planned_rows
+from engine.evaluate.scorer import load_scorer
+from engine.evaluate.scores import Kept, Scorer, Scores, evaluate
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
+from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.model.config import check_packing
 from engine.model.image_processor import load_image_processor
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
 from engine.model.reference import find_run_weights, refuse_removed
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.load import load_run_spec
+from engine.spec.load import load_run_spec, override
 from engine.spec.schema.run import RunSpec
+
+Notify = Callable[[str], None]
+"""Shows a sentence on the progress."""
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
@@ -85,39 +95,111 @@ def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int,
     )
 
 
-def score_run(place: RunDirectory, wanted: str | None, notify: Callable[[str], None]) -> list[tuple[int, Scores]]:
+def score_run(
+    place: RunDirectory,
+    wanted: str | None,
+    notify: Notify,
+    *,
+    base: bool = False,
+    overrides: Sequence[str] = (),
+    scorer: str | None = None,
+) -> list[tuple[int, Scores]]:
     """Score the selected checkpoints of a run on its validation data; returns (step, scores) for each checkpoint.
+
+    Scores are appended to the run's `evaluations.jsonl`. Answers are kept as they come: what an interrupted scoring of
+    the same weights and samples has computed is not computed again. `base` also scores the model that the run started
+    from, as step 0. `overrides` are `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION.
 
     Raises:
         TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.
     """
-    chosen = weights_to_score(place, wanted)
-    spec = load_run_spec(place.run_toml, own=True)
+    chosen: list[tuple[int, Path | None]] = [*([(0, None)] if base else []), *weights_to_score(place, wanted)]
+    spec, own = _with_overrides(load_run_spec(place.run_toml, own=True), overrides), _own_scorer(scorer)
     device = open_device(spec)
-    with device.activate():
+    with scoring(place, notify), device.activate():
         context, data = _prepare(spec, device, notify)
+        fingerprint, tokens = data_fingerprint(data), tokens_hash(data)
         results = []
         for step, weights in chosen:
-            notify(f"scoring step {step}")
-            context.loaded.load_weights(weights)
-            results.append((step, _score(context, data, spec)))
+            notify(f"scoring step {step}" if weights else "scoring the model that the run started from")
+            if weights is not None:
+                context.loaded.load_weights(weights)
+            identity = weights_identity(spec, weights)
+            scores = _score(context, data, spec, _kept_in(place, spec, identity, tokens), own)
+            _record(place, step, scores, spec, data, Recorded(fingerprint, identity, scorer))
+            results.append((step, scores))
     return results
 
 
-def score_model(spec: RunSpec, notify: Callable[[str], None]) -> Scores:
+class Recorded(NamedTuple):
+    """What an evaluation was made of, as its record names it."""
+
+    data: str
+    """Fingerprint of the samples."""
+    weights: str
+    """Identity of the weights."""
+    scorer: str | None
+
+
+def _record(
+    place: RunDirectory, step: int, scores: Scores, spec: RunSpec, data: TokenData, what: Recorded
+) -> None:
+    """Append the scores of one checkpoint to the run's evaluations."""
+    generated = bool(scores.values or scores.samples or what.scorer)
+    evaluation = Evaluation(
+        time=now(), step=step, metrics=scores.metrics, count=scores.count, data=what.data,
+        generate=spec.recipe.generate.model_dump(mode="json") if generated else None,
+        samples=scores.samples, weights=what.weights, sources=data.source_names, classes=scores.classes,
+        notes=scores.notes, scorer=what.scorer,
+    )  # fmt: skip
+    append_evaluation(place, evaluation, scores.values)
+
+
+def _kept_in(place: RunDirectory, spec: RunSpec, identity: str, tokens: str) -> Kept:
+    """What was computed before with the same weights, tokens and settings of generation."""
+    folder, generate = place.kept_scores, spec.recipe.generate.model_dump_json()
+    answers = folder / f"answers-{hash_text(identity, tokens, generate)[:16]}.jsonl"
+    losses = folder / f"losses-{hash_text(identity, tokens)[:16]}.jsonl"
+    return Kept(KeptAnswers(answers), KeptLosses(losses))
+
+
+SCORING_KEYS = ("evaluate.", "generate.", "data.validation.")
+"""Beginnings of the keys that `--set` may change when a run is scored: none of them changes what was trained."""
+
+
+def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
+    """The run spec with `--set` applied. Raises UsageError for a key that scoring cannot change."""
+    refused = [text.partition("=")[0].strip() for text in overrides if not text.strip().startswith(SCORING_KEYS)]
+    if refused:
+        raise UsageError(
+            f"--set {', '.join(refused)}: a run is scored as it was trained",
+            expected="keys of [evaluate], [generate] and [[data.validation]]",
+            fix="leave it out; to score a model with other settings: tunedeck eval MODEL -p PROFILE -r RECIPE",
+        )
+    if not overrides:
+        return spec
+    return override(spec, overrides).spec.model_copy(update={"limits": spec.limits})
+
+
+def _own_scorer(text: str | None) -> Scorer | None:
+    return load_scorer(text) if text is not None else None
+
+
+def score_model(spec: RunSpec, notify: Notify, *, scorer: str | None = None) -> Scores:
     """Score the model that `spec` names, without training it, on the recipe's validation data. `notify` is called with
-    sentences on the progress.
+    sentences on the progress. Nothing is kept or recorded: there is no run directory.
 
     Raises:
         TunedeckError: the device, the data or the model cannot be opened, or memory ran out.
     """
+    own = _own_scorer(scorer)
     device = open_device(spec)
     with device.activate():
         context, data = _prepare(spec, device, notify)
-        return _score(context, data, spec)
+        return _score(context, data, spec, None, own)
 
 
-def _prepare(spec: RunSpec, device: Device, notify: Callable[[str], None]) -> tuple[EvaluationContext, TokenData]:
+def _prepare(spec: RunSpec, device: Device, notify: Notify) -> tuple[EvaluationContext, TokenData]:
     check_packing(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     images = load_image_processor(spec, tokenizer)
@@ -133,7 +215,7 @@ def _data_to_score_on(
     spec: RunSpec,
     tokenizer: PreTrainedTokenizerBase,
     images: ImageProcessor | None,
-    notify: Callable[[str], None],
+    notify: Notify,
 ) -> TokenData:
     """The data of evaluate.sources, else the recipe's validation set. Raises DataError if there is neither."""
     if spec.recipe.evaluate.sources:
@@ -148,7 +230,7 @@ def _data_to_score_on(
 
 
 def _make_context(
-    spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, notify: Callable[[str], None]
+    spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, notify: Notify
 ) -> EvaluationContext:
     planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
     loss = make_loss(
@@ -158,10 +240,16 @@ def _make_context(
     def report(failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
         notify(f"out of memory in {failed.failure.phase}: {remedy} {before} -> {after}")
 
-    return EvaluationContext(device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report)
+    return EvaluationContext(
+        device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report,
+        planned_rows=planned_rows(spec, device),
+    )  # fmt: skip
 
 
-def _score(context: EvaluationContext, data: TokenData, spec: RunSpec) -> Scores:
+def _score(
+    context: EvaluationContext, data: TokenData, spec: RunSpec, kept: Kept | None, scorer: Scorer | None
+) -> Scores:
     asked = spec.recipe.evaluate
     metrics = sorted({*asked.metrics, *spec.recipe.eval.metrics})
-    return evaluate(context, data, metrics, limit=asked.limit, samples=asked.log_samples)
+    limit, samples = asked.limit, asked.log_samples
+    return evaluate(context, data, metrics, limit=limit, samples=samples, kept=kept, scorer=scorer)

@@ -92,6 +92,16 @@ class RunDirectory:
         return self.experts / f"step-{step:08d}.json"
 
     @property
+    def evaluations(self) -> Path:
+        """The file with the scores of checkpoints, one JSON object per line."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def kept_scores(self) -> Path:
+        """The folder of what scoring keeps: answers, losses, and the values of single samples."""
+        return self.path / "evaluations"
+
+    @property
     def oom(self) -> Path:
         """The folder of out-of-memory reports."""
         return self.path / "oom"

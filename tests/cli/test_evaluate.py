@@ -15,8 +15,11 @@ def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tm
     sets = [part for text in SHORT for part in ("--set", text)]
     assert tunedeck("train", "-p", "demo", "-r", "demo", *sets).code == 0
     (name,) = os.listdir(tmp_path / "runs")
-    (of_run,) = json.loads(tunedeck("eval", "last", "--json").out)
+    base, of_run = json.loads(tunedeck("eval", "last", "--base", "--json").out)
     model = str(tmp_path / "runs" / name / "model")
     (of_model,) = json.loads(tunedeck("eval", model, "-p", "demo", "-r", "demo", *sets, "--json").out)
     assert of_run["metrics"] == of_model["metrics"] and of_run["samples"] == of_model["samples"]
     assert of_run["count"] == of_model["count"] == 32
+    assert (base["step"], of_run["step"], of_model["step"]) == (0, 4, None)
+    assert base["metrics"]["loss"] > of_run["metrics"]["loss"]
+    assert len((tmp_path / "runs" / name / "evaluations.jsonl").read_text().splitlines()) == 2

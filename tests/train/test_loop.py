@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.batching.budget import MicroBatchBudget
-from engine.evaluate.scores import EvaluationContext, evaluate
+from engine.evaluate.context import EvaluationContext
+from engine.evaluate.scores import evaluate
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from engine.journal.directory import RunDirectory
 from tests.present import metered, present

@@ -213,9 +213,12 @@ class Eval(Table):
 class Evaluate(Table):
     """Evaluation after training (`tunedeck eval`)."""
 
-    metrics: list[Literal["loss", "exact_match", "token_f1", "rouge", "box_iou", "detection_rate"]] = ["loss"]
-    """Scores to compute. Of generated answers: exact_match; token_f1, how many words are those of the reference; rouge,
-    runs of words in common; box_iou, how well boxes cover the reference's; detection_rate, how often there is a box."""
+    metrics: list[
+        Literal["loss", "exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate"]
+    ] = ["loss"]
+    """Scores to compute. Of generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
+    each; token_f1, how many words are those of the reference; rouge, runs of words in common; box_iou, how well boxes
+    cover the reference's; detection_rate, how often there is a box."""
     limit: Count | None = None
     """At most this many samples."""
     log_samples: CountOrZero = 5

@@ -8,10 +8,12 @@ How a set is scored is in `engine.evaluate`. Rank 0 scores while the other ranks
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
-from engine.evaluate.scores import EvaluationContext, EvaluationStopped, FailedPass
+from engine.evaluate.context import GENERATION_ROWS, EvaluationContext, EvaluationStopped, FailedPass
+from engine.evaluate.rows import planned_rows
 from engine.evaluate.scores import evaluate as score
 from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
@@ -113,9 +115,18 @@ class Evaluator:
             generate=self._setup.spec.recipe.generate,
             report=self._failed,
             should_stop=self._interrupted,
+            planned_rows=self._planned_rows(),
         )
         validation = self._setup.prepared.validation
         return context if validation is None else step.strategy.join_evaluation(context, validation)
+
+    def _planned_rows(self) -> Callable[[int], int]:
+        """The number of answers that fit at once, by the length of their prompts; not predicted for sharded weights,
+        which ranks gather while they generate."""
+        step = self._setup.context
+        if step.strategy.voted_group is not None:
+            return lambda prompt: GENERATION_ROWS
+        return planned_rows(self._setup.spec, step.device)
 
     def _failed(self, failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
         oom = RankOom(failed.failure, failed.rank)

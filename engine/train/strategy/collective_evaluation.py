@@ -21,7 +21,7 @@ from engine.device.catch_oom import catch_oom
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.voted_group import VotedGroup
-from engine.evaluate.scores import PASSES, EvaluationContext, FailedPass
+from engine.evaluate.context import PASSES, EvaluationContext, FailedPass
 from engine.model.loss import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
 
@@ -35,23 +35,23 @@ def join_evaluation(
     processors = LogitsProcessorList([*context.logits_processors, SameTokens(voted_group, device)])
     on_each_rank = replace(context, logits_processors=processors)
 
-    def run(kind: str, members: list[int]) -> Any:
+    def run(kind: str, parts: list[list[int]]) -> Any:
         results: list[Any] = []
 
         def forward() -> None:
             with eval_mode(context.loaded.model), sharded.forward_only(gathers_head=kind == "generate"):
-                results.append(PASSES[kind](on_each_rank, data, members))
+                results.append(PASSES[kind](on_each_rank, data, parts[0]))
 
         failure = catch_oom(lambda: voted_group.run_together(forward), device, kind)
         failed = gather_failures(ranks, failure, None, device)
         if not failed:
-            return results[0]
+            return results
         device.release_cached()
         oom = smallest_failed(failed)
         return FailedPass(oom.failure, oom.rank)
 
     ranks.handlers |= {kind: partial(run, kind) for kind in PASSES}
-    return replace(on_each_rank, run_on_all_ranks=lambda kind, members: ranks.request(kind, members=members))
+    return replace(on_each_rank, run_on_all_ranks=lambda kind, parts: ranks.request(kind, parts=parts))
 
 
 class SameTokens(LogitsProcessor):

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.catch_oom import retry_on_oom
 from engine.device.oom import OutOfMemory
 from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
 from engine.distributed.ranks import Ranks
+from engine.evaluate.context import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.strategy.base import Strategy
+from engine.train.strategy.shared_evaluation import share_evaluation
 
 
 class Replicated(Strategy):
@@ -52,3 +55,8 @@ class Replicated(Strategy):
     def sync_gradients(self) -> None:
         """Sum gradients over ranks, with one all-reduce for each bucket. Raises LostRankError."""
         self._all_reduce.sum()
+
+    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
+        """Register all ranks to take their share of the samples of each pass that rank 0 requests in later evaluations
+        of `data`; returns a context that makes these requests."""
+        return share_evaluation(context, data, self.ranks)

@@ -20,7 +20,7 @@ from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
 from engine.distributed.assign_samples import assign_samples
-from engine.evaluate.scores import EvaluationContext
+from engine.evaluate.context import EvaluationContext
 from engine.model.ulysses_attention import join_ulysses_attention
 from engine.spec.schema.run import RunSpec
 from engine.train.strategy.base import Strategy

@@ -19,7 +19,7 @@ from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.voted_group import VotedGroup
-from engine.evaluate.scores import EvaluationContext
+from engine.evaluate.context import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.strategy.base import Strategy
