@@ -5,18 +5,20 @@ Try: `tunedeck compare RUN RUN`
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import JsonOption, RunsOption, find_run, runs_folder
+from engine.commands.options import JsonOption, RunsOption, find_result_run, find_run, runs_folder
 from engine.commands.output import make_console, print_json, print_notices
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.journal.compare import Comparison
     from engine.journal.directory import RunDirectory
+    from engine.journal.score_groups import Gains
 
 RunArguments = Annotated[
     list[str],
@@ -24,18 +26,63 @@ RunArguments = Annotated[
 ]
 
 
-def compare(targets: RunArguments, as_json: JsonOption = False, runs: RunsOption = None) -> None:
-    """Compare runs: the settings that differ, the scores, the best."""
+MetricOption = Annotated[
+    str | None, typer.Option("--metric", metavar="M", help="Show this score of each checkpoint.", show_default=False)
+]
+AgainstOption = Annotated[
+    str | None,
+    typer.Option("--against", metavar="RUN|base", help="With --metric: the gains over this run.", show_default=False),
+]
+
+
+def compare(
+    targets: RunArguments,
+    metric: MetricOption = None,
+    against: AgainstOption = None,
+    as_json: JsonOption = False,
+    runs: RunsOption = None,
+) -> None:
+    """Compare runs: the settings that differ, the scores, the best; with --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
+    from engine.journal.score_groups import gains
 
     directories = [directory for target in targets for directory in _find(target, runs)]
     if len({directory.path for directory in directories}) < 2:
         raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
-    comparison = compare_runs(list(dict.fromkeys(directories)))
+    directories = list(dict.fromkeys(directories))
+    found = None
+    if against is not None:
+        reference = _reference(against, runs, directories)
+        found = gains(directories, _metric(metric, against), reference)
+    comparison = compare_runs(directories)
     if as_json:
-        print_json(comparison.as_json(), indent=None)
+        print_json(comparison.as_json() | ({"gains": asdict(found)} if found else {}), indent=None)
     else:
-        _print(comparison)
+        _print(comparison, metric)
+        if found is not None:
+            _print_gains(found)
+
+
+def _metric(metric: str | None, against: str) -> str:
+    """The metric of --metric. Raises UsageError if it is missing."""
+    if metric is None:
+        raise UsageError(
+            f"--against {against} needs --metric M, the score whose gains are shown",
+            fix=f"tunedeck compare RUN RUN --metric loss --against {against}",
+        )
+    return metric
+
+
+def _reference(against: str, runs: Path | None, directories: list[RunDirectory]) -> str:
+    """The name of the run that --against names, which is added to `directories` if it is not one of them; or "base"."""
+    from engine.journal.score_groups import BASE
+
+    if against == BASE:
+        return BASE
+    found = find_result_run(against, runs)
+    if found.path not in {directory.path for directory in directories}:
+        directories.append(found)
+    return found.name
 
 
 def _find(target: str, runs: Path | None) -> list[RunDirectory]:
@@ -48,12 +95,12 @@ def _find(target: str, runs: Path | None) -> list[RunDirectory]:
     return runs_of_sweep(target.removeprefix("sweep:"), list_runs(runs_folder(runs))[::-1])
 
 
-def _print(comparison: Comparison) -> None:
+def _print(comparison: Comparison, metric: str | None) -> None:
     """Print settings and scores as rows, runs as columns; the best score of a row is marked with a star."""
     from rich.table import Table
     from rich.text import Text
 
-    from engine.journal.compare import format_compared_score, format_setting
+    from engine.journal.compare import format_compared_score, format_setting, score_rows
     from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -70,5 +117,28 @@ def _print(comparison: Comparison) -> None:
             format_compared_score(key, score, run in best) for run, score in zip(comparison.runs, scores, strict=True)
         ]
         table.add_row(Text(clean(key)), *map(Text, cells))
+    for title, cells in score_rows(comparison, metric):
+        if not cells:
+            table.add_section()
+        table.add_row(Text(clean(title), style="" if cells else "bold"), *map(Text, cells))
     make_console().print(table)
     print_notices(clean(warning) for warning in comparison.warnings)
+
+
+def _print_gains(found: Gains) -> None:
+    """Print the gain of each run over the reference, and the sentence that names the best."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine.journal.event_text import clean
+
+    table = Table("", found.metric, f"gain over {clean(found.against)}", "95 % interval", box=None, pad_edge=False)
+    table.add_row(Text(clean(found.against)), f"{found.reference:.4g}", "", "")
+    best = max(found.rows, key=lambda row: row.gain)
+    for row in sorted(found.rows, key=lambda row: -row.gain):
+        interval = f"{row.low:+.4g} to {row.high:+.4g}" if row.low is not None and row.high is not None else "-"
+        star = " *" if row is best and row.gain > 0 else ""
+        table.add_row(Text(clean(row.run) + star), f"{row.value:.4g}", f"{row.gain:+.4g}", interval)
+    console = make_console()
+    console.print(table)
+    console.print(clean(found.sentence), soft_wrap=True)

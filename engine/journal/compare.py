@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.journal.directory import RunDirectory
+from engine.journal.evaluations import Evaluation, read_evaluations
 from engine.journal.event_text import format_bytes, format_number
+from engine.journal.score_groups import ScoreGroup, best_of, score_groups
 from engine.journal.summary import RunSummary, read_spec, summarise
 
-LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""Scores whose lowest value is the best; for all other scores the highest is."""
+SCORING_KEYS = ("evaluate.", "eval.")
+"""Beginnings of keys that say how a run is scored, and change nothing of what it learns."""
 
 NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limits")
 """Keys of a run spec's outer tables that name, describe or limit a run without changing what it does."""
@@ -37,6 +39,8 @@ class Comparison:
     best: dict[str, list[str]]
     """Maps a score to the best runs: several on a draw, none if fewer than two runs have the score or all are equal."""
     warnings: list[str]
+    groups: list[ScoreGroup] = field(default_factory=list)
+    """Scores of `tunedeck eval`, by samples."""
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as a JSON document."""
@@ -46,12 +50,16 @@ class Comparison:
 def compare(directories: Sequence[RunDirectory]) -> Comparison:
     """Compare runs, after reading the summary and the spec of each from its directory."""
     return compare_summaries(
-        [summarise(directory) for directory in directories], [read_spec(directory) for directory in directories]
+        [summarise(directory) for directory in directories],
+        [read_spec(directory) for directory in directories],
+        [read_evaluations(directory) for directory in directories],
     )
 
 
-def compare_summaries(summaries: Sequence[RunSummary], specs: Sequence[dict[str, Any]]) -> Comparison:
-    """Compare runs by their summaries and resolved specs."""
+def compare_summaries(
+    summaries: Sequence[RunSummary], specs: Sequence[dict[str, Any]], evaluations: Sequence[Sequence[Evaluation]]
+) -> Comparison:
+    """Compare runs by their summaries, resolved specs and evaluations."""
     names = [summary.run for summary in summaries]
     columns = [_scores(summary) for summary in summaries]
     scores = {key: [column.get(key) for column in columns] for key in dict.fromkeys(key for c in columns for key in c)}
@@ -62,9 +70,14 @@ def compare_summaries(summaries: Sequence[RunSummary], specs: Sequence[dict[str,
         runs=names,
         statuses=[summary.status for summary in summaries],
         scores=scores,
-        settings=settings,
-        best={key: winners for key, values in eligible.items() if (winners := _best(key, names, values))},
+        settings={key: values for key, values in settings.items() if not key.startswith(SCORING_KEYS)},
+        best={
+            key: winners
+            for key, values in eligible.items()
+            if key not in UNRANKED and (winners := best_of(key, names, values))
+        },
         warnings=_warnings(summaries, settings),
+        groups=score_groups(names, evaluations),
     )
 
 
@@ -83,16 +96,6 @@ def _scores(summary: RunSummary) -> dict[str, float]:
 
 UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
 """Scores of which no value is best."""
-
-
-def _best(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """Names of the runs with the best value for `key`; empty if fewer than two runs have a value, all values are
-    equal, or the key is not ranked."""
-    known = [value for value in values if value is not None]
-    if key in UNRANKED or len(known) < 2 or len(set(known)) == 1:
-        return []
-    best = min(known) if key in LOWER_IS_BETTER else max(known)
-    return [name for name, value in zip(names, values, strict=True) if value == best]
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -130,6 +133,27 @@ def format_compared_score(key: str, value: float | None, best: bool) -> str:
     if value is None:
         return "-"
     return (format_bytes(int(value)) if key.endswith("_bytes") else format_number(value)) + (" *" if best else "  ")
+
+
+def score_rows(comparison: Comparison, metric: str | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield (label, cell for each run) for each score of `tunedeck eval`; before each group of samples a heading
+    without cells. With `metric`, also its value at each checkpoint."""
+    runs = comparison.runs
+    for group in comparison.groups:
+        yield f"scored on {group.title}", []
+        yield "checkpoint", ["-" if step is None else f"step {step}" for step in group.steps]
+        for name, values in group.metrics.items():
+            best = group.best.get(name, [])
+            yield name, [format_compared_score(name, v, run in best) for run, v in zip(runs, values, strict=True)]
+        if metric is not None:
+            yield from _checkpoint_rows(group, metric)
+
+
+def _checkpoint_rows(group: ScoreGroup, metric: str) -> Iterator[tuple[str, list[str]]]:
+    for step in sorted({step for one in group.checkpoints for step in one}):
+        found = [one.get(step, {}).get(metric) for one in group.checkpoints]
+        label = f"{metric}, {f'step {step}' if step else 'base'}"
+        yield label, ["-" if value is None else format_number(value) for value in found]
 
 
 def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:

@@ -3,13 +3,20 @@ scores cannot be compared."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from engine.errors import UsageError
 from engine.journal.compare import Comparison, compare, flatten_settings
 from engine.journal.directory import RunDirectory, create_run_directory
+from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.events import EventWriter
+from engine.journal.score_groups import gains
 from tests.journal.event_fields import step_fields
+from tests.present import present
 
 
 def finished(folder: Path, name: str, loss: float, speed: float = 10.0, *, rate: float = 1e-3, more: str = "") -> Any:
@@ -58,3 +65,55 @@ def test_other_validation_samples_are_warned_of(tmp_path: Path) -> None:
 def test_entries_of_lists_are_addressed_by_name() -> None:
     spec = {"recipe": {"data": {"sources": [{"name": "x", "limit": 5}]}, "name": "r"}}
     assert dict(flatten_settings(spec)) == {"data.sources.x.name": "x", "data.sources.x.limit": 5}
+
+
+def scored(run: RunDirectory, step: int, values: list[float], *, data: str = "same", metric: str = "mean_iou") -> None:
+    mean = sum(values) / len(values)
+    found = Evaluation(now(), step, {metric: mean}, len(values), data, {}, weights=str(step))
+    with scoring(run, lambda text: None):
+        append_evaluation(run, found, {metric: values})
+
+
+def test_scores_are_compared_on_the_same_samples_and_the_last_checkpoint_counts(tmp_path: Path) -> None:
+    a, b, c = (finished(tmp_path, name, 0.5) for name in "abc")
+    scored(a, 0, [0.1, 0.2])
+    scored(a, 10, [0.9, 0.9])
+    scored(a, 20, [0.5, 0.6])
+    scored(b, 10, [0.7, 0.8])
+    scored(b, 10, [1.0], data="others")
+    same, others = compared(a, b, c).groups
+    assert same.steps == [20, 10, None] and others.steps == [None, 10, None]
+    assert same.metrics == {"mean_iou": [0.55, 0.75, None]} and same.best == {"mean_iou": [b.name]}
+    assert same.checkpoints[0] == {0: {"mean_iou": pytest.approx(0.15)}, 10: {"mean_iou": 0.9}, 20: {"mean_iou": 0.55}}
+
+
+def test_keys_that_say_how_a_run_is_scored_do_not_differ(tmp_path: Path) -> None:
+    more = "[recipe.eval]\nlimit = 8\n[recipe.evaluate]\nlimit = 4\n"
+    found = compared(finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.4, more=more))
+    assert found.settings == {} and "not evaluated on the same samples" in found.warnings[0]
+
+
+def test_gains_are_paired_by_sample_and_seeded(tmp_path: Path) -> None:
+    drawn = random.Random(1)
+    a, b, c = (finished(tmp_path, name, 0.5) for name in "abc")
+    base = [drawn.random() for _ in range(200)]
+    scored(a, 10, base)
+    scored(b, 10, [value + 0.1 + drawn.gauss(0, 0.01) for value in base])
+    scored(c, 10, [value + drawn.gauss(0, 0.01) for value in base])
+    found = gains([a, b, c], "mean_iou", a.name)
+    one, other = found.rows
+    assert found == gains([a, b, c], "mean_iou", a.name)
+    # Unpaired, the interval would be ten times as wide: the samples differ far more than the runs.
+    assert 0.097 < present(one.low) < one.gain < present(one.high) < 0.103
+    assert present(other.low) < 0 < present(other.high) or abs(other.gain) < 0.003
+    assert found.sentence.startswith(f"{b.name} is the best by mean_iou") and "95 % interval" in found.sentence
+
+
+def test_a_lower_loss_is_a_gain_and_a_missing_score_names_the_command(tmp_path: Path) -> None:
+    a, b = (finished(tmp_path, name, 0.5) for name in "ab")
+    scored(a, 0, [2.0, 3.0], metric="loss")
+    scored(a, 10, [1.0, 2.0], metric="loss")
+    scored(b, 10, [1.5, 2.5], metric="loss")
+    assert [row.gain for row in gains([a, b], "loss", "base").rows] == [1.0, 0.5]
+    with pytest.raises(UsageError, match="rougeL"):
+        gains([a, b], "rougeL", a.name)

@@ -15,6 +15,7 @@ from textual.content import Content
 from engine.errors import TunedeckError
 from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting
 from engine.journal.directory import RunDirectory
+from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean, format_duration
 from engine.journal.summary import SummaryReader, read_spec
 from tui.keys import bindings
@@ -102,7 +103,9 @@ class CompareScreen(BaseScreen):
             if not all(reader.read(seconds=seconds) for reader in self._readers):
                 return True
             specs = [read_spec(reader.directory) for reader in self._readers]
-            self._found, self._read_error = compare_summaries([reader.summary() for reader in self._readers], specs), ""
+            scored = [read_evaluations(reader.directory) for reader in self._readers]
+            summaries = [reader.summary() for reader in self._readers]
+            self._found, self._read_error = compare_summaries(summaries, specs, scored), ""
         except (TunedeckError, OSError) as error:
             self._read_error = clean(getattr(error, "found", str(error)))
         self._table_due = time.monotonic() + TABLE_SECONDS

@@ -1,0 +1,224 @@
+"""Compares the scores of runs: groups of equal samples, the gains over a reference, and the best run.
+
+Scores compare only on the same samples, so a group has the scores of one set of samples. Pure functions, but for
+`gains`, which reads the values of single samples.
+
+Try: `tunedeck compare a b --metric rougeL --against a`
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.errors import UsageError
+from engine.journal.directory import RunDirectory
+from engine.journal.evaluations import Evaluation, read_evaluations, values_of
+
+LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
+"""Scores whose lowest value is the best; for all other scores the highest is."""
+
+BASE = "base"
+"""In place of a run: the model that the runs started from."""
+
+RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
+"""Bootstrap resamples, the confidence level of an interval, and the seed of the resampling."""
+
+
+@dataclass(frozen=True)
+class ScoreGroup:
+    """The scores of several runs on the same samples. Lists have one entry per run, None where it is not scored."""
+
+    data: str
+    """Fingerprint of the samples."""
+    count: int
+    sources: list[str]
+    steps: list[int | None]
+    """The checkpoint whose scores count for the run: the last one that was scored."""
+    metrics: dict[str, list[float | None]]
+    best: dict[str, list[str]]
+    """Maps a metric to the runs with the best value."""
+    checkpoints: list[dict[int, dict[str, float]]]
+    """For each run, the metrics of each scored checkpoint by step; step 0 is the model that the run started from."""
+
+    @property
+    def title(self) -> str:
+        """What the samples are, for a heading."""
+        return f"{', '.join(self.sources) or 'samples'} ({self.count} samples)"
+
+
+def headline_metric(group: ScoreGroup) -> str:
+    """The metric to show first: the first that is not the loss, since the others say what the task is about."""
+    return next((name for name in group.metrics if name not in ("loss", "perplexity")), "loss")
+
+
+class Gain(NamedTuple):
+    """The difference of a run's metric from the reference's; positive is better."""
+
+    run: str
+    value: float
+    gain: float
+    low: float | None
+    """Ends of the interval of the gain; None for a metric that is not a mean over samples."""
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The gains of runs over a reference by one metric, and the best run in a sentence."""
+
+    metric: str
+    against: str
+    reference: float
+    rows: list[Gain]
+    sentence: str
+
+
+def score_groups(runs: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> list[ScoreGroup]:
+    """The groups of runs' evaluations by samples; the group with the most runs comes first."""
+    keys = dict.fromkeys((each.data, each.count) for one in evaluations for each in one)
+    groups = [
+        _group(runs, [[each for each in one if (each.data, each.count) == key] for one in evaluations]) for key in keys
+    ]
+    return sorted(groups, key=lambda group: sum(step is None for step in group.steps))
+
+
+def _group(runs: Sequence[str], evaluations: list[list[Evaluation]]) -> ScoreGroup:
+    any_of = next(each for one in evaluations for each in one)
+    checkpoints = [_by_step(one) for one in evaluations]
+    steps = [max((step for step in found if step), default=None) for found in checkpoints]
+    last = [found[step] if step else {} for found, step in zip(checkpoints, steps, strict=True)]
+    names = dict.fromkeys(name for each in last for name in each)
+    metrics = {name: [each.get(name) for each in last] for name in names}
+    best = {name: winners for name, values in metrics.items() if (winners := best_of(name, runs, values))}
+    return ScoreGroup(any_of.data, any_of.count, any_of.sources, steps, metrics, best, checkpoints)
+
+
+def _by_step(evaluations: Sequence[Evaluation]) -> dict[int, dict[str, float]]:
+    """The metrics of each checkpoint by step; where settings of generation differ, the newest value counts."""
+    found: dict[int, dict[str, float]] = {}
+    for each in sorted(evaluations, key=lambda each: each.time):
+        found[each.step] = {**found.get(each.step, {}), **each.metrics}
+    return found
+
+
+def last_scored(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The evaluation of the last checkpoint, the newest one if its settings of generation differ; None if no
+    checkpoint was scored."""
+    return max((each for each in evaluations if each.step), key=lambda each: (each.step, each.time), default=None)
+
+
+def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
+    """Names of the runs with the best value for `key`; empty if fewer than two runs have a value, or all values are
+    equal."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2 or len(set(known)) == 1:
+        return []
+    best = min(known) if key in LOWER_IS_BETTER else max(known)
+    return [name for name, value in zip(names, values, strict=True) if value == best]
+
+
+def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
+    """The steps with the best value of a metric, without step 0; none if fewer than two steps have one."""
+    trained = {step: value for step, value in values.items() if step}
+    if len(trained) < 2:
+        return set()
+    best = min(trained.values()) if metric in LOWER_IS_BETTER else max(trained.values())
+    return {step for step, value in trained.items() if value == best}
+
+
+def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, resamples: int = RESAMPLES) -> Gains:
+    """The gains of runs over the run `against`, or over the model they started from for "base", by one metric on the
+    samples that most of them are scored on. Intervals are computed with `resamples` resamples, not at all with 0.
+
+    Raises UsageError if the reference is not scored, or no run is scored by the metric on the same samples.
+    """
+    found = [read_evaluations(directory) for directory in directories]
+    for group in score_groups([directory.name for directory in directories], found):
+        same = [[each for each in one if (each.data, each.count) == (group.data, group.count)] for one in found]
+        reference = _reference(directories, same, metric, against)
+        if reference is None:
+            continue
+        rows = [
+            _gain(directory, chosen, metric, reference, resamples)
+            for directory, one in zip(directories, same, strict=True)
+            if directory.name != against and (chosen := _scored_by(one, metric)) is not None
+        ]
+        if rows:
+            reference_value = reference[1].metrics[metric]
+            return Gains(metric, against, reference_value, rows, _sentence(metric, against, reference_value, rows,
+                                                                           group.count))  # fmt: skip
+    raise _nothing_to_compare(directories, found, metric, against)
+
+
+def _scored_by(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:
+    return last_scored([each for each in evaluations if metric in each.metrics])
+
+
+def _reference(
+    directories: Sequence[RunDirectory], evaluations: Sequence[Sequence[Evaluation]], metric: str, against: str
+) -> tuple[RunDirectory, Evaluation] | None:
+    """The evaluation that the others are compared with, and the run it belongs to; None if there is none."""
+    for directory, one in zip(directories, evaluations, strict=True):
+        if against == BASE:
+            for each in one:
+                if each.step == 0 and metric in each.metrics:
+                    return directory, each
+        elif directory.name == against and (found := _scored_by(one, metric)) is not None:
+            return directory, found
+    return None
+
+
+def _gain(
+    directory: RunDirectory,
+    evaluation: Evaluation,
+    metric: str,
+    reference: tuple[RunDirectory, Evaluation],
+    resamples: int,
+) -> Gain:
+    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    value = evaluation.metrics[metric]
+    gain = sign * (value - reference[1].metrics[metric])
+    own, other = values_of(directory, evaluation, metric), values_of(*reference, metric)
+    if own is None or other is None or not resamples:
+        return Gain(directory.name, value, gain, None, None)
+    low, high = bootstrap([sign * (one - two) for one, two in zip(own, other, strict=True)], resamples)
+    return Gain(directory.name, value, gain, low, high)
+
+
+def bootstrap(differences: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
+    """The percentile interval of the mean of paired differences, by resampling samples with a fixed seed.
+
+    Source: Efron 1979, "Bootstrap methods: another look at the jackknife".
+    """
+    drawn, size = random.Random(SEED), len(differences)
+    means = sorted(sum(drawn.choices(differences, k=size)) / size for _ in range(resamples))
+    outside = round((1 - LEVEL) / 2 * resamples)
+    return means[outside], means[resamples - 1 - outside]
+
+
+def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain], count: int) -> str:
+    """Name the best, its gain over the reference, and whether the interval says that it is one."""
+    best = max(rows, key=lambda row: row.gain)
+    if best.gain <= 0:
+        return f"none is better than {against} by {metric}, which has {reference:.4g} on {count} samples"
+    text = f"{best.run} is the best by {metric}: {best.value:.4g}, {best.gain:.4g} better than {against}"
+    if best.low is None or best.high is None:
+        return f"{text} on {count} samples (no interval)"
+    unclear = ", which includes 0: the difference may be chance" if best.low <= 0 else ""
+    return f"{text} (95 % interval {best.low:.4g} to {best.high:.4g} over {count} samples{unclear})"
+
+
+def _nothing_to_compare(
+    directories: Sequence[RunDirectory], found: Sequence[Sequence[Evaluation]], metric: str, against: str
+) -> UsageError:
+    names = list(dict.fromkeys(name for one in found for each in one for name in each.metrics))
+    runs = " ".join(directory.name for directory in directories)
+    base = " --base" if against == BASE else ""
+    return UsageError(
+        f"{metric} of {against} and of another run is not known on the same samples",
+        expected=f"one of: {', '.join(names)}" if names and metric not in names else "scores of both",
+        fix=f"tunedeck eval {runs}{base}, with {metric} from evaluate.metrics",
+    )
