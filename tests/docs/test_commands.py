@@ -31,12 +31,12 @@ LABELS = {"sh", "text", "toml", "json"}
 """What a block may be labelled with; only "sh" is for commands."""
 
 RUN = (
-    "runs", "show", "watch", "wait", "eval last", "merge last", "compare", "plan", "fit", "queue add", "queue list",
-    "recipes", "profiles", "doctor", "log last",
+    "runs", "show", "watch", "wait", "eval last", "eval slow", "merge last", "compare", "plan", "fit", "queue add",
+    "queue list", "recipes", "profiles", "doctor", "log last",
 )  # fmt: skip
 """Beginnings of commands that are run."""
 
-NOT_RUN = ("--exact", "capitals.toml", "--runs /shared", "doctor --gpus")
+NOT_RUN = ("--exact", "capitals.toml", "--runs /shared", "doctor --gpus", "--base", "--limit")
 """Words that make a command one that is only parsed and planned: it takes long, or needs what is not there."""
 
 SHORT_RUN = (
