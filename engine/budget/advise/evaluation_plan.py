@@ -67,7 +67,7 @@ def plan_evaluation(spec: RunSpec) -> EvaluationPlan:
     spec = on_one_device(spec)
     arch = find_architecture(spec)  # first: a family without a closed form is refused, not simulated
     planned = make_plan(spec)
-    config, outside = memory_config_of(arch, spec), non_torch_memory(spec.profile)
+    config, outside = memory_config_of(arch, spec), non_torch_memory(spec)
     held = static_bytes(arch, config).total
     weights = {"weights": held.weights, "adapters": held.adapters}
     shape = shape_of(planned.micro_batch, planned.length, config.chunk_tokens)
