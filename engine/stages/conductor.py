@@ -23,7 +23,6 @@ from engine.journal.control import ControlInbox, send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.heartbeat import heartbeats
-from engine.journal.journal_state import StageState
 from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
@@ -129,7 +128,7 @@ class _Conductor:
             if missing:
                 self._skip(number, stage, missing[0])
             else:
-                self._outcomes[stage.name] = self._run_stage(number, stage, known)
+                self._outcomes[stage.name] = self._run_stage(number, stage)
             if self._outcomes[stage.name].status in INTERRUPTED:
                 return
 
@@ -140,7 +139,7 @@ class _Conductor:
             "stage_finished", name=stage.name, number=number, status="skipped", exit_code=0, reason=reason
         )
 
-    def _run_stage(self, number: int, stage: Stage, known: StageState | None) -> _Outcome:
+    def _run_stage(self, number: int, stage: Stage) -> _Outcome:
         """Start a stage's engine, or follow the one that already runs, until it ends; record the stage's start and end
         in the run's journal. Returns how the stage ended."""
         directory = stage_directory(self._run, number, stage.name)
