@@ -71,7 +71,7 @@ class Question:
     def spec(self, more: Sequence[str] = ()) -> RunSpec:
         """Resolve and check the run spec, with more overrides. Raises TunedeckError if it is refused."""
         spec = settle_parallel(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
-        refuse_unsupported(spec, planning=True)
+        refuse_unsupported(spec)
         refuse_unsafe(spec)
         return spec
 

@@ -25,6 +25,7 @@ from engine.commands import (
     doctor_gpus,
     evaluate,
     export,
+    forward,
     launch,
     library,
     plan,
@@ -87,7 +88,7 @@ _add(plan.plan, plan.fit, train.train, resume.resume, control.stop, control.paus
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(export.merge, data.data)
+_add(forward.forward, export.merge, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)
@@ -97,6 +98,7 @@ app.command("_assemble", hidden=True)(train.assembler_process)
 app.command("_conductor", hidden=True)(train.conductor_process)
 app.command("_simulate", hidden=True)(simulate.simulate_process)
 app.command("_prove", hidden=True)(doctor_gpus.prove_process)
+app.command("_forward", hidden=True)(forward.tracker_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)
 

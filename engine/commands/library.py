@@ -220,6 +220,7 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
             load_spec_file(kind, file)
             notes += [note] if (note := name_note(file)) else []
             problems += _problems_with_model(kind, file)
+            notes += _notes_on_trackers(kind, file)
         except SpecError as error:
             problems += error.problems
     if as_json:
@@ -239,6 +240,17 @@ def _problems_with_model(kind: SpecKind, file: SpecFile) -> list[str]:
     if kind != "recipe":
         return []
     return [f"{file.path}: {problem}" for problem in problems_with_model(load_recipe(file))]
+
+
+def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
+    """A note for a recipe whose trackers are not installed here: it is sound, and `train` refuses it."""
+    from engine.spec.load import load_recipe
+    from engine.trackers.packages import install_command, missing_trackers
+
+    missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
+    if not missing:
+        return []
+    return [f"{file.name}: trackers.use: not installed here: {', '.join(missing)}; {install_command(missing)}"]
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:

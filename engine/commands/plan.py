@@ -291,7 +291,7 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
 
     resolved = resolve(profile, recipe, overrides)
     print_notices(resolved.notices)
-    refuse_unsupported(resolved.spec, planning=True)
+    refuse_unsupported(resolved.spec)
     print_notices(bring_config(resolved.spec))
     spec, notices = settle_parallel(resolved.spec)
     print_notices(notices)

@@ -102,6 +102,11 @@ class RunDirectory:
         return self.path / "evaluations"
 
     @property
+    def trackers(self) -> Path:
+        """The folder of experiment trackers: what each has of the run (`NAME.json`), its files and its log."""
+        return self.path / "trackers"
+
+    @property
     def oom(self) -> Path:
         """The folder of out-of-memory reports."""
         return self.path / "oom"

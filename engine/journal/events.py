@@ -47,6 +47,11 @@ class EventWriter:
         self._seq = _cut_torn_tail(self._file)
         self._last_write = time.monotonic()
 
+    @property
+    def last_seq(self) -> int:
+        """`seq` of the last event in the file; 0 if there is none."""
+        return self._seq
+
     def write(self, kind: str, **fields: Any) -> Event:
         """Append one event and return it. Raises ValueError if the fields do not match the kind, OSError on a full
         disk.

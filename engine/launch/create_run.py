@@ -37,6 +37,7 @@ from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.data_files import require_data_files
 from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override, resolve
 from engine.spec.schema.run import Limits, RunSpec
+from engine.trackers.packages import require_trackers
 
 
 def command_line_limits(
@@ -123,11 +124,12 @@ def create_run(
             "auto" and there is no plan to decide it.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         DataError: files of the data do not exist.
-        EnvironmentProblem: the folder cannot be written, packages for training are missing, torch is too old for
-            sharded weights, the profile's GPUs do not exist, or the model or data of the hub are neither on this
+        EnvironmentProblem: the folder cannot be written, packages for training or trackers are missing, torch is too
+            old for sharded weights, the profile's GPUs do not exist, or the model or data of the hub are neither on this
             machine nor can be fetched.
     """
     require_training_packages()
+    require_trackers(spec.recipe)
     refuse_sweep(spec)
     if not launched:
         require_launcher(spec)

@@ -38,6 +38,7 @@ from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import dependants
+from engine.trackers.packages import require_trackers
 
 
 def prepare_resume(
@@ -58,7 +59,7 @@ def prepare_resume(
     Raises:
         UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
             finished run would not get longer.
-        EnvironmentProblem: an engine works on the run.
+        EnvironmentProblem: an engine works on the run, or the package of a tracker is not installed.
     """
     refuse_if_claimed(directory)
     _refuse_other_runs_option(directory, from_step, from_stage)
@@ -175,6 +176,7 @@ def change_spec(
             fix="start a new run with: tunedeck train",
         )
     refuse_unsupported(resolved.spec)
+    require_trackers(resolved.spec.recipe)
     longer = makes_longer(changes)
     if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)

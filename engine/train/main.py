@@ -44,6 +44,7 @@ from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
 from engine.launch.on_finish import run_on_finish
 from engine.launch.run_requests import RunRequests
+from engine.launch.tracker_processes import trackers_following
 from engine.model.library_output import disable_progress_bars
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
@@ -128,8 +129,10 @@ def run_rank0(start: RunStart) -> tuple[str, int]:
     """Train as the process that writes events, which is the only one or rank 0; returns (status, exit code)."""
     with EventWriter(start.directory) as writer, heartbeats(writer):
         requests = RunRequests(ControlInbox(start.directory), writer, start.spec.limits.max_hours)
-        with requests.handling_signals():
-            return _train_and_record(start, Journal(writer), requests)
+        journal = Journal(writer)
+        tracked = trackers_following(start.spec, start.directory, writer.last_seq, journal.warn)
+        with tracked, requests.handling_signals():
+            return _train_and_record(start, journal, requests)
 
 
 def run_other_rank(start: RunStart) -> int:

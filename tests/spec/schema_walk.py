@@ -39,6 +39,9 @@ from engine.spec.schema.profile import Profile
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import stage_specs
+from engine.trackers import packages
+from engine.trackers.open_tracker import tracked_run
+from engine.trackers.packages import missing_trackers
 from engine.train.main import run as train
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.budget_growth import BudgetGrowth
@@ -63,6 +66,14 @@ def positions(spec: RunSpec, folder: Path) -> Any:
 def accepted(spec: RunSpec, folder: Path) -> Any:
     """A constant: this probe shows only that the spec is not refused."""
     return "accepted"
+
+
+def tracked(spec: RunSpec, folder: Path) -> Any:
+    """The trackers whose packages a start asks for, and the project and tags that they show."""
+    run = create_run_directory(folder / "tracked", spec.name, dump_run_spec(spec), {})
+    shown = tracked_run(run, "wandb")
+    with patch.object(packages, "find_spec", return_value=None):
+        return missing_trackers(spec.recipe), shown.project, shown.tags
 
 
 def data(spec: RunSpec, folder: Path) -> Any:
@@ -334,9 +345,9 @@ CASES: dict[str, Case] = {
     "backoff.ladder": Case(run, '["retry", "cut"]', '["retry"]', TIGHT),
     "backoff.allow_learning_changes": Case(run, "[]", '["max_length"]', LONGEST),
     "backoff.grow": Case(grown, "true", "false"),
-    "trackers.use": Case(accepted, "", '["wandb"]'),
-    "trackers.project": Case(accepted, "", "mine"),
-    "trackers.tags": Case(accepted, "", '["one"]'),
+    "trackers.use": Case(tracked, "", '["wandb"]'),
+    "trackers.project": Case(tracked, "", "mine"),
+    "trackers.tags": Case(tracked, "", '["one"]'),
     "finish.merge": Case(accepted, "false", "true"),
     "sweep": Case(points, '{"train.seed" = [1]}', '{"train.seed" = [1, 2]}'),
     "stages.name": stage('name = "b"'),

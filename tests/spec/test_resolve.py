@@ -317,9 +317,7 @@ def test_override_refuses_what_resolve_refuses() -> None:
 
 
 LATER = {
-    "trackers.use": '["wandb"]',
     "train.compile": "true",
-    "trackers.project": "mine",
 }
 
 

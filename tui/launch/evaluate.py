@@ -34,6 +34,7 @@ from engine.spec.files.working_directory import working_directory
 from engine.spec.load import resolve
 from engine.spec.schema.run import Limits, RunSpec
 from engine.spec.stages import stage_specs
+from engine.trackers.packages import install_command, missing_trackers
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key, stage_row
 
@@ -240,14 +241,16 @@ def _field_problem(problem: str) -> FieldProblem:
 
 
 def _unsupported(spec: RunSpec) -> list[FieldProblem]:
-    """The problems of settings that this version does not support, and of runs over several machines, which the console
-    cannot start."""
+    """The problems of settings that this version does not support, of trackers whose packages are not installed, and of
+    runs over several machines, which the console cannot start."""
     try:
         refuse_unsupported(spec)
     except SpecError as error:
         return [
             FieldProblem(match["key"] if (match := _LEADING_KEY.match(text)) else "", text) for text in error.problems
         ]
+    if missing := missing_trackers(spec.recipe):
+        return [FieldProblem("trackers.use", f"not installed: {', '.join(missing)}; {install_command(missing)}")]
     try:
         require_launcher(spec)
     except UsageError as error:

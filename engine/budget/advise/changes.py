@@ -59,7 +59,7 @@ def is_refused(spec: RunSpec) -> bool:
     if breaks_a_rule(spec):
         return True
     try:
-        refuse_unsupported(spec, planning=True)
+        refuse_unsupported(spec)
         refuse_unsafe(spec)
     except TunedeckError:
         return True

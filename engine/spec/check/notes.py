@@ -40,7 +40,16 @@ def frozen_router_note(recipe: Recipe) -> str | None:
     )
 
 
+def unused_tracker_note(recipe: Recipe) -> str | None:
+    """The note for keys of [trackers] that have no effect because `trackers.use` is empty; None otherwise."""
+    trackers = recipe.trackers
+    given = [f"trackers.{key}" for key in ("project", "tags") if getattr(trackers, key)]
+    if trackers.use or not given:
+        return None
+    return f"{' and '.join(given)}: no effect, because trackers.use names no tracker"
+
+
 def notes_of(recipe: Recipe) -> list[str]:
     """The notes about a recipe that need no data."""
     warmup = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
-    return [note for note in (warmup, frozen_router_note(recipe)) if note]
+    return [note for note in (warmup, frozen_router_note(recipe), unused_tracker_note(recipe)) if note]

@@ -10,14 +10,8 @@ from typing import Any
 
 from engine.errors import SpecError
 from engine.spec.check.images import image_key
-from engine.spec.schema.recipe import Trackers
 from engine.spec.schema.run import RunSpec
 from engine.spec.stages import stage_specs
-
-
-def _trackers(trackers: Trackers) -> str | None:
-    given = [f"trackers.{key}" for key, value in trackers if value]
-    return ", ".join(given) or None
 
 
 def _when(condition: bool, key: str) -> str | None:
@@ -45,26 +39,18 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
         "sharding with optimizers that need whole tensors",
     ),
-    (lambda spec: _trackers(spec.recipe.trackers), "experiment trackers"),
     (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
 )
 """(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""
 
 
-PLANNABLE_FEATURES = ("experiment trackers",)
-"""Features that can be planned but not trained yet."""
-
-
-def refuse_unsupported(spec: RunSpec, *, planning: bool = False) -> None:
-    """Raise SpecError naming every key whose feature this version does not have.
-
-    With `planning`, features that can be planned but not trained yet are accepted.
-    """
+def refuse_unsupported(spec: RunSpec) -> None:
+    """Raise SpecError naming every key whose feature this version does not have."""
     found = [
         f"{written}: this version does not do {feature} yet"
         for part in (stage_specs(spec) if spec.recipe.stages else [spec])
         for asks, feature in UNSUPPORTED_FEATURES
-        if (written := asks(part)) and not (planning and feature in PLANNABLE_FEATURES)
+        if (written := asks(part))
     ]
     if problems := list(dict.fromkeys(found)):
         raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")

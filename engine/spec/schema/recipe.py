@@ -295,11 +295,11 @@ class Trackers(Table):
     """Experiment trackers beside the journal."""
 
     use: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers to use; each needs its package."""
+    """Trackers that get the metrics of a run; each needs its package."""
     project: str | None = None
-    """Project name in the tracker."""
+    """Project name in the trackers; by default tunedeck."""
     tags: list[str] = []
-    """Tags in the tracker."""
+    """Tags of the run in the trackers."""
 
 
 class Finish(Table):

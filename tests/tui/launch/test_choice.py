@@ -12,6 +12,7 @@ from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.spec.files.known_lengths import lengths_record, record_longest
 from engine.spec.schema.profile import Device, Profile
 from engine.spec.schema.run import RunSpec
+from engine.trackers import packages
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.budget_bar import verdict_line
 from tui.launch.choice import (
@@ -49,11 +50,14 @@ def problem(choice: Choice, row: str) -> str:
         ("method.kind", "qlora", "nf4"),
         ("train.batch_sise", "8", "did you mean train.batch_size?"),
         ("data.sources.main.path", "x", 'no entry named "main"'),
-        ("trackers.use", '["wandb"]', "does not do experiment trackers yet"),
+        ("trackers.use", '["wandb"]', "not installed: wandb; pip install wandb"),
         ("model.id", "./nowhere", "does not exist"),
     ],
 )
-def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(key: str, text: str, said: str) -> None:
+def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(
+    key: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     row = "data.sources.main" if key.startswith("data.sources") else key
     assert said in problem(replace(DEMO, overrides={key: text}), row)
 

@@ -1,0 +1,96 @@
+"""Starts the processes that forward a run's metrics to experiment trackers, beside the engine.
+
+The engine waits for none of them while it trains. A tracker that fails becomes a warning in the journal.
+
+Try: `tunedeck train -p demo -r demo --set 'trackers.use=["tensorboard"]'`, then `tensorboard --logdir runs`
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from engine.errors import EnvironmentProblem
+from engine.journal.directory import RunDirectory
+from engine.launch.process import ENTRY_FILE, engine_environment
+from engine.spec.schema.run import RunSpec
+from engine.trackers.record import read_record
+
+HAND_OVER_SECONDS = 10.0
+"""How long an engine that has ended its run stays for its trackers to take the last metrics, because a container may
+end with it. What takes longer goes on without the engine."""
+
+Warn = Callable[[str, str, str], None]
+"""Writes a warning with its code, text and fix."""
+
+
+@contextmanager
+def trackers_following(spec: RunSpec, directory: RunDirectory, last_seq: int, warn: Warn) -> Iterator[None]:
+    """Start a process for each tracker of the recipe, to follow this process's run while the block runs. `last_seq`:
+    the `seq` of the journal's last event."""
+    names = list(dict.fromkeys(spec.recipe.trackers.use))
+    watches = [_Watch(directory, name, last_seq, warn) for name in names]
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + HAND_OVER_SECONDS
+        for watch in watches:
+            watch.end(deadline)
+
+
+class _Watch:
+    """The process of one tracker, and a thread that waits for its end."""
+
+    def __init__(self, directory: RunDirectory, name: str, last_seq: int, warn: Warn) -> None:
+        self._directory, self._name, self._warn = directory, name, warn
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            process = _start(directory, name, last_seq)
+        except OSError as error:
+            warn("tracker", f"tracker {name} could not be started: {error}", self._fix())
+            return
+        self._thread = threading.Thread(target=self._wait, args=(process,), name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def end(self, deadline: float) -> None:
+        """Wait until the tracker's process has ended, at most until `deadline`; no warning is written after that."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._over.set()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if code == 0 or self._over.is_set():
+            return
+        try:
+            record = read_record(self._directory, self._name)
+            text, fix = record.error, record.fix
+        except EnvironmentProblem as error:
+            text, fix = error.found, error.fix
+        self._warn("tracker", text or f"the process of tracker {self._name} ended with {code}", fix or self._fix())
+
+    def _fix(self) -> str:
+        """What a user does about a process that did not say why it ended."""
+        log = self._directory.trackers / f"{self._name}.log"
+        return f"see {log}; forward what is missing: tunedeck forward {self._directory.path}"
+
+
+def _start(directory: RunDirectory, name: str, last_seq: int) -> subprocess.Popen[bytes]:
+    """Start the follower in an OS session of its own, so that a signal to the engine's does not end it."""
+    directory.trackers.mkdir(exist_ok=True)
+    place = ["--engine", str(os.getpid()), "--after", str(last_seq)]
+    with (directory.trackers / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(ENTRY_FILE), "_forward", str(directory.path), name, *place],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=engine_environment(),
+            start_new_session=True,
+        )

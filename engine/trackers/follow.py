@@ -1,0 +1,142 @@
+"""Follows the journal of a run and forwards its metrics to one tracker, each event once.
+
+The follower is a process of its own, so that a tracker which is slow, hangs or fails does not slow or end the run. It
+remembers the last event that it forwarded; the next process goes on after it.
+
+Try: `tunedeck forward last --to tensorboard`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.journal.events import Event, EventTail
+from engine.journal.files import locked
+from engine.journal.liveness import ProcessIdentity, identify, is_alive
+from engine.trackers.metrics import point_of
+from engine.trackers.open_tracker import open_tracker
+from engine.trackers.packages import install_command
+from engine.trackers.record import Record, read_record, write_record
+from engine.trackers.tracker import Tracker
+
+POLL_SECONDS = 1.0
+"""How often new events are looked for."""
+
+
+def forward_all(directory: RunDirectory, name: str) -> int:
+    """Forward every event that tracker `name` does not have yet; returns how many had metrics.
+
+    Raises EnvironmentProblem if the tracker fails, or another process forwards to it now.
+    """
+    try:
+        return _follow(directory, name, None, 0, lock_seconds=0.0)
+    except TimeoutError as error:
+        raise EnvironmentProblem(
+            f"another process forwards {directory.name} to {name} now",
+            fix="nothing: what it has not forwarded yet follows by itself",
+        ) from error
+
+
+def follow_engine(directory: RunDirectory, name: str, engine_pid: int, after: int) -> int:
+    """Forward the events of a run to tracker `name` until the engine has ended; returns how many had metrics.
+
+    `after`: the `seq` of the journal's last event when that engine began. An earlier process that still hands over
+    the last metrics of the run is waited for. Raises EnvironmentProblem if the tracker fails.
+    """
+    return _follow(directory, name, identify(engine_pid), after, lock_seconds=-1.0)
+
+
+def _follow(
+    directory: RunDirectory, name: str, engine: ProcessIdentity | None, after: int, *, lock_seconds: float
+) -> int:
+    directory.trackers.mkdir(exist_ok=True)
+    with locked(directory.trackers / f"{name}.lock", timeout_seconds=lock_seconds):
+        record = read_record(directory, name)
+        with _failures_recorded(directory, name, record):
+            tracker = open_tracker(directory, name, record.position)
+            return _Follower(directory, name, record, tracker).run(engine, after)
+
+
+@contextmanager
+def _failures_recorded(directory: RunDirectory, name: str, record: Record) -> Iterator[None]:
+    """Write why the block failed into the tracker's record, and raise it as EnvironmentProblem."""
+    try:
+        yield
+    except Exception as error:
+        problem = _problem(directory, name, error)
+        record.error, record.fix = problem.found, problem.fix
+        write_record(directory, name, record)
+        raise problem from error
+
+
+def _problem(directory: RunDirectory, name: str, error: Exception) -> EnvironmentProblem:
+    again = f"then forward what is missing: tunedeck forward {directory.path}"
+    if isinstance(error, ModuleNotFoundError):
+        missing = f"tracker {name} is not installed: {error}"
+        return EnvironmentProblem(missing, fix=f"{install_command([name])}; {again}")
+    text = error.found if isinstance(error, TunedeckError) else f"{type(error).__name__}: {error}"
+    return EnvironmentProblem(f"tracker {name} failed: {text}", fix=f"see {directory.trackers}/{name}.log; {again}")
+
+
+class _Follower:
+    """Forwards the events of one journal to one tracker."""
+
+    def __init__(self, directory: RunDirectory, name: str, record: Record, tracker: Tracker) -> None:
+        self._directory, self._name, self._record, self._tracker = directory, name, record, tracker
+        self._tail = EventTail(directory.events)
+        self._seq = record.seq if tracker.last_seq is None else tracker.last_seq
+        self._exit_code = 0
+        self._ended = False
+
+    def run(self, engine: ProcessIdentity | None, after: int) -> int:
+        """Forward until the engine has ended, or with None until the last event; returns how many had metrics."""
+        self._remember()
+        count = 0
+        while True:
+            # Looked at before the events are read, so that nothing written before the engine's end is missed.
+            over = self._ended or engine is None or not is_alive(engine)
+            count += self._forward_new(after)
+            if over:
+                break
+            if not self._ended:
+                time.sleep(POLL_SECONDS)
+        killed = engine is not None and not self._ended
+        position = self._tracker.close(KILLED_CODE if killed else self._exit_code)
+        self._write(self._seq, position)
+        return count
+
+    def _forward_new(self, after: int) -> int:
+        events = [event for event in self._tail.poll() if event["seq"] > self._seq]
+        count = sum(self._forward(event, after) for event in events)
+        if count:
+            self._remember()
+        return count
+
+    def _forward(self, event: Event, after: int) -> bool:
+        """Forward one event; returns whether it had metrics."""
+        self._seq = event["seq"]
+        if event["kind"] == "resumed":
+            self._tracker.rewind(event["step"])
+        if event["kind"] == "run_finished":
+            stopped = event["exit_code"] == StoppedError.exit_code
+            self._exit_code = 0 if stopped else event["exit_code"]
+            self._ended = event["seq"] > after
+        point = point_of(event)
+        if point is not None:
+            self._tracker.forward(point)
+        return point is not None
+
+    def _remember(self) -> None:
+        position = self._tracker.position()
+        if position is not None:
+            self._write(self._seq, position)
+
+    def _write(self, seq: int, position: dict[str, Any]) -> None:
+        self._record.seq, self._record.position = seq, position
+        self._record.error = self._record.fix = ""
+        write_record(self._directory, self._name, self._record)

@@ -1,0 +1,102 @@
+"""Writes metrics into TensorBoard's event files, in `trackers/tensorboard/` of the run directory.
+
+Records are written here instead of by tensorboard's EventFileWriter, which writes in a thread of its own: to forward
+each event once, the follower must know how many bytes of each file belong to events that it has remembered.
+
+Try: `tensorboard --logdir runs`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.trackers.metrics import Point
+from engine.trackers.tracker import TrackedRun
+
+FILE_PREFIX = "events.out.tfevents"
+"""How TensorBoard recognises its files. It reads those of a folder in the order of their names, each to its end."""
+
+
+class TensorBoardTracker:
+    """One new event file for each process that follows the run."""
+
+    last_seq: int | None = None
+
+    def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
+        """`position`: the size in bytes of each file as it was last remembered. Later bytes, and files that are not
+        named, are from a process that was killed before it remembered them; they are removed."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._sizes = dict(position or {})
+        _cut_back(run.folder, self._sizes)
+        number = len(self._sizes) + 1
+        name = f"{FILE_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{number:05d}"
+        self._path = run.folder / name
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._make_event = Event
+        self._add(time.time(), 0, file_version="brain.Event:2")
+        if position is None:
+            self._add(time.time(), 0, summary=_description(run))
+
+    def forward(self, point: Point) -> None:
+        """Write one scalar for each metric."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
+        self._add(point.seconds, point.step, summary=Summary(value=values))
+
+    def rewind(self, step: int) -> None:
+        """Write the record at which TensorBoard drops all points after `step`."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._add(time.time(), step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def position(self) -> dict[str, Any]:
+        """The size in bytes of every file, this process's included."""
+        self._records.flush()
+        os.fsync(self._file.fileno())
+        self._sizes[self._path.name] = self._file.tell()
+        return self._sizes
+
+    def close(self, exit_code: int) -> dict[str, Any]:
+        """Close the file. TensorBoard has no status of a run."""
+        position = self.position()
+        self._records.close()
+        return position
+
+    def _add(self, seconds: float, step: int, **content: Any) -> None:
+        self._records.write(self._make_event(wall_time=seconds, step=step, **content).SerializeToString())
+
+
+def _cut_back(folder: Path, sizes: dict[str, int]) -> None:
+    """Cut each file to its remembered size, and remove those that are not in `sizes`."""
+    for path in folder.glob(f"{FILE_PREFIX}.*"):
+        if path.name in sizes:
+            os.truncate(path, min(sizes[path.name], path.stat().st_size))
+        else:
+            path.unlink()
+
+
+def _description(run: TrackedRun) -> Any:
+    """A summary for TensorBoard's Text tab: run, project, tags and the recipe."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+
+    about = {"run": run.name, "group": run.group, "project": run.project, "tags": ", ".join(run.tags)}
+    lines = [f"- {name}: {text}" for name, text in about.items() if text]
+    text = "\n".join([*lines, "", "```json", json.dumps(run.config, indent=2), "```"])
+    shown_as = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
+    tensor = TensorProto(
+        dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    )
+    value = Summary.Value(tag="run/text_summary", metadata=SummaryMetadata(plugin_data=shown_as), tensor=tensor)
+    return Summary(value=[value])

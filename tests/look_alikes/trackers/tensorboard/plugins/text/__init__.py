@@ -1,0 +1,1 @@
+"""Looks like a part of tensorboard."""

@@ -1,0 +1,134 @@
+"""Trackers get every step and evaluation of a journal exactly once, also when the process that forwards is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EnvironmentProblem
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.spec.load import resolve
+from engine.trackers import packages
+from engine.trackers.follow import forward_all
+from engine.trackers.metrics import Point, point_of
+from engine.trackers.open_tracker import open_tracker, tracked_run
+from engine.trackers.packages import require_trackers
+from engine.trackers.record import read_record
+from engine.trackers.tensorboard_tracker import TensorBoardTracker
+from engine.trackers.tracker import Tracker
+from engine.trackers.trackio_tracker import TrackioTracker
+from engine.trackers.wandb_tracker import WandbTracker
+from tests.trackers.look_alikes import (
+    TRACKERS,
+    calls_of_wandb,
+    install,
+    new_run,
+    points_of,
+    records_of_tensorboard,
+    write_eval,
+    write_step,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose journal has two steps and an evaluation."""
+    install(monkeypatch, tmp_path)
+    directory = new_run(tmp_path / "runs")
+    with EventWriter(directory) as writer:
+        write_step(writer, 1)
+        write_eval(writer, 1)
+        write_step(writer, 2)
+    return directory
+
+
+FIRST = [(1, "train/loss"), (1, "eval/loss"), (2, "train/loss")]
+
+
+def test_numbers_of_step_and_evaluation_are_metrics_and_nothing_else_is() -> None:
+    common = {"seq": 7, "time": "2026-11-23T06:00:00.500Z", "stage": "", "rank": 0}
+    used = {"mean": [0.5, 0.5], "least": 0.25, "most": 0.75, "entropy": 0.9, "layer": 3}
+    event = {**common, "kind": "step", "step": 3, "loss": 2.5, "mfu": None, "expert_utilisation": used}
+    expected = {"train/loss": 2.5, "experts/least": 0.25, "experts/most": 0.75, "experts/entropy": 0.9}
+    assert point_of(event) == Point(7, 1795413600.5, 3, expected)
+    assert point_of({**common, "kind": "eval", "step": 0, "metrics": {"rougeL": 0.5, "loss": None}}) == Point(
+        7, 1795413600.5, 0, {"eval/rougeL": 0.5}
+    )
+    assert point_of({**common, "kind": "eval", "step": 0, "metrics": {"loss": None}}) is None
+    assert point_of({**common, "kind": "heartbeat"}) is None
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_each_event_is_forwarded_once(run: RunDirectory, name: str) -> None:
+    assert forward_all(run, name) == 3 and forward_all(run, name) == 0
+    assert points_of(run, name) == FIRST
+    with EventWriter(run) as writer:
+        writer.write("resumed", **{"step": 1, "from": "step-00000001"})
+        write_step(writer, 2)
+        write_step(writer, 3)
+    assert forward_all(run, name) == 2
+    assert points_of(run, name) == [*FIRST, (2, "train/loss"), (3, "train/loss")]
+    assert read_record(run, name).seq == 6
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_process_that_is_killed_before_it_remembers_forwards_nothing_twice(run: RunDirectory, name: str) -> None:
+    forward_all(run, name)
+    with EventWriter(run) as writer:
+        write_step(writer, 3)
+    killed: Tracker = open_tracker(run, name, read_record(run, name).position)
+    killed.forward(Point(4, 0.0, 3, {"train/loss": 3.0}))
+    killed.position()  # on its way to the disk, but not in the record
+    forward_all(run, name)
+    assert points_of(run, name) == [*FIRST, (3, "train/loss")]
+
+
+def test_tensorboard_drops_the_steps_that_a_resume_does_again(run: RunDirectory) -> None:
+    with EventWriter(run) as writer:
+        writer.write("resumed", **{"step": 1, "from": "step-00000001"})
+    forward_all(run, "tensorboard")
+    (restart,) = [record for record in records_of_tensorboard(run) if "session_log" in record]
+    assert restart["step"] == 2 and restart["session_log"] == {"status": 1}
+
+
+def test_a_tracker_shows_the_run_with_its_recipe_project_and_stage(run: RunDirectory, tmp_path: Path) -> None:
+    mine = new_run(tmp_path / "mine", "trackers.project=mine", 'trackers.tags=["one"]', 'trackers.use=["wandb"]')
+    with EventWriter(mine) as writer:
+        writer.write("run_finished", status="failed", exit_code=7, result=None)
+    forward_all(mine, "wandb")
+    first, axis, last = calls_of_wandb(mine)
+    assert (first["init"], first["project"], first["tags"], first["recipe"]) == (mine.name, "mine", ["one"], "demo")
+    assert axis["over"] == "train/global_step" and last == {"finish": 7}
+    stage = RunDirectory(run.stages / "01-vision")
+    stage.path.mkdir(parents=True)
+    stage.run_toml.write_text(run.run_toml.read_text())
+    shown = tracked_run(stage, "wandb")
+    assert (shown.name, shown.group, shown.project) == (f"{run.name}/vision", run.name, "tunedeck")
+
+
+def test_a_failure_is_recorded_with_what_to_do(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_LOOK_ALIKE", "no key")
+    with pytest.raises(EnvironmentProblem, match="wandb login"):
+        forward_all(run, "wandb")
+    record = read_record(run, "wandb")
+    assert "No API key" in record.error and f"tunedeck forward {run.path}" in record.fix
+    monkeypatch.delenv("WANDB_LOOK_ALIKE")
+    assert forward_all(run, "wandb") == 3 and read_record(run, "wandb").error == ""
+
+
+def test_every_tracker_of_the_schema_can_be_opened(run: RunDirectory) -> None:
+    classes = (TensorBoardTracker, WandbTracker, TrackioTracker)
+    assert [type(open_tracker(run, name, None)) for name in TRACKERS] == list(classes)
+
+
+def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve("demo", "demo", ['trackers.use=["wandb", "trackio"]']).spec.recipe
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "wandb" else name)
+    with pytest.raises(EnvironmentProblem) as caught:
+        require_trackers(recipe)
+    assert "wandb is not installed" in caught.value.found
+    assert "pip install wandb" in caught.value.fix and "trackers.use=[]" in caught.value.fix
+    require_trackers(recipe.model_copy(update={"trackers": recipe.trackers.model_copy(update={"use": ["trackio"]})}))
+    require_trackers(resolve("demo", "demo").spec.recipe)
