@@ -125,8 +125,8 @@ def create_run(
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         DataError: files of the data do not exist.
         EnvironmentProblem: the folder cannot be written, packages for training or trackers are missing, torch is too
-            old for sharded weights, the profile's GPUs do not exist, or the model or data of the hub are neither on this
-            machine nor can be fetched.
+            old for sharded weights, the profile's GPUs do not exist, or the model or data of the hub are neither on
+            this machine nor can be fetched.
     """
     require_training_packages()
     require_trackers(spec.recipe)
