@@ -28,8 +28,10 @@ from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
 from tui.run.engine_processes import EngineProcesses, running_runs
+from tui.run.run_ends import RunEnds
 from tui.screens.base import BaseScreen, creations
 from tui.screens.table import SCREENS, ScreenRow, screen_row
+from tui.terminal import Terminal
 from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
 
@@ -38,6 +40,9 @@ HOME = "runs"
 
 REAP_SECONDS = 1.0
 """Interval at which the engine processes of this console are checked."""
+
+ENDS_SECONDS = 3.0
+"""Interval at which the runs folder is searched for runs that have ended."""
 
 
 PAINTED_SECONDS = 1.0
@@ -66,6 +71,8 @@ class TunedeckApp(SequentialKeysApp):
         self._leaving = False
         """Whether the console closes as soon as the runs that are being created have started."""
         self.runs_dir = runs_folder(flags.runs)
+        self._run_ends = RunEnds(self.runs_dir)
+        self._terminal = Terminal(self._write_to_terminal)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
         for theme in THEMES:
             self.register_theme(theme)
@@ -76,6 +83,7 @@ class TunedeckApp(SequentialKeysApp):
         screen."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
+        self.set_interval(ENDS_SECONDS, self._tell_ends)
         self.set_timer(PAINTED_SECONDS, _collect_garbage_from_now_on)
         settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
         if any(settings.values()):
@@ -139,6 +147,24 @@ class TunedeckApp(SequentialKeysApp):
         for message in self._engine_processes.unrecorded_ends():
             self.show_message(message, "bold $bad")
 
+    def _tell_ends(self) -> None:
+        """Tell the user of runs that have ended, also one who looks at another window."""
+        for sentence in self._run_ends.poll():
+            self._terminal.notify(sentence)
+            self.show_message(sentence)
+
+    def set_terminal_title(self, text: str) -> None:
+        """Set the title of the terminal's window."""
+        self._terminal.set_title(text)
+
+    def _write_to_terminal(self, sequence: str) -> None:
+        if self._driver is not None and not self.is_headless:
+            self._driver.write(sequence)
+
+    def on_unmount(self) -> None:
+        """Put the title of the terminal's window back."""
+        self._terminal.restore_title()
+
     def action_open_screen(self, name: str) -> None:
         """Open a screen; Textual calls this for the digit key of the screen."""
         self.open_screen(name)
@@ -171,6 +197,10 @@ class TunedeckApp(SequentialKeysApp):
         else:
             self._visited.pop()
             self.open_screen(self._visited[-1] if self._visited else HOME)
+
+    def do_suspend(self) -> None:
+        """Put the console into the background of the shell, where the shell can do that."""
+        self.action_suspend_process()
 
     def do_leave(self) -> None:
         """Leave the console, after a run that is being created has started. Engine processes continue."""

@@ -27,6 +27,9 @@ class Console(Protocol):
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
         """Start an engine process on a run and show a message; False when it cannot be started."""
 
+    def set_terminal_title(self, text: str) -> None:
+        """Set the title of the terminal's window."""
+
     def show_message(self, text: str, style: str = "") -> None:
         """Show a message in the footer of the current screen."""
 

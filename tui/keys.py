@@ -35,6 +35,7 @@ KEYS: tuple[Key, ...] = (
     Key(EVERYWHERE, "escape", "back", "back", "back; leave a field or a filter"),
     Key(EVERYWHERE, "q", "leave", "quit", "leave the console; training goes on"),
     Key(EVERYWHERE, "colon", "palette", "", "find a screen or an action by name (also ctrl+p)"),
+    Key(EVERYWHERE, "ctrl+z", "suspend", "", "put the console into the background; fg in the shell brings it back"),
     Key(EVERYWHERE, "T", "theme", "", "next theme: dark, light, ansi"),
     Key("runs", "enter", "open", "open", "open this run"),
     Key("runs", "l,right", "unfold", "", "open a staged run to its stages, a sweep to its runs"),

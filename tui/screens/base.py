@@ -82,6 +82,10 @@ class BaseScreen(Screen[None]):
         """Plain text to show after the screen's name in the title bar."""
         return ""
 
+    def terminal_title(self) -> str:
+        """Plain text for the title of the terminal's window."""
+        return "Tunedeck"
+
     def action_press(self, action: str) -> None:
         """Perform the action of one of this screen's keys, or show why the key is disabled."""
         refusal = self.disabled_reason(action)
@@ -120,6 +124,7 @@ class BaseScreen(Screen[None]):
         changed."""
         lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
         self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
+        self.console.set_terminal_title(self.terminal_title())
         self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
 
     def _is_enabled(self, key: keys.Key) -> bool:

@@ -18,7 +18,7 @@ from textual.app import ComposeResult
 from engine.errors import TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean
+from engine.journal.event_text import clean, format_number
 from engine.journal.stages import find_stage, stage_name
 from engine.launch.process import force_stop
 from tui.keys import bindings
@@ -151,6 +151,12 @@ class RunScreen(BaseScreen):
         """The run's name; of a staged run, also the name of a stage that is looked at instead of the present one."""
         whole = self.run_watch is self._whole
         return clean(self.directory.name if whole else f"{self.directory.name}/{self.looked_at}")
+
+    def terminal_title(self) -> str:
+        """The run's state, loss and name."""
+        latest = self.run_watch.latest or {}
+        loss = format_number(latest["loss"]) if isinstance(latest.get("loss"), int | float) else ""
+        return " ".join(part for part in (self.status, loss, clean(self.directory.name)) if part)
 
     def on_resize(self, event: events.Resize) -> None:
         """Show the panes that fit the new size."""

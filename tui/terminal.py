@@ -1,0 +1,49 @@
+"""What the console tells the terminal beside its picture: the title of the window, and that a run has ended.
+
+The title is saved when the console opens and put back when it closes. A run that ended rings the bell and sends a
+notification (OSC 9, which iTerm2, kitty, WezTerm, Ghostty, Windows Terminal and others show; the rest ignore it).
+
+Try: `tunedeck`, then look at the title of the terminal's window while a run trains.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from engine.spec.files.text import visible
+
+SAVE_TITLE, RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
+
+LONGEST = 120
+"""Characters of a title or a notification; terminals cut longer ones in different ways."""
+
+
+class Terminal:
+    """Writes escape sequences to the terminal with `write`; `environment` tells whether tmux is in between."""
+
+    def __init__(self, write: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
+        self._write, self._in_tmux = write, "TMUX" in environment
+        self._title = ""
+
+    def set_title(self, text: str) -> None:
+        """Set the title of the terminal's window, unless it has this title already."""
+        title = visible(text)[:LONGEST]
+        if title != self._title:
+            if not self._title:
+                self._write(SAVE_TITLE)
+            self._title = title
+            self._write(f"\x1b]2;{title}\x07")
+
+    def notify(self, text: str) -> None:
+        """Ring the bell and show a notification."""
+        sequence = f"\x1b]9;Tunedeck: {visible(text)[:LONGEST]}\x07"
+        if self._in_tmux:  # tmux hands on what is wrapped like this, if its option allow-passthrough is on
+            sequence = "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+        self._write(sequence + "\x07")
+
+    def restore_title(self) -> None:
+        """Put back the title that the window had before."""
+        if self._title:
+            self._write(RESTORE_TITLE)
+            self._title = ""
