@@ -25,12 +25,16 @@ kind = "profile"
 title = "A metered device of the twins"
 [device]
 kind = "{kind}"
+count = {count}
 memory_gib = {memory_gib}
+[parallel]
+strategy = "{strategy}"
 """
 
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3": {"head_dim": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048},
 }
 SIZES = {
     "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -48,17 +52,20 @@ def twin_sets(recipe: str, model: Path, data: Path) -> list[str]:
     return [line.replace("MODEL", str(model)).replace("DATA", str(data)) for line in listed(recipe)]
 
 
-def write_profile(folder: Path, *, memory_gib: float = 1.0, kind: str = "metered") -> str:
-    """Write a profile with one device of this kind and memory; returns its path."""
-    path = folder / f"twin-{kind}.toml"
-    path.write_text(PROFILE.format(kind=kind, memory_gib=memory_gib))
+def write_profile(folder: Path, *, memory_gib: float = 1.0, kind: str = "metered", count: int = 1) -> str:
+    """Write a profile with `count` devices of this kind, each with this memory; returns its path."""
+    path = folder / f"twin-{kind}-{count}.toml"
+    strategy = "replicated" if count > 1 else "single"
+    path.write_text(PROFILE.format(kind=kind, memory_gib=memory_gib, count=count, strategy=strategy))
     return str(path)
 
 
-def twin(recipe: str, folder: Path, *more: str, memory_gib: float = 1.0, kind: str = "metered") -> RunSpec:
+def twin(
+    recipe: str, folder: Path, *more: str, memory_gib: float = 1.0, kind: str = "metered", count: int = 1
+) -> RunSpec:
     """The run spec of a twin whose model is in `folder/model` and whose data are in `folder`, with further `--set`."""
-    sets = twin_sets(recipe, folder / "model", folder)
-    return resolve(write_profile(folder, memory_gib=memory_gib, kind=kind), recipe, [*sets, *more]).spec
+    profile = write_profile(folder, memory_gib=memory_gib, kind=kind, count=count)
+    return resolve(profile, recipe, [*twin_sets(recipe, folder / "model", folder), *more]).spec
 
 
 def write_model(folder: Path, family: str, dtype: torch.dtype, *, layers: int = 2, embedding_std: float = 0.5) -> Path:

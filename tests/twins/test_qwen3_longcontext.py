@@ -1,0 +1,92 @@
+"""The twin of qwen3-4b-longcontext: four devices share a sequence that one or two of them cannot hold."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.budget.advise.plan import make_plan
+from engine.budget.predict.inference import generates
+from engine.device import open_device
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
+from engine.spec.schema.run import RunSpec
+from engine.train.monitor.journal import Journal
+from engine.train.recovery.records import RecoveredOom
+from engine.train.setup import set_up
+from engine.train.step.transaction import StepTransaction
+from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import NEEDS_SHARDS
+from tests.twins.twin import twin, write_model
+
+RECIPE, STEPS, RANKS = "qwen3-4b-longcontext", 5, 4
+TIGHT_GIB = 0.003
+"""Memory of a device: a quarter of the longest sequence fits, half of it does not."""
+LETTERS = 1900
+"""In the longest answers, with which a sequence has nearly the 2048 tokens of the twin."""
+EXACT = ("model.dtype=float32", "trackers.use=[]")
+"""In bf16 the order of sums shows in the loss; trackers are packages of others."""
+
+
+def on_devices(folder: Path, count: int, *sets: str, memory_gib: float = TIGHT_GIB) -> RunSpec:
+    """The run spec of the twin on `count` devices."""
+    return twin(RECIPE, folder, *EXACT, *sets, memory_gib=memory_gib, count=count)
+
+
+def first_steps(spec: RunSpec, ranks: Ranks) -> dict[str, Any]:
+    """Take the run's steps; returns their losses, the highest peak in bytes, and the remedies for failures."""
+    told: list[RecoveredOom] = []
+    device = open_device(spec)
+    with device.activate():
+        setup = set_up(spec, device, Journal(None), told.append, ranks)
+        transaction = StepTransaction(setup.context)
+        outcomes, peaks = [], []
+        for step in range(1, STEPS + 1):
+            outcomes.append(transaction.run(step, setup.order.step(step)))
+            peaks.append(transaction.work.peak_bytes)
+    remedies = [each.remedy for each in told]
+    return {"losses": [outcome.loss for outcome in outcomes], "peak_bytes": max(peaks), "remedies": remedies}
+
+
+def shared(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The steps of one of four ranks."""
+    return first_steps(on_devices(folder, RANKS), ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, drawn = tmp_path_factory.mktemp("long"), random.Random(1)
+    write_model(folder / "model", "qwen3", torch.float32, layers=1)
+    rows = []
+    for number in range(36):
+        answer = "".join(drawn.choices("abcdefgh ", k=LETTERS if number % 18 == 0 else drawn.randint(20, 90)))
+        rows.append([{"role": "user", "content": "Sum up."}, {"role": "assistant", "content": answer}])
+    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
+    (folder / "summaries.jsonl").write_text(text)
+    return folder
+
+
+def test_the_longest_sequence_fits_four_devices_and_neither_one_nor_two(folder: Path) -> None:
+    sharing = {4: on_devices(folder, 4), 2: on_devices(folder, 2, "parallel.sequence=2"), 1: on_devices(folder, 1)}
+    assert {count: make_plan(spec).verdict for count, spec in sharing.items()} == {
+        4: "fits", 2: "does_not_fit", 1: "does_not_fit",
+    }  # fmt: skip
+
+
+def test_nothing_is_generated_inside_training(folder: Path) -> None:
+    recipe = on_devices(folder, RANKS).recipe
+    assert "rouge" in recipe.evaluate.metrics and not generates(recipe)
+
+
+@NEEDS_SHARDS
+def test_four_devices_that_share_it_have_the_losses_of_one_with_room(folder: Path) -> None:
+    alone = first_steps(on_devices(folder, 1, memory_gib=1.0), SINGLE_PROCESS)
+    found = run_ranks([shared], folder, size=RANKS)["shared"]
+    for rank in found:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["peak_bytes"] <= TIGHT_GIB * 2**30 < alone["peak_bytes"]
+    assert alone["remedies"] == [] and all(rank["remedies"] == [] for rank in found)
