@@ -51,7 +51,7 @@ def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
 
 
 def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
-    """Yield (name, run spec) for each way to train on each device; a run spec uses one device."""
+    """Yield (name, run spec) for each way to train, on each device alone and on all devices of a profile together."""
     from engine.spec.load import resolve
     from engine.spec.schema.profile import Nodes, Parallel
 
@@ -63,6 +63,20 @@ def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSp
             limits = spec.limits.model_copy(update={"devices": [index], "as_written": True})
             changes = {"profile": spec.profile.model_copy(update=hardware), "limits": limits}
             yield f"{name}, {way}", spec.model_copy(update=changes)
+        if profile and spec.profile.device.count > 1:
+            yield _together(spec, way)
+
+
+def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
+    """(name, run spec) of a way to train on all devices of a machine, with the profile's own strategy."""
+    from engine.budget.advise.strategy import settle_parallel
+    from engine.spec.schema.profile import Nodes
+
+    profile = spec.profile.model_copy(update={"nodes": Nodes()})
+    limits = spec.limits.model_copy(update={"as_written": True})
+    together = settle_parallel(spec.model_copy(update={"profile": profile, "limits": limits})).spec
+    device, strategy = profile.device, together.profile.parallel.strategy
+    return f"{device.count} {device.kind} devices, {strategy}, {way}", together
 
 
 def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
@@ -110,7 +124,11 @@ def prove_process(directory: Annotated[Path, typer.Argument()]) -> None:
     from engine.spec.load import load_run_spec
 
     place = RunDirectory(directory.absolute())
-    set_device_environment(load_run_spec(place.run_toml, own=True))
+    spec = load_run_spec(place.run_toml, own=True)
+    set_device_environment(spec)
     with importing():
         from engine.train.proofs.alone import prove_alone
+        from engine.train.proofs.together import prove_together
+    if spec.profile.device.count > 1:
+        raise typer.Exit(prove_together(place))
     prove_alone(place)

@@ -124,6 +124,15 @@ def supervise(spec: RunSpec, directory: RunDirectory, *, resume: bool, from_step
 
 def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: int | None) -> str:
     """Start all ranks and wait for their end; returns what went wrong, as a sentence."""
+    arguments = ["_engine", str(directory.path)]
+    arguments += ["--resume"] if resume else []
+    arguments += ["--from", str(from_step)] if from_step is not None else []
+    return start_ranks(spec, directory, arguments) or "the ranks ended without recording how the run ended"
+
+
+def start_ranks(spec: RunSpec, directory: RunDirectory, arguments: list[str]) -> str:
+    """Start Tunedeck with `arguments` once for each device, as ranks of the run in `directory`, and wait for their end;
+    returns what went wrong, as a sentence, or nothing."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
     os.environ[RANK_OF] = directory.name
     config = LaunchConfig(
@@ -136,14 +145,11 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
         max_restarts=0,
         signals_to_handle="SIGQUIT",
     )
-    arguments = ["-P", str(ENTRY_FILE), "_engine", str(directory.path)]
-    arguments += ["--resume"] if resume else []
-    arguments += ["--from", str(from_step)] if from_step is not None else []
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        elastic_launch(config, sys.executable)("-P", str(ENTRY_FILE), *arguments)
     except ChildFailedError as failed:
         return describe_failures(failed.failures, device_count(spec))
-    return "the ranks ended without recording how the run ended"
+    return ""
 
 
 def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:

@@ -55,33 +55,30 @@ def warm_up(device: Device, seconds: float, group: dist.ProcessGroup | None = No
 
 
 def run_each_collective(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Run every kind of collective that training uses. Raises EnvironmentProblem for a wrong result, and what the
-    backend raises."""
+    """Run every kind of collective that training uses. All ranks of the group run all of them, also after a wrong
+    result. Raises EnvironmentProblem for wrong results on this rank, and what the backend raises."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    here = torch.arange(size * VALUES, dtype=torch.float32, device=device) + rank
-    total = size * torch.arange(size * VALUES, dtype=torch.float32, device=device) + size * (size - 1) / 2
+    numbers = torch.arange(size * VALUES, dtype=torch.float32, device=device)
+    here, total = numbers + rank, size * numbers + size * (size - 1) / 2
     mine = slice(rank * VALUES, (rank + 1) * VALUES)
-    summed = here.clone()
+    summed, first, scattered = here.clone(), here.clone(), torch.empty_like(here[mine])
+    gathered, exchanged = torch.empty_like(here), torch.empty_like(here)
     dist.all_reduce(summed, group=group)
-    _require("all-reduce", summed, total)
-    scattered = torch.empty_like(here[mine])
     _reduce_scatter(scattered, here.clone(), group=group)
-    _require("reduce-scatter", scattered, total[mine])
-    gathered = torch.empty_like(here)
     _all_gather(gathered, total[mine].clone(), group=group)
-    _require("all-gather", gathered, total)
-    exchanged = torch.empty_like(here)
     dist.all_to_all_single(exchanged, here.clone(), group=group)
-    _require("all-to-all", exchanged.view(size, -1)[:, 0] - exchanged[0], torch.arange(size, device=device).float())
-    first = here.clone()
     dist.broadcast(first, group=group, group_src=0)
-    _require("broadcast", first, here - rank)
-
-
-def _require(kind: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    if not torch.equal(found, expected):
+    places = torch.arange(size, device=device).float().repeat_interleave(VALUES)
+    found = {
+        "all-reduce": torch.equal(summed, total),
+        "reduce-scatter": torch.equal(scattered, total[mine]),
+        "all-gather": torch.equal(gathered, total),
+        "all-to-all": torch.equal(exchanged, numbers[mine].repeat(size) + places),
+        "broadcast": torch.equal(first, numbers),
+    }
+    if wrong := [kind for kind, right in found.items() if not right]:
         raise EnvironmentProblem(
-            f"the {kind} of the ranks gives a wrong result",
+            f"the {' and '.join(wrong)} of the ranks gives a wrong result",
             expected="exact sums of small whole numbers",
             fix="see tunedeck doctor; NCCL_P2P_DISABLE=1 avoids transfers between GPUs that the host cannot isolate",
         )

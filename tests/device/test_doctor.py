@@ -99,6 +99,15 @@ def test_gpus_proves_what_a_run_relies_on_on_a_profile_s_device(app: typer.Typer
     assert proofs == ["allocator", "oom_in_backward", "attention", "loss", "optimizer", "copies", "host_syncs"]
 
 
+def test_gpus_proves_what_several_ranks_rely_on(app: typer.Typer) -> None:
+    result = RUNNER.invoke(app, ["doctor", "--gpus", "-p", "demo-2", "-r", "demo", "--json"])
+    assert result.exit_code == 0, result.output
+    together = [one for one in json.loads(result.stdout)["findings"] if one["topic"].startswith("2 metered devices")]
+    assert {one["topic"] for one in together} == {"2 metered devices, replicated, demo"}
+    assert {"ok"} == {one["state"] for one in together}
+    assert together[0]["text"].startswith("collectives: five kinds of collectives among 2 ranks are exact")
+
+
 def test_a_run_that_cannot_be_set_up_is_a_problem_of_the_machine(app: typer.Typer) -> None:
     result = RUNNER.invoke(app, ["doctor", "--gpus", "-p", "demo", "-r", "lora", "--json"])
     assert result.exit_code == 6

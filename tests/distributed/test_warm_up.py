@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import join_sequence_group
 from engine.distributed.warm_up import explain, run_each_collective, warm_up
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
+from engine.train.proofs import collectives
+from engine.train.proofs.record import DisprovedError
+from engine.train.setup import TrainingSetup
 from tests.distributed.rank_processes import run_ranks
 
 GIB = 2**30
@@ -32,6 +35,30 @@ FULL_SHM = (
 OLD_FULL_SHM = "Call to posix_fallocate failed : No space left on device"
 
 
+def _zeroed(collective: Any, *tensors: torch.Tensor, **named: Any) -> None:
+    collective(*tensors, **named)
+    tensors[0].zero_()
+
+
+def proof_broken_on_rank_1(ranks: Ranks, _folder: Path) -> Any:
+    """Make the proof of collectives whole, and with an all-gather that is broken on rank 1 alone; returns what each
+    says."""
+    setup = cast(TrainingSetup, SimpleNamespace(context=SimpleNamespace(ranks=ranks, device=CpuDevice(GIB))))
+    assert collectives.applies(setup)
+    found = [collectives.prove(setup)]
+    with pytest.MonkeyPatch.context() as patch:
+        right = module._all_gather
+        if ranks.rank == 1:
+            patch.setattr(module, "_all_gather", lambda *tensors, **named: _zeroed(right, *tensors, **named))
+        try:
+            found.append(collectives.prove(setup))
+        except DisprovedError as error:
+            found.append(str(error))
+    with pytest.raises(EnvironmentProblem):
+        collectives.fall_back(setup)
+    return found
+
+
 def each_kind(ranks: Ranks, _folder: Path) -> Any:
     """Run every kind of collective among all ranks, then with each kind broken in turn; returns the broken kinds that
     were noticed on this rank, and whether the group of all ranks is reused for sequences."""
@@ -42,7 +69,8 @@ def each_kind(ranks: Ranks, _folder: Path) -> Any:
              (dist, "broadcast"))  # fmt: skip
     for place, name in kinds:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, name, lambda *tensors, **named: tensors[0].fill_(-1.0))
+            right = getattr(place, name)
+            patch.setattr(place, name, lambda *tensors, right=right, **named: _zeroed(right, *tensors, **named))
             try:
                 run_each_collective(device.torch_device)
             except EnvironmentProblem as problem:
@@ -53,7 +81,11 @@ def each_kind(ranks: Ranks, _folder: Path) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_kind_of_collective_is_run_and_a_broken_one_is_noticed(size: int, tmp_path: Path) -> None:
-    for noticed, reused, place in run_ranks([each_kind], tmp_path, size=size)["each_kind"]:
+    results = run_ranks([each_kind, proof_broken_on_rank_1], tmp_path, size=size)
+    for rank, (whole, broken) in enumerate(results["proof_broken_on_rank_1"]):
+        assert f"among {size} ranks are exact" in whole
+        assert ("the all-gather of the ranks gives a wrong result" in broken) == (rank == 1)
+    for noticed, reused, place in results["each_kind"]:
         kinds = [text.removeprefix("the ").partition(" of")[0] for text in noticed]
         assert kinds == ["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"]
         assert reused and place

@@ -5,10 +5,23 @@ Try: `tunedeck doctor --gpus -p demo`
 
 from __future__ import annotations
 
-from engine.train.proofs import adapter, attention, copies, determinism, dropout, loss, memory, nf4, optimizer, syncs
+from engine.train.proofs import (
+    adapter,
+    attention,
+    collectives,
+    copies,
+    determinism,
+    dropout,
+    loss,
+    memory,
+    nf4,
+    optimizer,
+    syncs,
+)
 from engine.train.proofs.record import Proof
 
 PROOFS: tuple[Proof, ...] = (
+    Proof("collectives", collectives.prove, collectives.fall_back, collectives.applies),
     Proof("allocator", memory.prove_allocator, memory.fall_back, memory.applies),
     Proof("oom_in_backward", memory.prove_backward, memory.fall_back, memory.applies),
     Proof("attention", attention.prove, attention.fall_back, attention.applies, attention.facts),
