@@ -42,7 +42,7 @@ def compare(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Compare runs: the settings that differ, the scores, the best; with --metric and --against also the gains."""
+    """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
     from engine.journal.score_groups import gains
 

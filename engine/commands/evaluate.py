@@ -77,7 +77,7 @@ def evaluate(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Score runs' checkpoints, or models, on held-out data; the scores of runs are kept, and compare shows them."""
+    """Score checkpoints of runs, or models, on held-out data. The scores of runs are kept, and compare shows them."""
     from engine.launch.training_packages import require_training_packages
 
     require_training_packages()
