@@ -125,7 +125,8 @@ def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> lis
     for number, chosen in enumerate(_cheaper(levers, least)):
         if number == most_sets:
             break
-        if trial.fits(chosen) and not is_refused(changed(spec, chosen)):
+        after = changed(spec, chosen)
+        if trial.fits(chosen) and not is_refused(after) and fits(make_plan(after)):
             return [dict(lever.changes) for lever in chosen]
     return []
 

@@ -37,6 +37,11 @@ BESIDE_TENSORS = ("context", "workspace", "fragmentation")
 OFFLOADED = {"activations": "activations", "optimizer": "optimizer state"}
 """What offloads keep on the host, in words."""
 
+WHICH_ADAFACTOR = (
+    "adafactor is torch's: an update is learning_rate, at most 1/sqrt(step), times the root mean square of the weight; "
+    "the Hugging Face Trainer's does not scale learning_rate"
+)
+
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
     """Wrap lines at spaces; continuation lines are indented."""
@@ -129,6 +134,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     ]
     if planned.parallel:
         lines.append(f"parallel: {planned.parallel}")
+    if spec.recipe.train.optimizer == "adafactor":
+        lines.append(WHICH_ADAFACTOR)
     if planned.predictor == "simulated":
         lines.append(f"the figures are from a simulation of the step, which took {planned.simulated_seconds:g} s")
     if "generate" in planned.prediction.phases:

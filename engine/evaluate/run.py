@@ -5,6 +5,7 @@ Try: `tunedeck eval last --checkpoint best`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.cost import micro_batch_cost, with_largest_image
+from engine.budget.architecture.positions import refuse_long_sequences, table_of_positions
 from engine.budget.predict.parallel_layout import on_one_device
 from engine.data.cache import hash_text
 from engine.data.images import ImageProcessor
@@ -20,6 +22,7 @@ from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import DataError, UsageError
+from engine.evaluate.answer_length import within_positions
 from engine.evaluate.context import EvaluationContext, FailedPass
 from engine.evaluate.identity import data_fingerprint, tokens_hash, weights_identity
 from engine.evaluate.kept import KeptAnswers, KeptLosses
@@ -29,7 +32,7 @@ from engine.evaluate.scores import Kept, Scorer, Scores, evaluate
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
-from engine.model.config import check_packing
+from engine.model.config import check_packing, model_config_dict
 from engine.model.image_processor import load_image_processor
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
@@ -205,6 +208,9 @@ def _prepare(spec: RunSpec, device: Device, notify: Notify) -> tuple[EvaluationC
     images = load_image_processor(spec, tokenizer)
     with device.host_region():
         data = _data_to_score_on(spec, tokenizer, images, notify)
+    facts = model_config_dict(spec)
+    if int(data.lengths.max()) > (table_of_positions(facts) or math.inf):
+        refuse_long_sequences(facts, spec.recipe)
     notify("loading model")
     loaded = load_model(spec, device, tokenizer)
     spec = with_largest_image(spec, data, images)
@@ -240,10 +246,12 @@ def _make_context(
     def report(failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
         notify(f"out of memory in {failed.failure.phase}: {remedy} {before} -> {after}")
 
+    settings, note = within_positions(spec.recipe.generate, model_config_dict(spec), data)
+    if note:
+        notify(note)
     return EvaluationContext(
-        device, loaded, loss, planned.cost, planned.budget, spec.recipe.generate, report,
-        planned_rows=planned_rows(spec, device),
-    )  # fmt: skip
+        device, loaded, loss, planned.cost, planned.budget, settings, report, planned_rows=planned_rows(spec, device)
+    )
 
 
 def _score(

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.budget.architecture.lookup import find_config
+from engine.budget.architecture.trainable_families import SEQUENTIAL_FAMILIES
 from engine.budget.predict.inference import evaluates, generates
 from engine.budget.predict.simulated import UNITS, has_chunks, units_of
 from engine.data.batch import Batch
@@ -56,6 +57,8 @@ DEPTHS = (2, 3)
 """How many layers are simulated of a model whose layers are alike."""
 LENGTH_STEP = 128
 """Simulated lengths are multiples of this, so that few tensors are rounded up to whole blocks of memory."""
+SEQUENTIAL_STEP = 8
+"""The same for families that compute one token after the other: their steps take as long as their sequences."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -105,9 +108,12 @@ def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]
     """The (numbers of rows, lengths in tokens) to simulate.
 
     All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
-    model's positions: a model may run other operations beyond these limits.
+    model's positions: a model may run other operations beyond these limits. Families that compute one token after the
+    other are simulated at a few tokens, whatever their window: hundreds would take minutes.
     """
     text = facts.get("text_config") or facts
+    if text.get("model_type") in SEQUENTIAL_FAMILIES:
+        return [2, 4], [SEQUENTIAL_STEP, 2 * SEQUENTIAL_STEP, 3 * SEQUENTIAL_STEP]
     window = min([int(text[key]) for key in WINDOWS if isinstance(text.get(key), int)], default=0)
     positions = min([int(text[key]) for key in POSITIONS if isinstance(text.get(key), int)], default=1 << 30)
     reached = 0 < window < spec.recipe.data.max_length

@@ -63,6 +63,20 @@ def test_optimizer_state_on_the_host_counts_for_every_device_of_a_machine() -> N
     assert host(4, "sharded") == pytest.approx(alone, rel=0.01)
 
 
+def test_a_micro_batch_is_no_larger_than_what_the_host_holds_of_it() -> None:
+    train = {"gradient_checkpointing": False, "activation_offload": True}
+
+    def planned(host_gib: float) -> Plan:
+        device = {"kind": "cuda", "memory_gib": 60.0, "host_memory_gib": host_gib, "compute_capability": 9.0}
+        return make_plan(run_spec("Qwen/Qwen2.5-7B", device, method=LORA, train=train, data={"max_length": 2048}))
+
+    roomy = planned(4000.0)
+    tight = planned(2.5 * roomy.host_bytes / roomy.micro_batch / 2**30)
+    assert (tight.verdict, tight.host_fits) == ("fits", True) and 1 < tight.micro_batch < roomy.micro_batch
+    none = planned(0.5 * roomy.host_bytes / roomy.micro_batch / 2**30)
+    assert (none.host_fits, none.micro_batch) == (False, roomy.micro_batch)
+
+
 def test_a_plan_relies_on_no_offload_that_the_host_cannot_hold() -> None:
     def planned(host_gib: float, **train: Any) -> Plan:
         device = {"kind": "cuda", "memory_gib": 60.0, "host_memory_gib": host_gib, "compute_capability": 9.0}

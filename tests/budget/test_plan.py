@@ -69,6 +69,14 @@ def test_what_no_remedy_can_fit_does_not_fit() -> None:
     assert plan.margin_bytes < 0
 
 
+def test_a_plan_says_whose_adafactor_it_plans() -> None:
+    said = [
+        " ".join(plan_text.summary_lines(make_plan(spec), spec))
+        for spec in (run_spec(train={"optimizer": name}) for name in ("adafactor", "adamw"))
+    ]
+    assert ["adafactor is torch's" in text for text in said] == [True, False]
+
+
 def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "a"}\n')

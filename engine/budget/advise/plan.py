@@ -170,14 +170,22 @@ def find_predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
 
 
 def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -> int:
-    """The largest number of sequences, at most the batch, whose peak is within capacity; 0 if even one is too many."""
+    """The largest number of sequences, at most the batch, whose peak is within capacity; 0 if even one is too many.
+
+    What they offload must fit on the host too, unless the host cannot hold that of one sequence.
+    """
+    limited = predictor.host_fits(1, length)
+
+    def fits(rows: int) -> bool:
+        return predictor.fits(rows, length) and (not limited or predictor.host_fits(rows, length))
+
     # The whole batch as one micro-batch has no earlier gradients beside it, so it may fit where a smaller one does not.
-    if predictor.fits(predictor.batch, length):
+    if fits(predictor.batch):
         return predictor.batch
     low, high = 0, predictor.batch - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if predictor.fits(middle, length):
+        if fits(middle):
             low = middle
         else:
             high = middle - 1

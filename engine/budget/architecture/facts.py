@@ -108,6 +108,14 @@ class Architecture:
         return self.kv_heads * self.head_dim
 
 
+EXPERT_LAYOUTS: dict[Layout, tuple[str, str]] = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+}
+"""Layouts of mixtures, and the config keys of their number of experts and of the experts' width."""
+
+
 def from_config(config: Mapping[str, Any]) -> Architecture:
     """Read the facts from a Hugging Face config (parsed config.json). Raises UnknownArchitectureError for an unknown
     family."""
@@ -175,7 +183,7 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
             buffers=2 * tables + family.scaled_embedding,
             attention_softcap=facts.get("attn_logit_softcapping"),
             logit_softcap=facts.get("final_logit_softcapping"),
-            experts=_experts(facts) if family.layout in ("mixtral", "qwen3_moe", "gpt_oss") else None,
+            experts=_experts(family.layout, facts) if family.layout in EXPERT_LAYOUTS else None,
             rotary_by_row=family.rotary_by_row,
             dense_layers=_dense_layers(facts) if family.layout == "qwen3_moe" else (),
             attention_dropout=bool(facts.get("attention_dropout")),
@@ -235,12 +243,14 @@ def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
     return dense if any(dense) else ()
 
 
-def _experts(facts: Mapping[str, Any]) -> Experts:
-    """The experts: their number is num_local_experts in Mixtral and gpt-oss, num_experts in Qwen3-MoE."""
+def _experts(layout: Layout, facts: Mapping[str, Any]) -> Experts:
+    """The experts. Mixtral and gpt-oss call their number num_local_experts and their width intermediate_size; Qwen3-MoE
+    has num_experts and moe_intermediate_size."""
+    count, width = EXPERT_LAYOUTS[layout]
     return Experts(
-        count=int(facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]),
+        count=int(facts[count] if count in facts else facts["num_local_experts"]),
         per_token=int(facts["num_experts_per_tok"]),
-        intermediate=int(facts.get("moe_intermediate_size", facts.get("intermediate_size", 0))),
+        intermediate=int(facts.get(width, facts.get("intermediate_size", 0))),
         auxiliary_loss=float(facts.get("router_aux_loss_coef", ROUTER_AUX_LOSS_COEF)) > 0,
     )
 

@@ -58,6 +58,13 @@ def positions_of(facts: Mapping[str, Any]) -> int | None:
     return max(stated, int(float(rope["factor"]) * int(original or stated)))
 
 
+def table_of_positions(facts: Mapping[str, Any]) -> int | None:
+    """The number of positions of a model that has a table of them (GPT-2, OPT, GPT-J), and so computes no others; None
+    for rotary positions, which have no end, and for models without positions."""
+    rotary = can_be_scaled(facts) or text_of(facts).get("model_type") in OWN_SCALING
+    return None if rotary else positions_of(facts)
+
+
 def can_be_scaled(facts: Mapping[str, Any]) -> bool:
     """Whether a model has rotary positions of a kind that `model.rope_scaling` can scale."""
     text = text_of(facts)

@@ -50,6 +50,9 @@ SCAN_FAMILIES = frozenset(
 )
 """Model types with Mamba layers."""
 
+SEQUENTIAL_FAMILIES = frozenset({"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba"})
+"""Model types that compute one token after the other where their own kernels are not installed."""
+
 SCAN_WEIGHTS = ("x_proj", "dt_proj", "out_proj")
 """Linear layers of a Mamba layer whose weights its kernels read themselves, past an adapter."""
 

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
+from engine.budget.predict.inference import generates
+from engine.evaluate.answer_length import within_positions
 from engine.evaluate.context import GENERATION_ROWS, EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.rows import planned_rows
 from engine.evaluate.scores import evaluate as score
+from engine.spec.schema.recipe import Generate
 from engine.train.checkpoint.best import is_better
 from engine.train.checkpoint.files import mark_best
 from engine.train.checkpoint.manager import CheckpointManager
@@ -112,7 +115,7 @@ class Evaluator:
             loss=step.loss,
             cost=step.strategy.evaluation_cost(step.cost),
             budget=MicroBatchBudget(step.budget.budget_bytes, step.budget.top_bytes),
-            generate=self._setup.spec.recipe.generate,
+            generate=self._generate_settings(),
             report=self._failed,
             should_stop=self._interrupted,
             planned_rows=self._planned_rows(),
@@ -127,6 +130,17 @@ class Evaluator:
         if step.strategy.voted_group is not None:
             return lambda prompt: GENERATION_ROWS
         return planned_rows(self._setup.spec, step.device)
+
+    def _generate_settings(self) -> Generate:
+        """The recipe's settings of generation, with answers that fit behind the longest prompt of the validation set;
+        writes a warning if they are shorter than the recipe says."""
+        recipe, validation = self._setup.spec.recipe, self._setup.prepared.validation
+        if validation is None or not generates(recipe):
+            return recipe.generate
+        settings, note = within_positions(recipe.generate, self._setup.context.loaded.config.to_dict(), validation)
+        if note:
+            self._journal.warn("short_answers", note)
+        return settings
 
     def _failed(self, failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
         oom = RankOom(failed.failure, failed.rank)
