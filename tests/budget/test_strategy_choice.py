@@ -30,7 +30,7 @@ TABLE: list[tuple[str, str, str, str, str, str]] = [
     ("4xh100", "", "full", Q32, S, NONE), ("4xh100", "", "full", L70, S, "it does not fit if sharded"),
     ("4xh100", "", "qlora", Q7, R, NF4), ("4xh100", "", "qlora", L70, R, NF4),
     ("4xh200", "", "lora", Q32, R, WHOLE), ("4xh200", "", "lora", MIX, R, WHOLE),
-    ("4xh200", "", "lora", L70, S, SMALLER),
+    ("4xh200", "", "lora", L70, S, "if replicated"),
     ("4xh200", "", "full", Q7, R, WHOLE), ("4xh200", "", "full", Q14, S, SMALLER), ("4xh200", "", "full", L70, S, NONE),
     ("24gb", "device.count=2", "lora", Q7, R, WHOLE), ("24gb", "device.count=2", "lora", Q14, S, NONE),
     ("24gb", "device.count=2", "full", Q05, R, WHOLE), ("24gb", "device.count=2", "full", Q3, S, NONE),
