@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # NVML readings must work where torch does not import
     import torch
 
+    from engine.device.host_copies import HostCopy
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
@@ -174,9 +176,13 @@ class Device(Protocol):
         """Copy a device tensor to the host. The copy has no autograd history."""
         ...
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a device tensor to the host as `download` does, but without waiting for the copy: only the device may
-        read it back (`upload`), or the host after `synchronize`."""
+    def offload(self, tensor: torch.Tensor) -> HostCopy:
+        """Copy a device tensor to the host without waiting for the copy; the result brings it back. Raises UsageError
+        if the tensor offloaded before was changed in place while it was copied."""
+        ...
+
+    def settle_offloads(self) -> None:
+        """Give up device memory that offloads under way still use, once the device has waited for them."""
         ...
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.device.host_copies import HostCopy, PlainCopy
 
 if TYPE_CHECKING:
     from engine.spec.schema.run import RunSpec
@@ -101,9 +102,12 @@ class CpuDevice:
         """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `download` returns: operations are not queued."""
-        return self.download(tensor)
+    def offload(self, tensor: torch.Tensor) -> HostCopy:
+        """Copy `tensor` at once: operations on the CPU are not queued."""
+        return PlainCopy(self.download(tensor), self.upload)
+
+    def settle_offloads(self) -> None:
+        """Does nothing: no copy is ever under way."""
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, so that writing a checkpoint needs no second copy of the model."""

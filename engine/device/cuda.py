@@ -13,7 +13,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.bounded import within
+from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy
 from engine.device.nvml import read_gpus
 from engine.device.oom import StuckDeviceError, classify
 from engine.errors import DeviceBusyError, EnvironmentProblem
@@ -158,11 +159,19 @@ class CudaDevice:
         """Copy `tensor` to the host; the copy is complete on return."""
         return tensor.detach().to("cpu", copy=True)
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of `tensor` to page-locked memory. It is queued behind the work that makes the tensor, on the
-        same stream, so the tensor's memory may be freed at once."""
+    def offload(self, tensor: torch.Tensor) -> HostCopy:
+        """Begin to copy `tensor` to page-locked memory, on a stream of its own. Without such memory, the copy is
+        complete on return."""
         host = self._pinned(partial(torch.empty_like, tensor, device="cpu", pin_memory=True)) if self._can_pin else None
-        return self.download(tensor) if host is None else host.copy_(tensor.detach(), non_blocking=True)
+        return PlainCopy(self.download(tensor), self.upload) if host is None else self._copies.send(tensor, host)
+
+    def settle_offloads(self) -> None:
+        """Give up what offloads under way still use, once the computation waits for them."""
+        self._copies.settle()
+
+    @cached_property
+    def _copies(self) -> CopyStreams:
+        return CopyStreams(CudaStreams(self.torch_device), self.torch_device)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the host, as `download` does."""

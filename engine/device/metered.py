@@ -21,6 +21,7 @@ import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
+from engine.device.host_copies import HostCopy, PlainCopy
 from engine.device.meter import Meter
 
 if TYPE_CHECKING:
@@ -113,9 +114,12 @@ class MeteredDevice:
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
 
-    def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `download` returns: operations are not queued."""
-        return self.download(tensor)
+    def offload(self, tensor: torch.Tensor) -> HostCopy:
+        """Copy `tensor` at once: operations on the CPU are not queued."""
+        return PlainCopy(self.download(tensor), self.upload)
+
+    def settle_offloads(self) -> None:
+        """Does nothing: no copy is ever under way."""
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy that is not counted, as `download` does."""

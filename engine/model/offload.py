@@ -2,6 +2,9 @@
 longer and needs less device memory.
 
 Tensors that autograd saves are copied to the host, and back when backward needs them. Weights remain on the device.
+On a GPU the copies run beside the computation (`engine.device.host_copies`): while a tensor that came back is used, the
+one that backward needs next is on its way.
+
 With gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded. Tensors saved while a
 layer is recomputed are used at once and remain on the device.
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.device.host_copies import HostCopy
 from engine.model.loaded import LoadedModel
 
 SMALLEST_BYTES = 16 * 1024
@@ -28,7 +32,17 @@ SMALLEST_BYTES = 16 * 1024
 class _OnHost:
     """A tensor that autograd saved for backward, copied to the host."""
 
-    copy: Tensor
+    copy: HostCopy
+    before: weakref.ref[_OnHost] | None
+    """The one that was saved before, which backward needs soon after this one."""
+
+    def fetch(self) -> Tensor:
+        """Return a new device tensor with the values, and begin to bring back the one that was saved before."""
+        found = self.copy.fetch()
+        earlier = self.before() if self.before else None
+        if earlier is not None:
+            earlier.copy.prefetch()
+        return found
 
 
 class ActivationOffload:
@@ -38,6 +52,10 @@ class ActivationOffload:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded, self._device = loaded, loaded.device
         self.on = False
+
+    def settle(self) -> None:
+        """Give up device memory that copies under way still use. Call it after backward, and after a failed attempt."""
+        self._device.settle_offloads()
 
     def saving(self) -> AbstractContextManager[object]:
         """Return a context inside which the activations that autograd saves are copied to the host, if `on` is True."""
@@ -51,21 +69,25 @@ class ActivationOffload:
         # address, which may be reused. torch keeps a storage's Python object alive until the memory is freed.
         copies: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple[object, ...], _OnHost]]
         copies = weakref.WeakKeyDictionary()
+        last: weakref.ref[_OnHost] | None = None
 
         def pack(tensor: Tensor) -> Tensor | _OnHost:
+            nonlocal last
             if _storage(tensor) in stays or _is_weight(tensor) or not _worth_moving(tensor):
                 return _without_history(tensor)
             of_storage = copies.setdefault(tensor.untyped_storage(), {})
             view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
             if view not in of_storage:
-                of_storage[view] = _OnHost(self._device.offload(tensor))
+                of_storage[view] = moved = _OnHost(self._device.offload(tensor), last)
+                last = weakref.ref(moved)
             return of_storage[view]
 
         def unpack(saved: Tensor | _OnHost) -> Tensor:
-            return self._device.upload(saved.copy) if isinstance(saved, _OnHost) else saved
+            return saved.fetch() if isinstance(saved, _OnHost) else saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        self.settle()
 
 
 def _without_history(tensor: Tensor) -> Tensor:

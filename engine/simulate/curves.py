@@ -216,6 +216,7 @@ class _Simulated:
             total = self.loss(batch) / trial.targets
             with self.device.backward():
                 total.backward()
+        self.loss.offload.settle()
         return self.series.take()
 
     def _evaluation(self, trial: Trial) -> tuple[dict[str, list[int]], dict[str, int]]:

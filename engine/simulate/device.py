@@ -3,8 +3,8 @@
 Bytes are counted by `engine.device.allocation_tracker`, as on the metered device, so that simulations and metered runs
 follow the same rules. With `like_a_card`, two differences from a CUDA card are corrected. Autograd accumulates several
 gradients of a tensor in place on a card, but out of place under a dispatch mode. And softmax with an fp32 result reads
-half precision directly on a card, but casts its input first elsewhere. With `attention_scratch`, the backward pass of
-attention takes the scratch of CUDA's kernels.
+half precision directly on a card, but casts its input first elsewhere. With `like_cuda`, the backward pass of
+attention takes the scratch of CUDA's kernels, and offloaded activations come back ahead of their use.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -12,7 +12,7 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers import masking_utils
 
 from engine.budget.trace.attention import scratch_per_token
 from engine.budget.trace.operations import HALF
+from engine.device.host_copies import CopyStreams, HostCopy, Stream
 from engine.device.metered import MeteredDevice
 from engine.spec.schema.profile import Device as DeviceTable
 
@@ -35,20 +36,35 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 class SimulatedDevice(MeteredDevice):
     """A metered device that counts the bytes of fake tensors. With `like_a_card`, it counts them as a CUDA card
-    would; with `attention_scratch`, also what CUDA's kernels need to compute gradients of attention."""
+    would; with `like_cuda`, also what CUDA's kernels need to compute gradients of attention, and what is on its way
+    between host and card."""
 
-    def __init__(self, *, like_a_card: bool, attention_scratch: bool = False) -> None:
+    def __init__(self, *, like_a_card: bool, like_cuda: bool = False) -> None:
         super().__init__(UNLIMITED_BYTES)
         self.name = "simulated"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
-        self._operations = _Operations(attention_scratch)
+        self._operations = _Operations(like_cuda)
+        self._copies = CopyStreams(_OneStream(), self.torch_device) if like_cuda else None
 
     @classmethod
     def of(cls, device: DeviceTable) -> SimulatedDevice:
         """A simulated device that counts as the device of a profile does."""
-        return cls(like_a_card=device.kind != "metered", attention_scratch=device.kind == "cuda")
+        return cls(like_a_card=device.kind != "metered", like_cuda=device.kind == "cuda")
+
+    def offload(self, tensor: torch.Tensor) -> HostCopy:
+        """Copy `tensor` to the host; on CUDA it is held until the next one is copied, and comes back ahead of use."""
+        if self._copies is None:
+            return super().offload(tensor)
+        with self.host_region():
+            host = torch.empty_like(tensor)
+        return self._copies.send(tensor, host)
+
+    def settle_offloads(self) -> None:
+        """Give up what is on its way between host and card."""
+        if self._copies is not None:
+            self._copies.settle()
 
     @contextmanager
     def simulating(self, *, packed: bool) -> Iterator[None]:
@@ -85,18 +101,36 @@ class SimulatedDevice(MeteredDevice):
             self._meter.tracker.sums_gradients_in_place = False
 
 
+class _OneStream:
+    """Streams of a device that works at once. Implements `Streams` and `Stream`."""
+
+    def __init__(self) -> None:
+        self.out: Stream = self
+        self.back: Stream = self
+
+    def compute(self) -> Stream:
+        return self
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record_event(self) -> None: ...
+
+    def wait_event(self, event: None) -> None: ...
+
+
 class _Operations(TorchDispatchMode):
     """A dispatch mode that implements operations which torch's fake tensors do not support, and with
-    `attention_scratch` takes the scratch of CUDA's kernels for the backward pass of attention.
+    `like_cuda` takes the scratch of CUDA's kernels for the backward pass of attention.
 
     `item()` of a fake number returns 1; no tensor size depends on this value. Grouped matrix products also work in
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
     windows into which images are divided, and the windows are computed from the integer grid of each image.
     """
 
-    def __init__(self, attention_scratch: bool) -> None:
+    def __init__(self, like_cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self._attention_scratch = attention_scratch
+        self._like_cuda = like_cuda
         self.truth = True
         """What `item()` of a fake boolean tensor returns."""
 
@@ -110,7 +144,7 @@ class _Operations(TorchDispatchMode):
             return self.truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
-        if self._attention_scratch and func is ATTENTION_BACKWARD:
+        if self._like_cuda and func is ATTENTION_BACKWARD:
             scratch = _attention_scratch(query=args[1], key=args[2])
             result = func(*args, **kwargs)
             del scratch  # held until the gradients exist

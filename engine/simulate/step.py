@@ -140,6 +140,7 @@ def _run(spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, rows: int,
             total = loss.minimised(loss.terms(batch).share_of(rows * length, rows * length))
             with device.backward():
                 total.backward()
+                loss.offload.settle()
         peaks.leave()
         del total, batch
     peaks.enter("optimizer_step")

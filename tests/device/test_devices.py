@@ -15,6 +15,7 @@ from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
 from engine.device.cpu import CpuDevice
 from engine.device.cuda import CudaDevice, check_free, choose_indices, compare_size
+from engine.device.host_copies import PlainCopy
 from engine.device.metered import MeteredDevice
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
@@ -118,37 +119,26 @@ def test_attention_on_a_card_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_offloaded_comes_back_with_its_values_and_layout(device: CpuDevice | MeteredDevice) -> None:
     with device.activate():
         tensor = torch.arange(12.0).view(3, 4).t()
-        back = device.upload(device.offload(tensor))
+        back = device.offload(tensor).fetch()
         assert torch.equal(back, tensor) and back.stride() == tensor.stride()
 
 
-def test_offloading_to_page_locked_memory_does_not_wait_and_without_it_a_plain_copy_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_page_locked_memory_a_plain_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     device = object.__new__(CudaDevice)  # its constructor needs a card
-    device._can_pin, device.notices = True, []
+    device._can_pin, device.notices, device.torch_device = True, [], torch.device("cpu")
     asked: list[dict[str, object]] = []
-    copied: list[bool] = []
 
-    class Host:
-        def copy_(self, source: torch.Tensor, non_blocking: bool) -> Host:
-            copied.append(non_blocking)
-            return self
-
-    def page_locked(tensor: torch.Tensor, **options: object) -> Host:
+    def page_locked(tensor: torch.Tensor, **options: object) -> torch.Tensor:
         asked.append(options)
-        if len(asked) > 1:
-            raise RuntimeError("CUDA error: out of memory")
-        return Host()
+        raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "empty_like", page_locked)
     source = torch.arange(4.0)
-    assert isinstance(device.offload(source), Host)
-    assert asked == [{"device": "cpu", "pin_memory": True}] and copied == [True]
     for _ in range(2):
-        plain = device.offload(source)
-        assert torch.equal(plain, source) and plain is not source
-    assert len(asked) == 2 and len(device.notices) == 1
+        copy = device.offload(source)
+        assert isinstance(copy, PlainCopy)
+        assert torch.equal(copy.fetch(), source) and copy.host is not source
+    assert asked == [{"device": "cpu", "pin_memory": True}] and len(device.notices) == 1
 
 
 def test_devices_are_the_first_ones_or_those_asked_for() -> None:

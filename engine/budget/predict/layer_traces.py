@@ -26,12 +26,13 @@ Sizes = tuple[BytesPolynomial, ...]
 class ForwardTrace(NamedTuple):
     """Bytes of a layer's forward pass. `forward`: live bytes at each local maximum; `saved`: saved for backward on the
     device; `casts`: autocast's copies of weights, which are cached until the loss; `offloaded`: saved for backward on
-    the host."""
+    the host; `largest_offloaded`: the largest tensor of these."""
 
     forward: Sizes
     saved: BytesPolynomial
     casts: BytesPolynomial
     offloaded: BytesPolynomial = NO_BYTES
+    largest_offloaded: BytesPolynomial = NO_BYTES
 
 
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
@@ -81,7 +82,8 @@ def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> La
         with_casts = trace.live
         trace.casts.clear()
         saved, casts = trace.live - output.size, with_casts - trace.live
-        forward = ForwardTrace(highest(trace.take_peaks()), saved, casts, trace.offloaded)
+        peaks = highest(trace.take_peaks())
+        forward = ForwardTrace(peaks, saved, casts, trace.offloaded, trace.largest_offloaded)
     assert output.node is not None
     size, node = output.size, output.node
     del output
@@ -192,6 +194,7 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
         chunk_tokens=0,
         watches_experts=False,
         balances_experts=False,
+        prefetches=False,
         # A checkpointed layer offloads only its input, which its trace does not count.
         activation_offload=config.activation_offload and not config.checkpointing,
     )

@@ -24,7 +24,17 @@ from engine.budget.trace.dropout import mask_bytes
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX
-from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, SQUARE, TARGET, TOKEN, BytesPolynomial
+from engine.budget.trace.polynomial import (
+    BYTE,
+    NO_BYTES,
+    PAIR,
+    POSITION,
+    SQUARE,
+    TARGET,
+    TOKEN,
+    BytesPolynomial,
+    highest,
+)
 
 INPUT_BYTES = 16 * TOKEN + 8 * TARGET
 """Input ids and labels of all tokens, and the ids of the tokens that count in the loss; int64 each."""
@@ -56,8 +66,17 @@ class _Step:
         self.held = self.everything if accumulating else 0
         # A tied table gets gradients from head and embedding; autograd keeps the head's until the embedding's exists.
         self.waiting = self.static.embedding_gradient if arch.tied else 0
+        self.prefetched = self._prefetched()
         self.routers = router_statistics(arch, config)
         self.label = "recompute" if config.checkpointing else "activations"
+
+    def _prefetched(self) -> BytesPolynomial:
+        """Bytes of the offloaded tensor that is on its way back while another one is used."""
+        if not self.config.prefetches:
+            return NO_BYTES
+        if self.config.checkpointing:
+            return self.arch.hidden * self.config.base_bytes * TOKEN
+        return next(iter(highest(trace.largest_offloaded for trace in self.ahead.values())), NO_BYTES)
 
     def phases(self) -> Phases:
         """All phases of the micro-batch, from forward to the embedding's backward pass."""
@@ -96,7 +115,7 @@ class _Step:
     def _head(self) -> PhaseCost:
         """The phase from the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
-        kept = self._kept(layers) + self._casts(layers) + self.routers.loss()
+        kept = self._kept(layers) + self._casts(layers) + self.routers.loss() + self.prefetched
         working = head_step(self.arch, self.config, self.adding)
         buffers = self.shards.loss() if self.shards else 0
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
@@ -123,7 +142,7 @@ class _Step:
             gradients += self._made_after(layer)
         working = layer_backward(self.arch, self.config, self.stack.layers[layer], self.adding)
         buffers = self.shards.backward(layer) if self.shards else 0
-        kept = self._kept(layer) + self.routers.backward(layer)
+        kept = self._kept(layer) + self.routers.backward(layer) + (self.prefetched if layer else NO_BYTES)
         return PhaseCost(gradients, kept, working, self.label, self._batch(layer + 1), buffers)
 
     def _made_after(self, layer: int) -> int:

@@ -97,6 +97,8 @@ class MemoryConfig:
     """The model's own dropout is applied to the first layer's input."""
     fused_dropout: bool = False
     """Dropout draws its masks inside one kernel, which allocates no memory for them; true on CUDA."""
+    prefetches: bool = False
+    """Offloaded activations come back one ahead of their use, beside the computation; true on CUDA."""
     attention_scratch: bool = False
     """The backward pass of attention in half precision has scratch of its own; true on CUDA, except in eager
     attention."""
@@ -172,6 +174,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         and recipe.model.attention_dropout != "off"
         and spec.profile.parallel.sequence == 1,
         fused_dropout=device.kind == "cuda",
+        prefetches=device.kind == "cuda" and train.activation_offload,
         attention_scratch=device.kind == "cuda" and attention != "eager",
         residual_dropout=arch.residual_dropout,
         embedding_dropout=arch.embedding_dropout,

@@ -133,6 +133,8 @@ class MemoryTrace:
         self.keeps_saved = keeps_saved
         self.offloaded = NO_BYTES
         """Bytes of the saved tensors that were moved to the host."""
+        self.largest_offloaded = NO_BYTES
+        """Bytes of the largest of them."""
         self.casts: list[Storage] = []
         """Half-precision copies of trained weights, which autocast caches until the loss has been computed."""
         self._last_save = 0, NO_BYTES, False
@@ -174,6 +176,7 @@ class MemoryTrace:
         if not tensor.on_host:
             tensor.on_host = True
             self.offloaded += tensor.size
+            self.largest_offloaded = max(self.largest_offloaded, tensor.size, key=_by_growth)
         return tensor.size
 
     def result(
@@ -299,6 +302,10 @@ class MemoryTrace:
             target.gradient = gradient
         elif self.metered or getrefcount(target.gradient) != 2:  # 2: no other reference, so torch adds in place
             target.gradient = self.allocate(target.size)
+
+
+def _by_growth(size: BytesPolynomial) -> tuple[int, int]:
+    return size.per_square, size.per_token
 
 
 def waits_on_host(tensor: TracedTensor) -> bool:

@@ -147,6 +147,7 @@ class StepComputation:
             loss = context.loss.minimised(share)
             self.phase = "backward"
             _backward(loss * context.scaler.scale)
+        context.loss.offload.settle()
         # On the plain CPU a reading shows nothing here, as activations are free again, and costs a system call.
         peak_bytes = context.device.memory().peak_bytes if context.measures else 0
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
@@ -171,6 +172,7 @@ class StepComputation:
         batch = next(batches).moved(context.device.upload)
         with context.strategy.dummy_micro_batch(), self._around(step, batch):
             _backward(0.0 * context.loss(batch))
+        context.loss.offload.settle()
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:

@@ -304,6 +304,7 @@ class StepTransaction:
 
     def _undo(self, undone: list[bool]) -> None:
         self.context.strategy.drop_gradients()
+        self.context.loss.offload.settle()
         free_failed_graph(self.context.device)
         self.context.strategy.recover()
         self.context.device.release_cached()

@@ -1,0 +1,206 @@
+"""Copies of device tensors in host memory, and streams on which they are made beside the computation.
+
+`CopyStreams` has a stream for each direction, because a GPU copies in both at once. Three rules keep it right:
+
+- A copy begins when all work that was queued before it has run: the tensor is computed, or the memory that it goes to
+  is no longer used by what was there.
+- The computation waits, on the device, for a copy's end before its result is used or its source is given up. So no
+  memory is freed while a copy reads or writes it, and the allocator may reuse it at once, as always.
+- `settle` gives up whatever is under way by the same rule, after a step or a failed attempt at one.
+
+At most one tensor leaves at a time and at most one comes back before it is needed; the host never waits.
+
+Try: `pytest tests/device/test_host_copies.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from engine.errors import UsageError
+
+LARGEST_IN_FLIGHT = 128 * 2**20
+"""Tensors of more bytes are copied among the computation: they would be held too long, and prefetching them would take
+too much memory."""
+
+
+class HostCopy(Protocol):
+    """A copy of a device tensor in host memory."""
+
+    def prefetch(self) -> None:
+        """Begin to copy it back, if that can run beside the computation. Raises torch.OutOfMemoryError."""
+        ...
+
+    def fetch(self) -> torch.Tensor:
+        """Return a new device tensor with its values. Raises torch.OutOfMemoryError."""
+        ...
+
+
+@dataclass
+class PlainCopy:
+    """A host copy that is made, and copied back, in the order of all other work."""
+
+    host: torch.Tensor
+    upload: Callable[[torch.Tensor], torch.Tensor]
+
+    def prefetch(self) -> None:
+        """Does nothing: nothing runs beside the computation."""
+
+    def fetch(self) -> torch.Tensor:
+        """Return a new device tensor with its values."""
+        return self.upload(self.host)
+
+
+class Stream(Protocol):
+    """A queue of work on a device, such as `torch.cuda.Stream`."""
+
+    def record_event(self) -> Any:
+        """Return an event that is over when the work queued so far has run."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """Run what is queued from now on after `event`."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of a device: that of the computation, and one for copies in each direction."""
+
+    out: Stream
+    back: Stream
+
+    def compute(self) -> Stream:
+        """The stream on which the calling thread queues its operations."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Inside the block, operations are queued on `stream`."""
+        ...
+
+
+class CudaStreams:
+    """The streams of a CUDA card. Implements `Streams`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.out: Stream = torch.cuda.Stream(device)
+        self.back: Stream = torch.cuda.Stream(device)
+
+    def compute(self) -> Stream:
+        """The current stream of the calling thread."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Inside the block, `stream` is the current one."""
+        return torch.cuda.stream(stream)
+
+
+class _Leaving(NamedTuple):
+    """A tensor that is being copied to the host."""
+
+    tensor: torch.Tensor
+    version: int
+    done: Any
+
+
+class CopyStreams:
+    """Makes host copies on streams of their own."""
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self._leaving: _Leaving | None = None
+        self._coming: StreamCopy | None = None
+
+    def send(self, tensor: torch.Tensor, host: torch.Tensor) -> StreamCopy:
+        """Begin to copy `tensor` to `host`, page-locked memory of its shape, strides and dtype.
+
+        Raises UsageError: the tensor before was changed in place while it was copied.
+        """
+        self._let_go()
+        tensor, compute = tensor.detach(), self._streams.compute()
+        if _is_large(tensor):
+            host.copy_(tensor, non_blocking=True)
+            return StreamCopy(self, host, compute.record_event())
+        out = self._streams.out
+        out.wait_event(compute.record_event())
+        with self._streams.on(out):
+            host.copy_(tensor, non_blocking=True)
+        done = out.record_event()
+        self._leaving = _Leaving(tensor, tensor._version, done)
+        return StreamCopy(self, host, done)
+
+    def _let_go(self) -> None:
+        """Give up the tensor that is leaving, once the computation waits for its copy."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return
+        self._streams.compute().wait_event(leaving.done)
+        if leaving.tensor._version != leaving.version:
+            raise UsageError(
+                "the model changes an activation in place while it is copied to the host",
+                fix="train.activation_offload = false",
+            )
+
+    def begin(self, copy: StreamCopy) -> None:
+        """Begin to copy `copy` back. Raises torch.OutOfMemoryError."""
+        compute, back = self._streams.compute(), self._streams.back
+        arriving = torch.empty_like(copy.host, device=self._device, pin_memory=False)
+        back.wait_event(copy.sent)
+        back.wait_event(compute.record_event())
+        with self._streams.on(back):
+            arriving.copy_(copy.host, non_blocking=True)
+        copy.arriving, copy.arrived = arriving, back.record_event()
+
+    def prefetch(self, copy: StreamCopy) -> None:
+        """Begin to copy `copy` back, unless it is large or another one is on its way."""
+        if self._coming is None and not _is_large(copy.host):
+            self.begin(copy)
+            self._coming = copy
+
+    def take(self, copy: StreamCopy) -> torch.Tensor:
+        """Return the device tensor of `copy`, for which the computation waits."""
+        if copy.arriving is None:
+            self.begin(copy)
+        arriving, arrived = copy.arriving, copy.arrived
+        assert arriving is not None
+        copy.arriving = copy.arrived = None
+        if self._coming is copy:
+            self._coming = None
+        self._streams.compute().wait_event(arrived)
+        return arriving
+
+    def settle(self) -> None:
+        """Give up what is under way in both directions, once the computation waits for it. The host copies stay."""
+        if self._coming is not None:
+            self.take(self._coming)
+        self._let_go()
+
+
+@dataclass(eq=False)
+class StreamCopy:
+    """A host copy of `CopyStreams`. Implements `HostCopy`."""
+
+    copies: CopyStreams
+    host: torch.Tensor
+    sent: Any
+    """The event after which `host` has the tensor's values."""
+    arriving: torch.Tensor | None = None
+    """The device tensor on its way back."""
+    arrived: Any = None
+
+    def prefetch(self) -> None:
+        """Begin to copy it back, unless it is large or another copy is on its way."""
+        self.copies.prefetch(self)
+
+    def fetch(self) -> torch.Tensor:
+        """Return a new device tensor with its values, for which the computation waits, not the host."""
+        return self.copies.take(self)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > LARGEST_IN_FLIGHT
