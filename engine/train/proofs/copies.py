@@ -1,4 +1,5 @@
-"""Proof: what goes to the device through page-locked memory arrives, and is not overwritten by what follows it.
+"""Proof: what goes to the device through page-locked memory arrives, and is not overwritten by what follows it; what is
+offloaded comes back, though its own memory is used for something else at once.
 
 Try: `pytest tests/train/proofs/test_state.py`
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.device.base import Device
 from engine.train.proofs.record import DisprovedError
 from engine.train.setup import TrainingSetup
 
@@ -20,8 +22,8 @@ def facts(setup: TrainingSetup) -> list[str]:
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Copy several tensors to the device one after another without waiting, then read all of them back. Returns what
-    was shown, in a few words. Raises DisprovedError if a value differs."""
+    """Copy several tensors to the device one after another without waiting, offload them, and read all of them back.
+    Returns what was shown, in a few words. Raises DisprovedError if a value differs."""
     device = setup.context.device
     with device.host_region():
         sent = [torch.arange(ELEMENTS, dtype=torch.int64) * (number + 1) for number in range(COPIES)]
@@ -30,7 +32,26 @@ def prove(setup: TrainingSetup) -> str:
     for number, (tensor, copy) in enumerate(zip(sent, arrived, strict=True)):
         if not torch.equal(device.download(copy), tensor):
             raise DisprovedError(f"copy {number + 1} of {COPIES} arrived with other values than were sent")
-    return f"{COPIES} copies in flight arrive as they were sent"
+    for number, (tensor, copy) in enumerate(zip(sent, _there_and_back(device, arrived), strict=True)):
+        if not torch.equal(device.download(copy), tensor):
+            raise DisprovedError(f"offloaded tensor {number + 1} of {COPIES} came back with other values")
+    return f"{COPIES} copies in flight arrive as they were sent, and come back from the host"
+
+
+def _there_and_back(device: Device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Offload `tensors`, which the list gives up, overwrite memory that becomes free, and bring all of them back, the
+    last first, each while the one before it is on its way."""
+    copies = []
+    while tensors:
+        copies.append(device.offload(tensors.pop(0) + 0))
+        torch.zeros(ELEMENTS, dtype=torch.int64, device=device.torch_device)
+    back = []
+    for number in reversed(range(len(copies))):
+        back.append(copies[number].fetch())
+        if number:
+            copies[number - 1].prefetch()
+    device.settle_offloads()
+    return back[::-1]
 
 
 def fall_back(setup: TrainingSetup) -> str:
