@@ -117,13 +117,14 @@ class CopyStreams:
         self._coming: StreamCopy | None = None
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor) -> StreamCopy:
-        """Begin to copy `tensor` to `host`, page-locked memory of its shape, strides and dtype.
+        """Begin to copy `tensor` to `host`, page-locked memory of its shape and dtype.
 
         Raises UsageError: the tensor before was changed in place while it was copied.
         """
         self._let_go()
         tensor, compute = tensor.detach(), self._streams.compute()
-        if _is_large(tensor):
+        # To other strides torch copies through memory of the card, which the stream of copies would take for itself.
+        if _is_large(tensor) or tensor.stride() != host.stride():
             host.copy_(tensor, non_blocking=True)
             return StreamCopy(self, host, compute.record_event())
         out = self._streams.out

@@ -71,12 +71,15 @@ class _Queued(TorchDispatchMode):
         views = [(each.dtype, each.storage_offset(), each.shape, each.stride()) for each in args[:2]]
 
         def copy() -> None:
-            storages = target(), source()
+            storages = [each() for each in (target, source)]
             assert storages[1 - self.host] is not None, "memory was given up before its copy had ended"
-            if storages[self.host] is None:
-                return
-            made = [torch.empty(0, dtype=v[0]).set_(s, *v[1:]) for s, v in zip(storages, views, strict=True)]
-            made[0].copy_(made[1])
+            tensors = [
+                torch.empty(0, dtype=dtype).set_(storage, *view)
+                for storage, (dtype, *view) in zip(storages, views, strict=True)
+                if storage is not None
+            ]
+            if len(tensors) == 2:
+                tensors[0].copy_(tensors[1])
 
         self.stream.add(copy)
         return args[0]

@@ -79,6 +79,12 @@ def test_large_tensors_are_copied_among_the_computation(copies: CopyStreams, mon
     assert copy.fetch().tolist() == [1, 1, 1]
 
 
+def test_slices_are_copied_among_the_computation(copies: CopyStreams) -> None:
+    copy = send(copies, torch.ones(4, 6)[:, :3])
+    assert copy.host.tolist() == [[1, 1, 1]] * 4
+    assert copy.fetch().tolist() == [[1, 1, 1]] * 4
+
+
 def test_a_tensor_that_changes_while_it_leaves_is_refused(copies: CopyStreams) -> None:
     tensor = torch.ones(3)
     send(copies, tensor)
