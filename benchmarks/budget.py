@@ -169,8 +169,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "Written by `python -m benchmarks.budget`. Each line is a model at its real size with a shape drawn by a fixed "
         "seed; the figures are the peak memory that torch allocates on one device, in MiB. The simulation runs the "
         "engine's own model, adapters, loss and optimizer, with all layers, on tensors without data; `tests/simulate` "
-        "compares it with the simulated device. Workspace inside operations is not counted on either side, except that of "
-        "attention's backward pass on a GPU. Nothing "
+        "compares it with the simulated device. Workspace inside operations is not counted on either side, except that "
+        "of attention's backward pass on a GPU. Nothing "
         f"here was measured on a GPU. torch {torch.__version__.partition('+')[0]}.",
         "",
     ]
