@@ -48,6 +48,7 @@ SLOW = (
     "tests/device/test_conformance.py",
     "tests/device/test_torture.py",
     "tests/model/test_attention.py",
+    "tests/model/test_family_page.py",
 )
 """Files and folders that `make check` leaves out."""
 
