@@ -37,7 +37,7 @@ class Evaluation:
     """Number of samples."""
     data: str
     """Fingerprint of the samples: equal for equal samples, whatever the tokenizer."""
-    generate: dict[str, Any] | None
+    generate: dict[str, Any] | None = None
     """The settings of generation; None if nothing was generated."""
     samples: list[dict[str, str]] = field(default_factory=list)
     """Some samples to read: prompt, answer, reference."""
