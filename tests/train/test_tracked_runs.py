@@ -45,7 +45,7 @@ def test_killed_and_resumed_every_event_is_forwarded_once_and_a_failing_tracker_
     wait_for(lambda: (3, "train/loss") in losses_in_journal(run), engine)
     kill_engine(run)
     engine.wait()
-    prepare_resume(run, [], {})
+    prepare_resume(run, ["train.max_steps=10"], {})  # longer, in case that all 8 steps were done before the kill
     assert start_engine(run, resume=True).wait(GIVE_UP_SECONDS) == 0, run.log.read_text()
 
     forwarded = Counter[tuple[int, str]]
