@@ -101,4 +101,8 @@ def generic_cost(config: dict[str, Any]) -> Cost:
     hidden = int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024)
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 24)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or 16)
-    return lambda rows, length: rows * length * layers * (34 * hidden + 5 * heads * length)
+
+    def cost(rows: int, length: int, _patches: int | None = None) -> int:
+        return rows * length * layers * (34 * hidden + 5 * heads * length)
+
+    return cost

@@ -12,12 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Cost = Callable[[int, int], int]
-"""Micro-batch cost: predicted bytes above the static level of a micro-batch of (rows, padded length)."""
+
+class Cost(Protocol):
+    """Micro-batch cost: predicted bytes above the static level of a micro-batch. It never falls as its arguments
+    grow."""
+
+    def __call__(self, rows: int, length: int, patches: int | None = None, /) -> int:
+        """The cost of `rows` sequences padded to `length` tokens, with `patches` patches of images in all; None: each
+        sequence has the largest image of the data."""
+
+
 
 LAUNCH_TOKENS = 256
 """The fixed time of one more micro-batch, in tokens of work. On a GPU a pass over few tokens takes as long as reading
@@ -44,9 +53,14 @@ DUMMY_MICRO_BATCH = MicroBatch((), 0, 0)
 
 
 def plan_micro_batches(
-    lengths: Sequence[int] | NDArray[np.int32], cost: Cost, budget_bytes: int, floor_tokens: int = 0
+    lengths: Sequence[int] | NDArray[np.int32],
+    cost: Cost,
+    budget_bytes: int,
+    floor_tokens: int = 0,
+    patches: NDArray[np.int64] | None = None,
 ) -> list[MicroBatch]:
     """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
+    `patches` are those of each sequence's images; None: unknown, or no images.
 
     Which sequences a step has does not change. A sequence that exceeds the budget by itself becomes a micro-batch of
     one row. Of all cuts of the sorted sequences, the one with the fewest tokens is chosen, counting padding and
@@ -54,9 +68,16 @@ def plan_micro_batches(
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
+    sums = None if patches is None else np.concatenate([[0], np.cumsum(patches[order])])
+
+    def cost_of(start: int, end: int) -> int:
+        within = None if sums is None else int(sums[end] - sums[start])
+        return cost(end - start, sorted_lengths[start], within)
+
+    ends = _last_ends(sorted_lengths, cost_of, budget_bytes, alike=sums is None)
     groups = [
-        MicroBatch(tuple(order[start:end]), sorted_lengths[start], cost(end - start, sorted_lengths[start]))
-        for start, end in _cheapest_cuts(sorted_lengths, cost, budget_bytes, floor_tokens)
+        MicroBatch(tuple(order[start:end]), sorted_lengths[start], cost_of(start, end))
+        for start, end in _cheapest_cuts(sorted_lengths, ends, floor_tokens)
     ]
     return sorted(groups, key=lambda group: -group.cost_bytes)
 
@@ -72,27 +93,48 @@ def floor_tokens(tokens: int, seconds: float, shortest_seconds: float) -> int:
     return 2 ** round(math.log2(worth)) if worth >= 1 else 0
 
 
-def rows_within(cost: Cost, length: int, budget_bytes: int, most: int) -> int:
-    """The most rows of `length` tokens, from 1 to `most`, that cost at most `budget_bytes` (1 where none does)."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost(middle, length) <= budget_bytes else (low, middle - 1)
-    return low
+def costliest_sequences(
+    lengths: NDArray[np.int32], cost: Cost, most: int, patches: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Positions of at most `most` sequences, the costliest first: the longest ones, or with images (`patches` of each
+    sequence) those that cost most alone among the longest and those with most patches."""
+    longest = lengths.argsort(kind="stable")[::-1][:most]
+    if patches is None:
+        return longest.copy()
+    asked = np.unique(np.concatenate([longest, patches.argsort(kind="stable")[::-1][:most]]))
+    alone = [cost(1, int(lengths[position]), int(patches[position])) for position in asked]
+    return asked[np.argsort(alone, kind="stable")[::-1][:most]]
 
 
-def _cheapest_cuts(lengths: list[int], cost: Cost, budget_bytes: int, floor_tokens: int) -> list[tuple[int, int]]:
-    """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points)."""
+def _last_ends(
+    lengths: list[int], cost_of: Callable[[int, int], int], budget_bytes: int, *, alike: bool
+) -> list[int]:
+    """For each start in descending `lengths`: the last end for which the range [start, end) costs at most
+    `budget_bytes`; start + 1 where none does. `cost_of` gives the cost of a range, and `alike` says that it depends on
+    nothing but the first length and the number of sequences."""
+    ends: list[int] = []
+    for start, length in enumerate(lengths):
+        if alike and start and lengths[start - 1] == length:
+            ends.append(min(len(lengths), ends[-1] + 1))
+            continue
+        # What begins one sequence later costs no more, so it reaches at least as far.
+        low, high = max(start + 1, ends[-1] if ends else 0), len(lengths)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if cost_of(start, middle) <= budget_bytes else (low, middle - 1)
+        ends.append(low)
+    return ends
+
+
+def _cheapest_cuts(lengths: list[int], last_ends: list[int], floor_tokens: int) -> list[tuple[int, int]]:
+    """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points).
+    `last_ends` has the last possible end of a range for each start."""
     count = len(lengths)
     work = np.full(count + 1, np.inf)
     work[0] = 0.0
     came_from = np.zeros(count + 1, dtype=np.int64)
-    rows, previous = 1, -1
     for start in range(count):
-        if lengths[start] != previous:
-            previous = lengths[start]
-            rows = rows_within(cost, previous, budget_bytes, count)
-        ends = np.arange(start + 1, min(count, start + rows) + 1)
+        ends = np.arange(start + 1, last_ends[start] + 1)
         offered = work[start] + LAUNCH_TOKENS + np.maximum(floor_tokens, (ends - start) * lengths[start])
         better = offered < work[ends]
         work[ends[better]] = offered[better]

@@ -19,6 +19,8 @@ from engine.commands.options import JsonOption, OverridesOption, RecipeOption
 from engine.commands.output import make_console, print_json, print_progress
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.console import Console
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +34,9 @@ BAR_WIDTH = 40
 
 LEARNED_STYLE = "bold underline green"
 """The style of target tokens on a terminal with colour; elsewhere they stand between marks."""
+
+BRIGHTNESS = " .:-=+*#%@"
+"""Characters for pixels on a terminal without colours, from black to white."""
 
 DEFAULT_PROFILE = "demo"
 """Profile used when none is given: a recipe resolves only with one, and tokens do not depend on which."""
@@ -99,6 +104,8 @@ def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, sho
             + (" (in marks)" if marked else " (underlined)")
         )
         console.print(_highlighted(sample["pieces"], marks=_marks(console) if marked else None))
+        for picture in prepared.train.pictures_of(row):
+            console.print(in_letters(picture) if marked or not _unicode(console) else in_half_blocks(picture))
 
 
 def _print_sources(console: Console, prepared: PreparedData) -> None:
@@ -183,6 +190,34 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
         else:
             text.append(marks[0] + shown + marks[1])
     return text
+
+
+def in_half_blocks(picture: NDArray[np.uint8]) -> Text:
+    """A picture, uint8[rows, columns, 3], in characters of two colours: the upper and the lower of two pixels."""
+    from rich.text import Text
+
+    text = Text()
+    for upper, lower in zip(picture[::2].tolist(), picture[1::2].tolist(), strict=True):
+        text.append("  ")
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", style=f"rgb({','.join(map(str, above))}) on rgb({','.join(map(str, below))})")
+        text.append("\n")
+    return text
+
+
+def in_letters(picture: NDArray[np.uint8]) -> Text:
+    """A picture, uint8[rows, columns, 3], without colours: a character for two pixels by their brightness, and X for
+    the outlines of boxes."""
+    from rich.text import Text
+
+    from engine.data.picture import BOX_COLOUR
+
+    outlined = (picture == BOX_COLOUR).all(-1).reshape(len(picture) // 2, 2, -1).any(1)
+    bright = picture.mean(-1).reshape(len(picture) // 2, 2, -1).mean(1)
+    places = (bright * len(BRIGHTNESS) / 256).astype(int)
+    lines = ["".join("X" if box else BRIGHTNESS[place] for place, box in zip(*pair, strict=True))
+             for pair in zip(places.tolist(), outlined.tolist(), strict=True)]  # fmt: skip
+    return Text("".join(f"  {line}\n" for line in lines))
 
 
 def escape(text: str) -> str:

@@ -58,10 +58,14 @@ class DetectionRecord:
     labels: tuple[str, ...]
     format: BoxFormat
 
+    def shares(self, height: int, width: int) -> list[Box]:
+        """The boxes as shares of the image, which has `height` × `width` pixels."""
+        return [_as_shares(box, self.format, height, width) for box in self.boxes]
+
     def conversation(self, height: int, width: int) -> ChatRecord | Dropped:
         """The conversation: a question with the image, which has `height` × `width` pixels, and the boxes as the
         answer. Dropped if a box has no area or lies outside the image."""
-        boxes = [_as_shares(box, self.format, height, width) for box in self.boxes]
+        boxes = self.shares(height, width)
         if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
             return Dropped("a box has no area, or lies outside its image")
         question: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": self.prompt}]

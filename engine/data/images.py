@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
+from engine.data.picture import small_picture
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
 from engine.data.sources import SourceRows
 from engine.errors import DataError
@@ -199,6 +200,21 @@ class ImageReader:
                 waiting.append(self._threads.submit(self._one, given, origin, reference, digest))
         return self.processor.inputs([future.result() for future in waiting], ids_BS)
 
+    def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
+        """Small pictures of the images of a sample, with the boxes that are to be found on them. The sample is named by
+        the number of its source and its row there. Raises DataError for an image that cannot be read."""
+        given = self.sources[source]
+        record = given.format.record(given.rows.row(origin))
+        found = []
+        for reference in references_of(record):
+            try:
+                image = decoded(read_bytes(reference, given.format.image_root))
+            except (OSError, SyntaxError, ValueError) as error:
+                raise self._unreadable(given, origin, reference, f"it cannot be read: {error}") from error
+            boxes = record.shares(image.height, image.width) if isinstance(record, DetectionRecord) else []
+            found.append(small_picture(image, boxes))
+        return found
+
     def _one(self, given: ImageSource, origin: int, reference: ImageReference, digest: int) -> dict[str, NDArray[Any]]:
         problem = "its bytes have changed"
         try:
@@ -207,8 +223,11 @@ class ImageReader:
                 return self.processor.pixels(decoded(data))
         except (OSError, SyntaxError, ValueError) as error:
             problem = f"it cannot be read: {error}"
+        raise self._unreadable(given, origin, reference, problem)
+
+    def _unreadable(self, given: ImageSource, origin: int, reference: ImageReference, problem: str) -> DataError:
         (place,) = given.rows.places([origin])
-        raise DataError(
+        return DataError(
             f"source {given.format.source}, {place}: image {reference.path or '(in the row)'}: {problem}",
             expected="the images that the run was prepared with",
             fix="put the image back; or start a new run, which prepares the data again",

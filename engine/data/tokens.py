@@ -80,6 +80,9 @@ class PixelReader(Protocol):
         """The model's inputs for the images of some samples, in order, whose tokens are `ids_BS`. Each sample is
         (number of its source, row in its source, the digests of its images)."""
 
+    def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
+        """Small pictures of the images of the sample in row `origin` of a source, uint8[rows, columns, 3] each."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -186,6 +189,13 @@ class TokenData:
             digests = found.digests[span].tolist()
             wanted.append((int(self.columns.sources[document]), int(self.columns.origins[document]), digests))
         return self.pixels.inputs(wanted, ids_BS)
+
+    def pictures_of(self, row: int) -> list[NDArray[np.uint8]]:
+        """Small pictures of the images of a row that is not packed, with their boxes; uint8[rows, columns, 3] each."""
+        if self.pixels is None or not self.has_images:
+            return []
+        document = int(self.documents[row])
+        return self.pixels.pictures(int(self.columns.sources[document]), int(self.columns.origins[document]))
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
         """Numbers of the documents in one row, in order."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batching.micro_batches import floor_tokens
+from engine.batching.micro_batches import costliest_sequences, floor_tokens
 from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
@@ -110,18 +110,18 @@ class Training:
     def probe(self) -> None:
         """Run the most expensive micro-batch that the data can produce, before the first step."""
         self.journal.phase("probing")
-        lengths = self.context.data.lengths
-        most = min(len(lengths), self.setup.spec.recipe.train.batch_size)
-        longest = lengths.argsort(kind="stable")[::-1][:most].copy()
+        data = self.context.data
+        most = min(len(data), self.setup.spec.recipe.train.batch_size)
+        costliest = costliest_sequences(data.lengths, self.context.cost, most, data.patches)
         device = self.context.device
         device.release_cached()
-        self.transaction.probe(self.state.step + 1, longest)
+        self.transaction.probe(self.state.step + 1, costliest)
         self.probe_memory = ProbeMemory(self.transaction.work.peak_bytes, device.memory().reserved_bytes)
         # A split that follows from timings is not repeatable. Host memory: a pass has no floor worth measuring.
         if device.kind == "cuda" and not self.setup.spec.recipe.train.deterministic:
-            self.measure_floor(longest)
+            self.measure_floor(costliest)
 
-    def measure_floor(self, longest: NDArray[np.int64]) -> None:
+    def measure_floor(self, costliest: NDArray[np.int64]) -> None:
         """Measure up to how many tokens all passes (forward and backward) take equally long, by timing the costliest
         micro-batch and the shortest possible one on rank 0; sets `floor_tokens` of the budget on all ranks. Does
         nothing if a checkpoint restored that number. Each micro-batch is run twice and the second run is timed, so that
@@ -130,7 +130,7 @@ class Training:
         if budget.floor_tokens:
             return
         shortest = self.context.data.lengths.argsort(kind="stable")[: self.ranks.size]
-        passes = [[self.transaction.probe(step, samples) for _ in range(2)][-1] for samples in (longest, shortest)]
+        passes = [[self.transaction.probe(step, samples) for _ in range(2)][-1] for samples in (costliest, shortest)]
         large, small = passes
         budget.floor_tokens = self.ranks.broadcast_object(floor_tokens(large.tokens, large.seconds, small.seconds))
         self.journal.phase("probing", f"passes of up to {budget.floor_tokens} tokens take equally long")

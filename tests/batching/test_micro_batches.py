@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, floor_tokens, plan_micro_batches, rows_within
+from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, costliest_sequences, floor_tokens, plan_micro_batches
 
 
-def tokens(rows: int, length: int) -> int:
+def tokens(rows: int, length: int, patches: int | None = None) -> int:
     """A cost that is linear in padded tokens."""
     return rows * length
 
 
-def quadratic(rows: int, length: int) -> int:
+def quadratic(rows: int, length: int, patches: int | None = None) -> int:
     """A cost like that of eager attention."""
     return rows * length * (64 + length)
 
@@ -104,7 +105,33 @@ def test_the_floor_is_what_could_be_computed_meanwhile(
     assert floor_tokens(tokens_of_large, seconds, shortest_seconds) == floor
 
 
-def test_rows_within_finds_the_boundary() -> None:
-    assert rows_within(tokens, 100, 1000, 64) == 10
-    assert rows_within(tokens, 100, 50, 64) == 1
-    assert rows_within(tokens, 1, 10**9, 64) == 64
+def test_a_micro_batch_holds_as_many_rows_as_the_budget_allows() -> None:
+    assert [group.rows for group in plan_micro_batches([100] * 16, tokens, 1000)] == [10, 6]
+    assert [group.rows for group in plan_micro_batches([100] * 3, tokens, 50)] == [1, 1, 1]
+
+
+def test_the_costliest_sequence_may_be_short_with_a_large_image() -> None:
+    lengths, patches = np.array([10, 90, 40, 50], np.int32), np.array([0, 0, 400, 4])
+
+    def cost(rows: int, length: int, patches: int | None = None) -> int:
+        return rows * length + (patches or 0)
+
+    assert costliest_sequences(lengths, cost, 2, patches).tolist() == [2, 1]
+    assert costliest_sequences(lengths, cost, 2).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_images_count_with_their_own_patches(seed: int) -> None:
+    drawn = random.Random(seed)
+    lengths = [drawn.choice([50, 60, 90]) for _ in range(30)]
+    patches = np.array([drawn.choice([0, 0, 40, 400]) for _ in range(30)])
+
+    def cost(rows: int, length: int, patches: int | None = None) -> int:
+        return rows * length + 10 * (400 * rows if patches is None else patches)
+
+    plan = plan_micro_batches(lengths, cost, 5000, patches=patches)
+    assert sorted(member for group in plan for member in group.members) == list(range(30))
+    for group in plan:
+        assert group.cost_bytes == cost(group.rows, group.length, int(patches[list(group.members)].sum()))
+        assert group.cost_bytes <= 5000 or group.rows == 1
+    assert len(plan) < len(plan_micro_batches(lengths, cost, 5000))  # the largest image in every row

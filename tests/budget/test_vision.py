@@ -108,7 +108,8 @@ def test_evaluation_on_images_is_predicted(tmp_path: Path) -> None:
     spec = with_images("qwen2_vl", "lora", tmp_path, tokens=80)
     arch = find_architecture(spec)
     config = memory_config_of(arch, spec)
-    above = max(peak.at(shape_of(2, 120, config.chunk_tokens)) for peak in evaluation(arch, config))
+    shape = shape_of(2, 120, config.chunk_tokens, patches=2 * config.image_patches)
+    above = max(peak.at(shape) for peak in evaluation(arch, config))
     predicted = static_bytes(arch, config).total.static + above
     assert predicted == pytest.approx(measured_evaluation(spec, 2, 120), rel=0.01)
 

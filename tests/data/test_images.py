@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from engine.commands.data import in_half_blocks, in_letters
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
 from engine.data.prepare import PreparedData, prepare_data
@@ -198,6 +199,28 @@ def test_a_row_is_never_cut_inside_its_image(qwen: Path, tmp_path: Path) -> None
     found = prepared(qwen, source, max_length=40, over_length="truncate")
     assert found.report.sources[0].dropped == {"longer than data.max_length, image tokens are not cut": 1}
     assert found.train.lengths.tolist() == [40]
+
+
+def test_a_sample_is_shown_as_a_small_picture_with_its_boxes(qwen: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (200, 100), (255, 255, 255)).save(tmp_path / "white.png")
+    row = {"image": "white.png", "boxes": [[0.25, 0.25, 0.75, 0.75]]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    source = detection_source(tmp_path / "data.jsonl", columns={}, box_order="xyxy")
+    (picture,) = prepared(qwen, source).train.pictures_of(0)
+    assert picture.shape == (24, 48, 3)
+    rows = in_letters(picture).plain.splitlines()
+    edge, side = "  " + "@" * 12 + "X" * 25 + "@" * 11, "  " + "@" * 12 + "X" + "@" * 23 + "X" + "@" * 11
+    assert rows == ["  " + "@" * 48] * 3 + [edge] + [side] * 5 + [edge] + ["  " + "@" * 48] * 2
+    blocks = in_half_blocks(picture)
+    assert blocks.plain.count("▀") == 12 * 48
+    assert {str(span.style) for span in blocks.spans} == {
+        f"rgb({above}) on rgb({below})" for above, below in (
+            ("255,255,255", "255,255,255"), ("255,0,60", "255,255,255"), ("255,0,60", "255,0,60"),
+        )
+    }  # fmt: skip
+    in_the_rows = chat_file(tmp_path, [{"prompt": "What?", "completion": "x", "image": "white.png"}])
+    (plain,) = prepared(qwen, in_the_rows).train.pictures_of(0)
+    assert (plain == 255).all()
 
 
 def test_an_image_that_changed_is_noticed(qwen: Path, tmp_path: Path) -> None:

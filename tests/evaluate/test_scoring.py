@@ -53,8 +53,8 @@ def score_under(spec: Any, *, rows: int | None = None) -> tuple[Scores, list[str
         loss = make_loss(loaded, implementation="plain", label_smoothing=0.0, chunk_tokens=None, device=device)
         rule = planned_rows(spec, device) if rows is None else lambda prompt: rows
         context = EvaluationContext(
-            device, loaded, loss, lambda rows, length: rows * length * 4000, MicroBatchBudget(10**9, 10**9),
-            spec.recipe.generate, report, planned_rows=rule,
+            device, loaded, loss, lambda rows, length, patches=None: rows * length * 4000,
+            MicroBatchBudget(10**9, 10**9), spec.recipe.generate, report, planned_rows=rule,
         )  # fmt: skip
         scores = evaluate(context, data, METRICS, limit=None, samples=2)
     return scores, failures

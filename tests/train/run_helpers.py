@@ -10,6 +10,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from engine.batching.budget import MicroBatchBudget
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
@@ -19,6 +22,7 @@ from engine.train import main
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import TrainingSetup, set_up
+from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
 
 ROOMY_GIB = 8.0
@@ -107,3 +111,17 @@ class Workshop:
     def events(self) -> list[Event]:
         """The events written so far."""
         return list(read_events(self.place.events))
+
+
+def change_of_a_step(spec: RunSpec, folder: Path, rows: int) -> tuple[int, float, torch.Tensor]:
+    """Take the first step of `spec` in micro-batches of at most `rows` of the longest sequence; returns (number of
+    micro-batches, loss, change of all weights that learn)."""
+    with Workshop(spec, folder) as setup:
+        context = setup.context
+        budget = context.cost(rows, int(context.data.lengths.max()))
+        context.budget = MicroBatchBudget(budget, top_bytes=budget)
+        before = [parameter.detach().clone() for _, parameter in context.loaded.trainable()]
+        outcome = StepTransaction(context).run(1, setup.order.step(1))
+        pairs = zip(context.loaded.trainable(), before, strict=True)
+        moved = [parameter.detach() - old for (_, parameter), old in pairs]
+        return outcome.micro_batches, outcome.loss, torch.cat([change.flatten() for change in moved])

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.batching.budget import MicroBatchBudget
 from engine.spec.schema.run import RunSpec
-from engine.train.step.transaction import StepTransaction
 from tests.train.fault_rig import STEP, UNITS, Case, rigged
-from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
+from tests.train.run_helpers import change_of_a_step, make_spec, new_run, of_kind, train
 from tests.train.torture import sweep
 from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl
 
 SIZES = ((112, 84), (56, 112), (200, 90), (60, 60))
+TOWER = ["model.visual.blocks.*.attn.*", "model.visual.blocks.*.mlp.fc?"]
+LANGUAGE = "model.language_model.**.*_proj"
 WRITERS = {"qwen2_vl": write_qwen2_vl, "gemma3": write_gemma3}
 
 
@@ -50,16 +50,7 @@ def text_beside_images(folder: Path, images: int) -> dict[str, Any]:
 def test_any_split_into_micro_batches_gives_the_same_gradient(tmp_path: Path, family: str) -> None:
     plain = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "batch_size": 8}
     spec = image_spec(tmp_path, family, train={**plain, "gradient_checkpointing": False})
-    found = []
-    for rows in (8, 3, 1):
-        with Workshop(spec, tmp_path / f"rows-{rows}") as setup:
-            context = setup.context
-            budget = context.cost(rows, int(context.data.lengths.max()))
-            context.budget = MicroBatchBudget(budget, top_bytes=budget)
-            before = [p.detach().clone() for _, p in context.loaded.trainable()]
-            outcome = StepTransaction(context).run(1, setup.order.step(1))
-            moved = [p.detach() - old for (_, p), old in zip(context.loaded.trainable(), before, strict=True)]
-            found.append((outcome.micro_batches, outcome.loss, torch.cat([change.flatten() for change in moved])))
+    found = [change_of_a_step(spec, tmp_path / f"rows-{rows}", rows) for rows in (8, 3, 1)]
     (one, loss, gradient), *others = found
     assert one == 1 and [count for count, _, _ in others] == [3, 8]
     for _, other_loss, other in others:
@@ -122,10 +113,6 @@ def test_only_the_chosen_part_learns_and_the_result_opens_again(
     assert (place.model / "preprocessor_config.json").is_file()
     again = image_spec(tmp_path, model={"id": f"run:{place.path}"}, train={"max_steps": 1, "batch_size": 4})
     assert train(new_run(tmp_path / "again", again))[0] == 0
-
-
-TOWER = ["model.visual.blocks.*.attn.*", "model.visual.blocks.*.mlp.fc?"]
-LANGUAGE = "model.language_model.**.*_proj"
 
 
 @pytest.mark.parametrize(

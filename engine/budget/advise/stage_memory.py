@@ -70,7 +70,7 @@ def device_bytes_of_hidden_router(arch: Architecture, spec: RunSpec) -> int:
     """Bytes of device memory that router = "hidden" takes: those of an evaluation of the recipe's own model `arch` on
     one sequence of data.max_length tokens."""
     config = memory_config_of(arch, spec)
-    shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens)
+    shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens, patches=config.image_patches)
     peak_bytes = static_bytes(arch, config).total.weights + highest_value(evaluation(arch, config), shape)
     return peak_bytes + non_torch_memory(spec).total(peak_bytes)
 

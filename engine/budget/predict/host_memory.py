@@ -34,7 +34,8 @@ def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows:
     tokens; empty without offloads."""
     layout, found = layout_of(profile), dict[str, int]()
     if config.activation_offload:
-        shape = shape_of(rows, layout.positions(length), config.chunk_tokens)
+        patches = rows * config.image_patches
+        shape = shape_of(rows, layout.positions(length), config.chunk_tokens, patches=patches)
         found["activations"] = _activations(arch, config).at(shape)
     if config.optimizer_offload:
         found["optimizer"] = _optimizer(arch, config, layout)

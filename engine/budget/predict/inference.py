@@ -82,7 +82,7 @@ def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, pro
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
     """Peak bytes of the forward pass over the prompts."""
-    shape = shape_of(rows, prompt + 1, config.chunk_tokens)
+    shape = shape_of(rows, prompt + 1, config.chunk_tokens, patches=rows * config.image_patches)
     return highest_value(_prefilling(arch, config, rows > 1), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 

@@ -77,10 +77,17 @@ class CostModel:
     """Live bytes at each moment of a step that may be the peak; the largest at a shape is the cost."""
     chunk_tokens: int
     layout: ParallelLayout
+    image_patches: int = 0
+    """Patches of the largest image; 0 for text alone."""
 
-    def bytes(self, rows: int, length: int) -> int:
-        """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
-        return highest_value(self.sizes, shape_of(rows, self.layout.positions(length), self.chunk_tokens))
+    def bytes(self, rows: int, length: int, patches: int | None = None) -> int:
+        """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
+
+        `patches`: those of all images of the micro-batch; None: each sequence has the largest image.
+        """
+        patches = rows * self.image_patches if patches is None else patches
+        shape = shape_of(rows, self.layout.positions(length), self.chunk_tokens, patches=patches)
+        return highest_value(self.sizes, shape)
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
@@ -105,7 +112,8 @@ def _cost_model(arch: Architecture, config: MemoryConfig, accumulating: bool, la
     # With `one_row` the cost may be higher, and the cost model must hold for any number of rows.
     phases = step_cost(arch, for_rows(arch, config, 1), accumulating, layout).values()
     sizes = highest([size for cost in (end, *sum(phases, ())) for size in cost.sizes()])
-    return CostModel(total.static + bucket_bytes(arch, config, layout), sizes, config.chunk_tokens, layout)
+    static = total.static + bucket_bytes(arch, config, layout)
+    return CostModel(static, sizes, config.chunk_tokens, layout, config.image_patches)
 
 
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
@@ -124,7 +132,7 @@ class MicroBatchShape(NamedTuple):
     accumulating: bool | None = None
     """Whether gradients of an earlier micro-batch of the step exist; None: if the step has more rows than this."""
     patches: int | None = None
-    """Patches of a row's images, on average; None: those of the largest image, which plans assume."""
+    """Patches of all images; None: each row has the largest image, which plans assume."""
 
 
 class Predictor:
@@ -162,10 +170,9 @@ class Predictor:
         """Predict all phases for a micro-batch."""
         rows, length, targets, accumulating, patches = micro_batch
         accumulating = rows < self.batch if accumulating is None else accumulating
-        shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens, targets)
-        config = for_rows(self.arch, step_config(self.config), rows)
-        if patches is not None and self.arch.vision_encoder and self.arch.vision_encoder.patches is None:
-            config = replace(config, image_patches=patches)
+        config = self._with_images_of(for_rows(self.arch, step_config(self.config), rows), rows, patches)
+        patches = rows * config.image_patches if patches is None else patches
+        shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens, targets, patches)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
         for name, costs in step_cost(self.arch, config, accumulating, self.layout).items():
             phases[name] = self._row(costliest(costs, shape).components(shape))
@@ -179,6 +186,13 @@ class Predictor:
         components = dict.fromkeys(COMPONENTS, 0) | phases[deciding] | self._non_torch.components(sums[deciding])
         used_bytes, reserved = sum(components.values()), self._non_torch.reserved_context_bytes
         return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
+
+    def _with_images_of(self, config: MemoryConfig, rows: int, patches: int | None) -> MemoryConfig:
+        """`config` for a micro-batch whose images have `patches` patches in all: with images of the average size, if
+        the encoder takes any size."""
+        if not patches or self.arch.vision_encoder is None or self.arch.vision_encoder.patches is not None:
+            return config
+        return replace(config, image_patches=-(-patches // rows))
 
     def _row(self, parts: dict[str, int]) -> dict[str, int]:
         """Bytes by component of one phase: the static bytes plus `parts`, in the order of COMPONENTS."""
@@ -203,7 +217,8 @@ class Predictor:
 
         With sequence parallelism, rank 0 evaluates fewer sequences at once, but whole ones.
         """
-        shape = shape_of(self._rows_alone(rows, length), length, self.config.chunk_tokens)
+        rows = self._rows_alone(rows, length)
+        shape = shape_of(rows, length, self.config.chunk_tokens, patches=rows * config.image_patches)
         spread = shards(self.arch, self.config, self.layout)
         size = highest_value(evaluation(self.arch, config), shape)
         return {"activations": size, "buffers": spread.evaluate() if spread else 0}

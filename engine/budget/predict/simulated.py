@@ -149,8 +149,9 @@ class SimulatedCostModel:
     known: dict[tuple[int, int], int] = field(default_factory=dict)
     """Cache: (rows, length) = bytes. A run asks for the same shapes in every step."""
 
-    def bytes(self, rows: int, length: int) -> int:
-        """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens."""
+    def bytes(self, rows: int, length: int, _patches: int | None = None) -> int:
+        """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
+        Simulated families take no images, so there are no patches."""
         shape = rows, length
         if shape not in self.known:
             self.known[shape] = self._computed(rows, length)

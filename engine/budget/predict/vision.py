@@ -1,4 +1,4 @@
-"""Memory of a vision encoder in a micro-batch, in bytes per row, where each row has one image of known size.
+"""Memory of a vision encoder in a micro-batch, in bytes per patch, where the largest image has a known size.
 
 Layers and merger are traced with a patch as the token. The result is a `VisionCost`. `engine.budget.predict.step` adds
 it to the decoder's phases: the encoder runs forward before the decoder, and backward after the decoder's backward.
@@ -21,7 +21,7 @@ from engine.budget.predict.static import vision_layer_tensors
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
 from engine.budget.trace.operations import FLOAT, activation, copy, gather, linear, rms_norm
-from engine.budget.trace.polynomial import BYTE, NO_BYTES, ROW, TOKEN, BytesPolynomial, highest, maxima
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, PATCH, TOKEN, BytesPolynomial, highest, maxima
 from engine.budget.trace.trainable import Trainable, trainable_vision_ends, vision_trainable_by_layer
 from engine.budget.trace.vision_layer import VisionLayer, norm_of
 from engine.budget.trace.weights import Weights
@@ -56,8 +56,8 @@ class VisionCost:
 
 @lru_cache(maxsize=256)
 def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *, learning: bool = True) -> VisionCost:
-    """The cost of the encoder of `arch` at `config.image_patches` patches a row; without `learning`, nothing is saved
-    for backward."""
+    """The cost of the encoder of `arch`, where images have at most `config.image_patches` patches; without `learning`,
+    nothing is saved for backward."""
     encoder = arch.vision_encoder
     assert encoder is not None
     by_layer = vision_trainable_by_layer(encoder, config.patterns)
@@ -79,7 +79,7 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
     merger = _merger_trace(encoder, config, ends, follows, accumulating, learning)
     forward += [peak + kept + around for peak in merger.forward]
     return VisionCost(
-        inputs=FLOAT * encoder.patch_values * config.image_patches * ROW,
+        inputs=FLOAT * encoder.patch_values * PATCH,
         forward=highest(forward),
         held=merger.held,
         kept=kept if config.activation_offload else kept + merger.saved,
@@ -114,7 +114,7 @@ def _backward(
 def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
     """Bytes to which local variables of the encoder's forward refer while its layers run."""
     if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
-        return encoder.hidden * config.base_bytes * config.image_patches * ROW
+        return encoder.hidden * config.base_bytes * PATCH
     return _tables(encoder, config) + _cast_pixels(encoder, config)
 
 
@@ -131,12 +131,12 @@ def _kept_around(
 def _cast_pixels(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
     """Bytes of the pixels cast to the encoder's dtype; zero if that is fp32, which needs no cast."""
     itemsize = 0 if config.base_bytes == FLOAT else config.base_bytes
-    return itemsize * encoder.patch_values * config.image_patches * ROW
+    return itemsize * encoder.patch_values * PATCH
 
 
 def _tables(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
     """Bytes of the fp32 rotary tables of all patches."""
-    return 2 * FLOAT * encoder.hidden // encoder.heads * config.image_patches * ROW
+    return 2 * FLOAT * encoder.hidden // encoder.heads * PATCH
 
 
 class VisionLayerTrace(NamedTuple):
@@ -166,7 +166,7 @@ def _layer_trace(
 
     def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
         settled = maxima(peaks, accumulating)
-        return highest([_by_row(size, config.image_patches, window, one_by_one=in_turn) for size in settled])
+        return highest([_by_patch(size, config.image_patches, window, one_by_one=in_turn) for size in settled])
 
     def forward_alone(*, keeps_saved: bool) -> tuple[MemoryTrace, TracedTensor]:
         trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learns, keeps_saved=keeps_saved)
@@ -199,8 +199,8 @@ def _encoder_input(trace: MemoryTrace, encoder: VisionEncoder, config: MemoryCon
     return hidden
 
 
-def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_one: bool = False) -> BytesPolynomial:
-    """Convert a trace's size, whose tokens are patches, to bytes per row of `patches` patches.
+def _by_patch(size: BytesPolynomial, patches: int, window: int | None, *, one_by_one: bool = False) -> BytesPolynomial:
+    """Convert a trace's size, whose tokens are patches, to bytes per patch of images with at most `patches` patches.
 
     A patch attends to the patches of its window (None: of its image). `one_by_one`: attention handles images or windows
     one after the other and frees each one's scores before the next.
@@ -208,8 +208,8 @@ def _by_row(size: BytesPolynomial, patches: int, window: int | None, *, one_by_o
     seen, per_token = min(window or patches, patches), size.per_token + size.per_block_token
     fixed = (size.fixed + size.per_position * patches) * BYTE
     if one_by_one:
-        return fixed + size.per_square * seen * seen * BYTE + per_token * patches * ROW
-    return fixed + (per_token + size.per_square * seen) * patches * ROW
+        return fixed + size.per_square * seen * seen * BYTE + per_token * PATCH
+    return fixed + (per_token + size.per_square * seen) * PATCH
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _merger_trace(
     held = merge(weights, encoder, _encoder_input(trace, encoder, config, follows))
 
     def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
-        return highest([_by_row(size, config.image_patches, None) for size in maxima(peaks, accumulating)])
+        return highest([_by_patch(size, config.image_patches, None) for size in maxima(peaks, accumulating)])
 
     forward, with_held = sizes(trace.take_peaks()), trace.live
     trace.casts.clear()

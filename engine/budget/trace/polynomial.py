@@ -32,24 +32,25 @@ class Shape(NamedTuple):
     """Tokens of one row."""
     pairs: int
     """The square of `positions`."""
-    rows: int
+    patches: int
+    """Patches of all images."""
     targets: int
     """Tokens that count in the loss."""
     blocks: int
     """rows × length, each length rounded up to whole ATTENTION_BLOCKs."""
 
 
-def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = None) -> Shape:
+def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = None, patches: int = 0) -> Shape:
     """The shape of `rows` sequences padded to `length` tokens; the loss is computed for `chunk_tokens` at a time.
 
-    `targets`: how many of the tokens count in the loss; None: all.
+    `targets`: how many of the tokens count in the loss; None: all. `patches`: those of all images of the sequences.
     """
     tokens = rows * length
     targets = tokens if targets is None else targets
     chunk = min(targets, chunk_tokens)
     blocks = rows * -(-length // ATTENTION_BLOCK) * ATTENTION_BLOCK
     several, pairs = int(targets > chunk), length * length
-    return Shape(1, tokens, tokens * length, chunk, several, length, pairs, rows, targets, blocks)
+    return Shape(1, tokens, tokens * length, chunk, several, length, pairs, patches, targets, blocks)
 
 
 class BytesPolynomial:
@@ -140,8 +141,8 @@ POSITION = _unit(5)
 """One per position of one row."""
 PAIR = _unit(6)
 """One per pair of positions of one row: length²."""
-ROW = _unit(7)
-"""One per row."""
+PATCH = _unit(7)
+"""One per patch of the images."""
 TARGET = _unit(8)
 """One per token that counts in the loss."""
 BLOCK_TOKEN = _unit(9)

@@ -206,7 +206,8 @@ class StepTransaction:
     def _plan(self, samples: NDArray[np.int64]) -> list[MicroBatch]:
         context = self.context
         budget, lengths = context.budget, context.data.lengths[samples]
-        plan = plan_micro_batches(lengths, context.cost, budget.budget_bytes, budget.floor_tokens)
+        patches = None if context.data.patches is None else context.data.patches[samples]
+        plan = plan_micro_batches(lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches)
         return context.strategy.pad_plan(plan)
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
@@ -227,9 +228,9 @@ class StepTransaction:
         return int(self.context.data.lengths[samples].sum())
 
     def _patches(self, samples: NDArray[np.int64]) -> int | None:
-        """Patches of the images of a row of these samples, on average; None for data without images."""
+        """Patches of all images of these samples; None for data without images."""
         patches = self.context.data.patches
-        return None if patches is None else -(-int(patches[samples].sum()) // len(samples))
+        return None if patches is None else int(patches[samples].sum())
 
     def _targets(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.target_counts[samples].sum())
