@@ -9,7 +9,7 @@ Try: `tunedeck compare a b --metric rougeL --against a`
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +47,11 @@ class ScoreGroup:
     def title(self) -> str:
         """What the samples are, for a heading."""
         return f"{', '.join(self.sources) or 'samples'} ({self.count} samples)"
+
+
+def headline_metric(group: ScoreGroup) -> str:
+    """The metric to show first: the first that is not the loss, since the others say what the task is about."""
+    return next((name for name in group.metrics if name not in ("loss", "perplexity")), "loss")
 
 
 class Gain(NamedTuple):
@@ -113,6 +118,15 @@ def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> l
         return []
     best = min(known) if key in LOWER_IS_BETTER else max(known)
     return [name for name, value in zip(names, values, strict=True) if value == best]
+
+
+def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
+    """The steps with the best value of a metric, without step 0; none if fewer than two steps have one."""
+    trained = {step: value for step, value in values.items() if step}
+    if len(trained) < 2:
+        return set()
+    best = min(trained.values()) if metric in LOWER_IS_BETTER else max(trained.values())
+    return {step for step, value in trained.items() if value == best}
 
 
 def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, resamples: int = RESAMPLES) -> Gains:

@@ -6,6 +6,7 @@ from tui.keys import KEYS
 
 MEANINGS = {
     "a": {"apply"},
+    "b": {"scores"},
     "c": {"compare"},
     "d": {"samples"},
     "e": {"export_file"},

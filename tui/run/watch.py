@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
+from engine.journal.evaluations import Evaluation, read_evaluations
 from engine.journal.event_text import clean, describe_event
 from engine.journal.events import Event, EventTail, decode_event, end_of_events
 from engine.journal.journal_state import JournalState
@@ -86,6 +87,9 @@ class RunWatch:
         """Why the run cannot be read right now; the data read before are still shown."""
         self.version = 0
         """Incremented whenever something changed."""
+        self.evaluations: list[Evaluation] = []
+        """Scores of the run's checkpoints by `tunedeck eval`."""
+        self._scored_stamp = (-1, -1)
         self._tail = EventTail(directory.events)
         self._damaged = 0
         self._peeked: Event | None = None
@@ -105,6 +109,7 @@ class RunWatch:
             news, summary, read_error = True, self.summary, clean(f"cannot be read: {error.strerror or error}")
         # If the folder no longer exists, the last summary is still shown: a new one would be empty.
         summary = self.summary if read_error and self.summary is not None else summary
+        news = self._read_evaluations() or news
         changed = bool(news) or (summary, read_error) != (self.summary, self.read_error)
         self.summary, self.read_error = summary, read_error
         self.version += changed
@@ -146,6 +151,18 @@ class RunWatch:
             tail = EventTail(self.directory.events, offset=end - PEEK_BYTES)
             steps = [event for event in tail.poll() if event["kind"] == "step"]
             self._peeked = steps[-1] if steps else None
+
+    def _read_evaluations(self) -> bool:
+        """Read the run's evaluations if their file has changed; returns whether it has."""
+        try:
+            found = os.stat(self.directory.evaluations)
+        except OSError:
+            return False
+        stamp = found.st_size, found.st_mtime_ns
+        if stamp == self._scored_stamp:
+            return False
+        self._scored_stamp, self.evaluations = stamp, read_evaluations(self.directory)
+        return True
 
     def _read(self, deadline: float) -> bool:
         batch = _StepBatch()

@@ -6,21 +6,24 @@ Try: mark runs with space on the Runs screen, then `c`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import cast
 
 from textual.app import ComposeResult
 from textual.content import Content
 
-from engine.errors import TunedeckError
-from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting
+from engine.errors import TunedeckError, UsageError
+from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting, score_rows
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean, format_duration
+from engine.journal.score_groups import RESAMPLES, Gains, ScoreGroup, gains, headline_metric
 from engine.journal.summary import SummaryReader, read_spec
 from tui.keys import bindings
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
+from tui.run.scores import bar_lines
 from tui.screens.base import BaseScreen
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
@@ -40,6 +43,10 @@ TABLE_SECONDS = 5.0
 PAINT_SECONDS = 0.5
 """Interval between repaints while long journals are read."""
 
+MOST_RESAMPLED = 500
+"""Samples up to which intervals of gains are computed here, which takes 0.1 s for each run; `tunedeck compare` computes
+them for any number."""
+
 NAME_WIDTH = 26
 COLUMN_WIDTH = 13
 
@@ -57,6 +64,8 @@ class CompareScreen(BaseScreen):
         self._readers: list[SummaryReader] = []
         self._found: Comparison | None = None
         self._read_error = ""
+        self._gains: Gains | None = None
+        self._gains_stamp: list[list[str]] = []
         self._axis, self._log, self._smooth = AXES[0], False, False
         self._table_due = self._paint_due = 0.0
         self._stale = False
@@ -73,6 +82,7 @@ class CompareScreen(BaseScreen):
             runs = cast("Sequence[RunDirectory]", argument)
             self._curves, self._readers = [RunCurve(run) for run in runs], [SummaryReader(run) for run in runs]
             self._found, self._table_due = None, 0.0
+            self._gains, self._gains_stamp = None, []
 
     def on_screen_resume(self) -> None:
         """Repaint when the screen is shown, since other runs may have been chosen."""
@@ -106,10 +116,23 @@ class CompareScreen(BaseScreen):
             scored = [read_evaluations(reader.directory) for reader in self._readers]
             summaries = [reader.summary() for reader in self._readers]
             self._found, self._read_error = compare_summaries(summaries, specs, scored), ""
+            self._update_gains([[each.time for each in one] for one in scored])
         except (TunedeckError, OSError) as error:
             self._read_error = clean(getattr(error, "found", str(error)))
         self._table_due = time.monotonic() + TABLE_SECONDS
         return True
+
+    def _update_gains(self, stamp: list[list[str]]) -> None:
+        """Compute the gains over the first run, if scores have changed."""
+        if stamp == self._gains_stamp or self._found is None:
+            return
+        self._gains_stamp, self._gains = stamp, None
+        directories, groups = [reader.directory for reader in self._readers], self._found.groups
+        if groups and len(directories) > 1:
+            resamples = RESAMPLES if groups[0].count <= MOST_RESAMPLED else 0
+            with suppress(UsageError):  # the first run is not scored, or no other on the same samples
+                metric = headline_metric(groups[0])
+                self._gains = gains(directories, metric, directories[0].name, resamples=resamples)
 
     def _paint(self) -> None:
         self._stale, self._paint_due = False, time.monotonic() + PAINT_SECONDS
@@ -152,6 +175,11 @@ class CompareScreen(BaseScreen):
             best = [run in winners for run in found.runs]
             cells = [format_compared_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
             lines.append(_line(key, [(cell, "bold" * wins) for cell, wins in zip(cells, best, strict=True)]))
+        lines += [*_scored(found)]
+        if self._gains is not None:
+            lines += [*_gain_lines(self._gains, found.runs, self.size.width)]
+        for group in found.groups[:1]:
+            lines += [*_bars(group, headline_metric(group), self.size.width, self.glyphs)]
         return [*lines, *(Content.styled(f"  {clean(warning)}", "$caution") for warning in found.warnings)]
 
     def title_detail(self) -> str:
@@ -186,6 +214,35 @@ class CompareScreen(BaseScreen):
         """Switch between smoothed and plain curves."""
         self._smooth = not self._smooth
         self._paint()
+
+
+def _scored(found: Comparison) -> Iterator[Content]:
+    """The rows of the scores of `tunedeck eval`: a heading for each set of samples, then a row for each metric."""
+    for label, cells in score_rows(found):
+        if cells:
+            yield _line(label, [(cell, "bold" * cell.endswith("*")) for cell in cells])
+        else:
+            yield Content.styled(f" {clean(label)}", "bold")
+
+
+def _gain_lines(found: Gains, runs: Sequence[str], width: int) -> Iterator[Content]:
+    """A row with each run's gain over the first, and the sentence that names the best."""
+    by_run = {row.run: row for row in found.rows}
+    cells = [f"{by_run[run].gain:+.4g}  " if run in by_run else "-  " for run in runs]
+    yield _line(f"gain over {letter_of(runs.index(found.against))}", [(cell, "") for cell in cells])
+    for part in Content.styled(clean(found.sentence), "$mark").wrap(max(20, width - 2)):
+        yield part.pad_left(1)
+
+
+def _bars(group: ScoreGroup, metric: str, width: int, glyphs: Callable[[str], str]) -> Iterator[Content]:
+    """A bar for each scored checkpoint of each run."""
+    for number, found in enumerate(group.checkpoints):
+        rows: dict[int, float | None] = {step: values.get(metric) for step, values in found.items()}
+        lines = list(bar_lines(metric, rows, max(6, min(40, width - 36)), glyphs))
+        if lines:
+            head = (f" {letter_of(number)} ", f"bold {style_of(number)}")
+            yield Content.assemble(head, lines[0].plain.strip() if number == 0 else "")
+            yield from lines[1:]
 
 
 def _line(key: str, cells: Sequence[tuple[str, str]]) -> Content:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
@@ -27,9 +28,12 @@ from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
+from tui.run.scores import has_scores, score_lines
+from tui.run.scores_pane import ScoresPane
 from tui.run.watch import LogTail, RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
+from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
 POLL_SECONDS = 0.5
@@ -47,6 +51,13 @@ READ_SECONDS = 0.04
 
 CATCH_UP_SECONDS = 0.02
 """The interval while a long journal is being read."""
+
+
+PANE_ACTIONS = (
+    "next_pane", "previous_pane", "enlarge", "filter", "next_metric", "previous_metric", "log_axis", "smooth",
+    "zoom_in", "zoom_out",
+)  # fmt: skip
+"""Actions on panes, which have no effect while the scores are shown instead."""
 
 
 class RunScreen(BaseScreen):
@@ -95,6 +106,16 @@ class RunScreen(BaseScreen):
         yield TextLines(id="chain")
         yield TextLines(id="headline")
         yield RunPanes(self.glyphs, self.console.ascii_only)
+        yield ScoresPane(id="scores")
+
+    @property
+    def scores(self) -> ScoresPane:
+        """The widget with scores and generated answers, which takes the place of the panes while it is open."""
+        return self.query_one(ScoresPane)
+
+    @property
+    def _scrolled(self) -> Scrollback[Any] | ScoresPane:
+        return self.scores if self.scores.is_open else self.panes.scrolled
 
     @property
     def panes(self) -> RunPanes:
@@ -128,6 +149,8 @@ class RunScreen(BaseScreen):
         head = headline_lines(self.run_watch, self.size.width, self.glyphs, ascii_only=ascii_only)
         self.query_one("#headline", TextLines).show(head)
         self.panes.paint(self.run_watch)
+        if self.scores.is_open:
+            self.scores.set_lines(score_lines(self.run_watch, self.size.width, self.glyphs))
         self.refresh_title_and_footer()
 
     def _paint_chain(self) -> None:
@@ -179,6 +202,10 @@ class RunScreen(BaseScreen):
             return "it is stopping already"
         if action == "resume":
             return resume_refusal(self.directory, status)
+        if action == "scores" and not has_scores(self.run_watch):
+            return f"this run has no scores yet: tunedeck eval {self.directory.name}"
+        if self.scores.is_open and action in PANE_ACTIONS:
+            return "the scores are open: b closes them"
         if action in ("next_stage", "previous_stage"):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
@@ -264,6 +291,12 @@ class RunScreen(BaseScreen):
         """Open the screen with the run's out-of-memory reports."""
         self.console.open_screen("oom", self.run_watch.directory)
 
+    def do_scores(self) -> None:
+        """Show scores and generated answers in place of the panes, or the panes again."""
+        self.scores.toggle()
+        self.panes.display = not self.scores.is_open
+        self.call_after_refresh(self._paint)
+
     def do_clone(self) -> None:
         """Open Launch with the settings of this run."""
         self.console.open_screen("launch", launch_settings(self.directory))
@@ -320,8 +353,11 @@ class RunScreen(BaseScreen):
         self._arrange()
 
     def on_key(self, event: events.Key) -> None:
-        """On Escape, show the other panes again, or remove the filter, before the screen is left."""
-        if event.key == "escape" and (self.panes.choice.enlarged or self.panes.is_filtered):
+        """On Escape, close the scores, show the other panes again, or remove the filter, before the screen is left."""
+        if event.key == "escape" and self.scores.is_open:
+            event.stop()
+            self.do_scores()
+        elif event.key == "escape" and (self.panes.choice.enlarged or self.panes.is_filtered):
             event.stop()
             if self.panes.choice.enlarged:
                 self.do_enlarge()
@@ -334,23 +370,23 @@ class RunScreen(BaseScreen):
 
     def do_older(self) -> None:
         """Scroll up by a line, in the log if it is active, else in the events."""
-        self.panes.scrolled.scroll_lines(1)
+        self._scrolled.scroll_lines(1)
 
     def do_newer(self) -> None:
         """Scroll down by a line, in the log if it is active, else in the events."""
-        self.panes.scrolled.scroll_lines(-1)
+        self._scrolled.scroll_lines(-1)
 
     def do_page_older(self) -> None:
         """Scroll up by a page, in the log if it is active, else in the events."""
-        self.panes.scrolled.scroll_lines(self.panes.scrolled.page)
+        self._scrolled.scroll_lines(self._scrolled.page)
 
     def do_page_newer(self) -> None:
         """Scroll down by a page, in the log if it is active, else in the events."""
-        self.panes.scrolled.scroll_lines(-self.panes.scrolled.page)
+        self._scrolled.scroll_lines(-self._scrolled.page)
 
     def do_newest(self) -> None:
         """Scroll to the newest line, and show new lines as they arrive."""
-        self.panes.scrolled.scroll_lines(-(10**9))
+        self._scrolled.scroll_lines(-(10**9))
 
     def _refresh_now(self) -> None:
         self._read()

@@ -1,0 +1,123 @@
+"""The scores of a run as lines: a bar for each scored checkpoint, and generated answers beside their references.
+
+Functions from a `RunWatch` to lines; they read no files and use no widgets. Scores of `tunedeck eval` come first, then
+those of the evaluations during training.
+
+Try: `b` on the Run screen of a run that was scored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from textual.content import Content
+
+from engine.journal.evaluations import Evaluation
+from engine.journal.event_text import clean, format_score
+from engine.journal.score_groups import LOWER_IS_BETTER, best_checkpoints
+from tui.run.watch import RunWatch
+
+Glyphs = Callable[[str], str]
+
+LABEL_WIDTH, VALUE_WIDTH = 12, 10
+MOST_BAR = 40
+MOST_CHECKPOINTS = 8
+"""Checkpoints with a bar for each metric: the newest, and the best."""
+MOST_LINES = 4
+"""Lines of one answer; --json of `tunedeck eval` has all of it."""
+
+
+def has_scores(watch: RunWatch) -> bool:
+    """Whether there is a score or a generated sample to show."""
+    return bool(watch.evaluations or watch.state.evals)
+
+
+def score_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
+    """Bars of every score by checkpoint, then the newest samples."""
+    bar = max(6, min(MOST_BAR, width - LABEL_WIDTH - VALUE_WIDTH - 14))
+    lines = [*_of_evaluations(watch.evaluations, bar, glyphs), *_of_training(watch, bar, glyphs)]
+    return [*lines, *_samples(watch, width)]
+
+
+def _of_evaluations(found: Sequence[Evaluation], bar: int, glyphs: Glyphs) -> Iterator[Content]:
+    for data, count in dict.fromkeys((each.data, each.count) for each in found):
+        group = [each for each in found if (each.data, each.count) == (data, count)]
+        sources = ", ".join(map(clean, group[0].sources))
+        yield Content.styled(f" scored on {sources or 'samples'} ({count} samples)", "bold")
+        for metric in dict.fromkeys(name for each in group for name in each.metrics):
+            rows = {each.step: each.metrics[metric] for each in group if metric in each.metrics}
+            yield from bar_lines(metric, rows, bar, glyphs)
+
+
+def _of_training(watch: RunWatch, bar: int, glyphs: Glyphs) -> Iterator[Content]:
+    evals = watch.state.evals
+    if not evals:
+        return
+    yield Content.styled(" scored during training", "bold")
+    for metric in dict.fromkeys(name for event in evals for name in event["metrics"]):
+        rows = {int(event["step"]): event["metrics"].get(metric) for event in evals}
+        yield from bar_lines(metric, rows, bar, glyphs, start="step 0")
+
+
+def bar_lines(
+    metric: str, rows: Mapping[int, float | None], bar: int, glyphs: Glyphs, *, start: str = "base"
+) -> Iterator[Content]:
+    """The name of a metric, then a line for each checkpoint: step, value, a bar from 0 to the largest value, a star at
+    the best. `start` is what step 0 is called."""
+    known = {step: value for step, value in sorted(rows.items()) if isinstance(value, int | float)}
+    if not known:
+        return
+    best = best_checkpoints(metric, known)
+    shown = list(known)[-MOST_CHECKPOINTS:]
+    shown = [step for step in known if step in shown or step in best or step == 0]
+    top = max(map(abs, known.values())) or 1.0
+    better = "lower is better" if metric in LOWER_IS_BETTER else ""
+    yield Content.assemble(f"  {clean(metric)}", (f"  {better}", "$muted"))
+    for step in shown:
+        full = round(bar * abs(known[step]) / top)
+        label = start if step == 0 else f"step {step:,}"
+        yield Content.assemble(
+            (f"    {label:<{LABEL_WIDTH}}", "$muted"), f"{format_score(metric, known[step]):>{VALUE_WIDTH}} ",
+            (glyphs("█" * full), "$mark" if step in best else "$info"), (glyphs("░" * (bar - full)), "$muted"),
+            " *" if step in best else "",
+        )  # fmt: skip
+
+
+def _samples(watch: RunWatch, width: int) -> Iterator[Content]:
+    """The samples of the last scored checkpoint, or else of the last evaluation during training."""
+    step, samples = newest_samples(watch)
+    if not samples:
+        return
+    yield Content.styled(f" answers of {'the base model' if step == 0 else f'step {step:,}'}, and references", "bold")
+    half = max(10, (width - 5) // 2)
+    for sample in samples:
+        answer, reference = (str(sample.get(key, "")) for key in ("answer", "reference"))
+        mark, style = ("=", "$good") if answer == reference else (" ", "")
+        yield Content.styled(f"  {clean(sample.get('prompt', ''))}", "$muted")
+        left, right = (_wrapped(text, half) for text in (answer, reference))
+        for row in range(max(len(left), len(right))):
+            one, other = (part[row] if row < len(part) else "" for part in (left, right))
+            first = mark if row == 0 else " "
+            padded = Content(one).pad_right(max(0, half - Content(one).cell_length))
+            yield Content.assemble("  ", Content.styled(padded.plain, style), f" {first} ", (other, "$info"))
+
+
+def newest_samples(watch: RunWatch) -> tuple[int, list[dict[str, Any]]]:
+    """The step and the samples of the last scored checkpoint that has samples, or else of the last evaluation during
+    training; (0, []) if there are none."""
+    scored = [each for each in watch.evaluations if each.samples]
+    if scored:
+        last = max(scored, key=lambda each: (each.step, each.time))
+        return last.step, list(last.samples)
+    for event in reversed(watch.state.evals):
+        if event.get("samples"):
+            return int(event["step"]), list(event["samples"])
+    return 0, []
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width` cells, at most MOST_LINES of them; empty texts are shown as such."""
+    shown = clean(text) or "(empty)"
+    lines = [part.plain for part in Content(shown).wrap(width)]
+    return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"{lines[MOST_LINES - 1][: width - 2]} …"]
