@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from engine.batching.cost import micro_batch_cost
 from engine.budget.advise.plan import find_predictor
+from engine.budget.advise.strategy import settle_parallel
 from engine.budget.predict.prediction import MicroBatchShape
 from engine.budget.predict.simulated import keep_simulation
 from engine.cli import app
@@ -133,4 +134,6 @@ def test_what_only_the_model_can_refuse_is_refused_by_plan(shallow: Path) -> Non
 
 def test_a_run_on_several_devices_is_not_simulated_and_learns_what_fits(shallow: Path) -> None:
     spec: RunSpec = run_spec(shallow, device={"kind": "cuda", "memory_gib": 8.0, "count": 2})
-    assert micro_batch_cost(spec, 64).plan is None
+    settled = settle_parallel(spec).spec
+    assert settled.profile.parallel.strategy == "sharded"
+    assert micro_batch_cost(settled, 64).plan is None
