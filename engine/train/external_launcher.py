@@ -60,7 +60,7 @@ class Task:
     resume: bool = False
     from_step: int | None = None
     ended: int | None = None
-    """Exit code of the run, if it has ended already."""
+    """Exit code of the run, if the run has ended already; else None, and the ranks train."""
     token: str = ""
     """A random word in the run's `launch.json`, by which every machine checks that it sees the same folder."""
 
@@ -70,8 +70,11 @@ class RefusedError(TunedeckError):
 
 
 def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
-    """Train as one rank of the run that `settle` chooses on rank 0; returns this process's exit code. Raises, on rank
-    0, the TunedeckError that kept the run from starting."""
+    """Train as one rank of the run that `settle` chooses on rank 0; returns this process's exit code. With `as_json`,
+    rank 0 shows the run on stdout as JSON lines.
+
+    Raises, on rank 0, the TunedeckError that kept the run from starting.
+    """
     launcher_rank.export_environment()
     log_to_stderr()
     problems: list[TunedeckError] = []
@@ -119,9 +122,12 @@ def worked_on(launcher_rank: LauncherRank, place: RunDirectory) -> bool:
 
 
 def take_up(launcher_rank: LauncherRank, place: RunDirectory, *, resume: bool, from_step: int | None = None) -> Task:
-    """Record in the run directory that this job works on the run; returns the task of all ranks. If the launcher
-    restarted the ranks and the run has ended since the job's start, the task is to exit with the run's exit code. If
-    the whole job was started again, the task is to train."""
+    """Record in the run directory that this job works on the run; returns the task of all ranks, with `resume` and
+    `from_step` (the step of the checkpoint to resume from; None: the newest).
+
+    If the launcher restarted the ranks and the run has ended since the job's start, the task is to exit with the run's
+    exit code. If the whole job was started again, the task is to train.
+    """
     restarted = launcher_rank.restarts > 0 and worked_on(launcher_rank, place)
     offset = int(_note(place).get("from_byte", 0)) if restarted else end_of_events(place.events)
     ended = _ended(place, offset) if restarted else None
@@ -190,7 +196,8 @@ def require_shared(
 
 
 def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
-    """Run rank 0: hold the claim, write the journal and show the run to the user; returns the exit code."""
+    """Run rank 0: hold the claim, write the journal and show the run on stdout (`as_json`: as JSON lines); returns the
+    exit code."""
     spec = load_run_spec(place.run_toml, own=True)
     with _shown(place, as_json), claim(place):
         if task.resume and launcher_rank.may_resume:
@@ -226,13 +233,14 @@ def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task
 
 
 def _leave_together(ranks: Ranks) -> None:
-    """Wait until all ranks are done, because rank 0's process may serve the store that the others still read."""
+    """Wait until all ranks are done, because rank 0's process may serve the store (torch's key-value store) that the
+    other ranks still read."""
     with suppress(LostRankError):
         ranks.all_gather_object("over")
 
 
 def _say_loss(launcher_rank: LauncherRank, error: Exception) -> None:
-    """Print the first line of the error that ends this rank on the launcher's terminal."""
+    """Print the first line of `error`, which ends this rank, on the launcher's terminal."""
     sys.stderr.write(f"tunedeck: rank {launcher_rank.rank}: {visible(str(error).splitlines()[0])}\n")
 
 
@@ -261,8 +269,8 @@ def _write_loss(place: RunDirectory, launcher_rank: LauncherRank, lost: Exceptio
 
 @contextmanager
 def _shown(place: RunDirectory, as_json: bool) -> Iterator[None]:
-    """While the block runs, a child process shows the run on this process's stdout; this process's own output goes to
-    the run's log."""
+    """While the block runs, a child process shows the run on this process's stdout (`as_json`: as JSON lines); this
+    process's own output goes to the run's log."""
     flags = ["--from", str(end_of_events(place.events)), *(["--json"] if as_json else [])]
     # Nothing is ever written into the pipe: its end tells the child that this process is done, or dead.
     viewer = subprocess.Popen(

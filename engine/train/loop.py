@@ -78,7 +78,8 @@ class Training:
         """The step of this process with the highest memory peak."""
 
     def resume(self, from_step: int | None) -> None:
-        """Resume from the newest undamaged checkpoint (at or before `from_step`), else from the beginning."""
+        """Restore the newest undamaged checkpoint, with `from_step` the newest of that step or an earlier one. Without
+        such a checkpoint the run begins at step 0."""
         checkpoint = self.checkpoints.newest(not_after=from_step)
         if checkpoint is None:
             self.journal.write("resumed", step=0, **{"from": "the beginning"})
@@ -86,7 +87,8 @@ class Training:
         self._go_back_to(checkpoint)
 
     def run(self) -> Ending:
-        """Train to the end, or until asked to stop. The caller turns exceptions into exit codes."""
+        """Train to the end, or until asked to stop; returns how the loop ended. Errors are raised; the caller turns
+        them into exit codes."""
         self.probe()
         if self.state.step == 0 and not self.context.guard.can_undo:
             self.checkpoints.save("an optimizer step that fails half-way can only be undone by going back here")
@@ -122,10 +124,12 @@ class Training:
             self.measure_floor(costliest)
 
     def measure_floor(self, costliest: NDArray[np.int64]) -> None:
-        """Measure up to how many tokens all passes (forward and backward) take equally long, by timing the costliest
-        micro-batch and the shortest possible one on rank 0; sets `floor_tokens` of the budget on all ranks. Does
-        nothing if a checkpoint restored that number. Each micro-batch is run twice and the second run is timed, so that
-        kernels are loaded."""
+        """Set `floor_tokens` of the budget on all ranks: the number of tokens up to which all passes (forward and
+        backward) take equally long. Does nothing if a checkpoint restored that number.
+
+        Rank 0 times the micro-batch of the samples `costliest` and the shortest possible micro-batch. Each is run twice
+        and the second run is timed, so that kernels are loaded.
+        """
         budget, step = self.context.budget, self.state.step + 1
         if budget.floor_tokens:
             return
@@ -136,7 +140,8 @@ class Training:
         self.journal.phase("probing", f"passes of up to {budget.floor_tokens} tokens take equally long")
 
     def one_step(self) -> None:
-        """Take the next optimizer step, and write its line in the journal."""
+        """Take the next optimizer step and write the event `step`, if this step is one to be logged. If the step failed
+        half-way and cannot be undone, the last checkpoint is restored instead."""
         began = time.perf_counter()
         step = self.state.step + 1
         rate = set_learning_rates(self.context.optimizer, self.setup.schedule.factor(step))

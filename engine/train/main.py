@@ -250,8 +250,8 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
 
 
 def all_gather_busy(ranks: Ranks, busy: DeviceBusyError | None, over: bool) -> tuple[str, bool]:
-    """Gather every rank's `busy` (None where the device is free). Returns a sentence on which devices are busy, empty
-    if all are free, and rank 0's `over`: whether it has waited long enough."""
+    """Gather from every rank whether its device is busy (`busy`; None if it is free). Returns (a sentence on which
+    devices are busy, empty if all are free; rank 0's value of `over`, which says that it has waited long enough)."""
     gathered = ranks.all_gather_object([busy.found if busy else "", over])
     words = [f"rank {rank}: {found}" if ranks.size > 1 else found for rank, (found, _) in enumerate(gathered) if found]
     return "; ".join(words), gathered[0][1]
@@ -305,7 +305,8 @@ def _write_stage_started(training: Training, journal: Journal) -> None:
 
 
 def log_to_stderr() -> None:
-    """Send log messages to stderr, which is engine.log; each warning of a library once."""
+    """Send log messages to stderr, which is redirected to the file engine.log; a repeated warning of a library is
+    logged once."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.captureWarnings(True)
     warnings.simplefilter("default")

@@ -120,8 +120,9 @@ def set_up(
 
 
 def _refuse_unsafe(spec: RunSpec, has_images: bool) -> None:
-    """Raise UsageError or DataError if this recipe would train this model wrongly, or only parts that its samples do
-    not use. Reads the model's config from this machine."""
+    """Raise UsageError or DataError for a recipe with which this model would be trained wrongly, or which trains only
+    modules that its samples do not use (a vision encoder without images, say). Reads the model's config from this
+    machine."""
     facts = model_config_dict(spec)
     refuse_sequence_parallel(facts, spec)
     refuse_family(facts, spec.recipe)

@@ -23,8 +23,8 @@ def is_better(value: float, best: float | None, metric: str, threshold: float) -
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:
-    """Write `best`, from the run state, into the record of the best checkpoint on disk, because a crash may have left
-    them different.
+    """Write `best`, the run state's best evaluation by `metric`, into the record on disk of the best checkpoint. After
+    a crash the two may differ.
 
     If the best checkpoint is missing or damaged, `best` is cleared, so that the next evaluation counts as the best, and
     a sentence for a warning is returned. Otherwise returns None.

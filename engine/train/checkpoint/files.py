@@ -33,10 +33,10 @@ their own, or plain Exception, with this in the text."""
 
 
 def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Checkpoint:
-    """Make checkpoint `step` in `folder`: `fill(path)` writes its files. An existing checkpoint of that step is
-    replaced.
+    """Make checkpoint `step` in `folder`, whose files `fill(path)` writes; returns the checkpoint. An existing
+    checkpoint of that step is replaced.
 
-    Raises OSError (a full disk, say); nothing that looks like a checkpoint is left behind then.
+    Raises OSError if a file cannot be written (a full disk, say); an incomplete checkpoint is removed then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"{PREFIX}{step:08d}"
@@ -61,8 +61,8 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and the best one, and unfinished checkpoints of processes that
-    died."""
+    """Remove the checkpoints in `folder`, except the `keep` newest ones and the one marked as the best. Unfinished
+    checkpoints of processes that died are removed, too."""
     best = best_step(folder)
     for checkpoint in find_checkpoints(folder)[keep:]:
         if checkpoint.step != best:
@@ -73,7 +73,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of later steps than `step`: the run continues from `step` and will write its own."""
+    """Remove the checkpoints in `folder` of later steps than `step`, because the run continues from `step` and will
+    write its own."""
     for checkpoint in find_checkpoints(folder):
         if checkpoint.step > step:
             _remove(checkpoint.path)
@@ -98,8 +99,8 @@ def size_bytes(path: Path) -> int:
 
 
 def place_result(checkpoint: Checkpoint, target: Path) -> None:
-    """Replace `target` by the checkpoint's weights, completely or not at all; large files are hard-linked where
-    possible."""
+    """Replace the folder `target` by a copy of the checkpoint's weights, completely or not at all; large files are
+    hard-linked where possible."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(checkpoint.weights, draft, copy_function=_share)
@@ -111,8 +112,8 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def _share(source: str, target: str) -> None:
-    """Hard-link a weight file, because nothing edits it in place; copy other files, and all files where links do not
-    work."""
+    """Hard-link `source` as `target` if it is a weight file, because nothing edits weight files in place. Other files
+    are copied, and so are all files on a file system without hard links."""
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)

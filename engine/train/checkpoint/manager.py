@@ -64,7 +64,8 @@ class CheckpointManager:
         self.last_saved, self._saved_at = self._state.step, time.monotonic()
 
     def save_if_possible(self, reason: str) -> bool:
-        """Like `save`, but if host memory does not suffice, warn and return False, so that the run can continue."""
+        """Call `save`; returns whether that succeeded. If host memory does not suffice, write a warning and return
+        False, so that the run can continue."""
         if self.last_saved == self._state.step:
             return True
         if not self._ranks.run_on_rank0(lambda: self._write_if_possible(reason)):

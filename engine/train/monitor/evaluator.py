@@ -124,8 +124,8 @@ class Evaluator:
         return context if validation is None else step.strategy.join_evaluation(context, validation)
 
     def _planned_rows(self) -> Callable[[int], int]:
-        """The number of answers that fit at once, by the length of their prompts; not predicted for sharded weights,
-        which ranks gather while they generate."""
+        """Return the function that predicts how many answers fit into memory at once, given the length of their prompts
+        in tokens. For sharded weights nothing is predicted: the function always returns GENERATION_ROWS."""
         step = self._setup.context
         if step.strategy.voted_group is not None:
             return lambda prompt: GENERATION_ROWS

@@ -57,7 +57,7 @@ class ExpertCounters:
 
 
 class ExpertWarning(NamedTuple):
-    """A warning about a layer's experts."""
+    """A warning about a layer's experts: the code and text of the event `warning`, and advice on what to do."""
 
     code: str
     text: str
@@ -87,7 +87,8 @@ class ExpertUtilisation:
         }
 
     def warnings(self, counters: ExpertCounters, choices_LE: NDArray[np.int64]) -> Iterator[ExpertWarning]:
-        """Count a logged step in `counters`; yield the warnings that have become due."""
+        """Update the streaks of collapsed layers and dead experts in `counters` after a logged step; yield the warnings
+        whose streak is now long enough, each once in a run."""
         shares_LE = shares(choices_LE)
         collapsed_L = entropies(choices_LE, self.per_token) < COLLAPSED_BELOW
         dead_LE = shares_LE < DEAD_BELOW / shares_LE.shape[1]
@@ -141,7 +142,8 @@ class ExpertMonitor:
         self._directory, self._journal = directory, journal
 
     def after_step(self, choices_LE: NDArray[np.int64] | None) -> None:
-        """Add the choices of a finished step to the counters. All ranks call this."""
+        """Add the choices of a finished step to the counters; None, for a model without watched experts, adds nothing.
+        All ranks call this."""
         if choices_LE is not None:
             self._counters().add(choices_LE)
 
@@ -152,7 +154,8 @@ class ExpertMonitor:
         return {"expert_utilisation": self._utilisation.summary(choices_LE)}
 
     def warn(self, choices_LE: NDArray[np.int64] | None) -> None:
-        """Count a logged step, and write the warnings that have become due."""
+        """Update the counters after a logged step, and write the warnings that have become due to the journal. Does
+        nothing if `choices_LE` is None."""
         if self._utilisation is not None and choices_LE is not None:
             for warning in self._utilisation.warnings(self._counters(), choices_LE):
                 self._journal.warn(*warning)
@@ -203,12 +206,13 @@ def entropies(choices_LE: NDArray[np.int64], per_token: int) -> NDArray[np.float
 
 
 def _streaks(before: Any, low: NDArray[np.bool_]) -> Any:
-    """Lengths of streaks, as nested lists: `before` plus one where `low`, else 0."""
+    """Lengths of streaks, as nested lists of the shape of `low`: the length in `before` plus one where `low` is true,
+    else 0."""
     return np.where(low, np.array(before or np.zeros(low.shape, np.int64)) + 1, 0).tolist()
 
 
 def _is_new(counters: ExpertCounters, code: str, layer: int) -> bool:
-    """Whether this warning was not yet given for the layer; notes that it is given now."""
+    """Whether the warning `code` has not been given for this layer before; adds it to `counters.warned`."""
     name = f"{code} {layer}"
     if name in counters.warned:
         return False

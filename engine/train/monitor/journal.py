@@ -58,13 +58,15 @@ class Journal:
         self._phase: tuple[str, str] | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event, waiting while the disk is full. Raises ValueError for fields the kind does not have."""
+        """Append one event to the journal, waiting while the disk is full. Raises ValueError for a field that events of
+        this kind do not have."""
         writer = self.writer
         if writer is not None:
             until_there_is_room(lambda: writer.write(kind, **fields))
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Write the phase that the engine is in, if it changed."""
+        """Write the event `phase`, which says what the engine is doing, unless `name` and `detail` are those of the
+        last one."""
         if self._phase != (name, detail):
             self._phase = name, detail
             self.write("phase", name=name, detail=detail)
@@ -86,6 +88,6 @@ class Journal:
             self.warn("device", notices.pop(0))
 
     def warn(self, code: str, text: str, fix: str = "") -> None:
-        """Write a warning, and what to do about it."""
+        """Write the event `warning`; `fix` says what the user can do about it."""
         log.warning("%s: %s", code, text)
         self.write("warning", code=code, text=text, fix=fix)

@@ -2,8 +2,8 @@
 
 Parameters, gradients and optimizer state are added up tensor by tensor, in the 512-byte blocks that CUDA's caching
 allocator and the metered device hand out; the rest of the peak counts as activations and working memory. The prediction
-is divided in the same way. It is not the prediction of the plan, which assumes the longest sequences that the data may
-have, and that every token counts in the loss.
+is divided in the same way. This prediction differs from the plan's, which assumes the longest sequences that the data
+may have, and that every token counts in the loss.
 
 Try: `tunedeck show last` after a run has ended.
 """
@@ -98,8 +98,8 @@ def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
 
 
 def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor) -> MicroBatchShape:
-    """The micro-batch as one rank computes it: where ranks share its sequences, with the most target tokens that one of
-    them may have."""
+    """The micro-batch as one rank computes it. With sequence parallelism a rank has only some positions of each
+    sequence, so the number of target tokens is limited to the number of those positions."""
     most = shape.rows * predictor.layout.positions(shape.length)
     return shape._replace(targets=min(shape.targets or 0, most))
 

@@ -33,7 +33,7 @@ class Work:
 
     kind: str
     name: str
-    """For a sentence, so with an article or a number, such as "step 7"."""
+    """The work's name as used in the sentence of a warning, such as "step 7" or "an evaluation"."""
     began: float
 
 
@@ -53,7 +53,8 @@ class Watchdog:
 
     @contextmanager
     def over(self, kind: str, name: str) -> Iterator[None]:
-        """Context manager around a piece of work of this kind, which warnings call `name`."""
+        """Context manager around a piece of work. Its time is compared with earlier work of the same `kind`; warnings
+        call it `name`."""
         self._watched = Work(kind, name, self._clock())
         try:
             yield
@@ -62,7 +63,7 @@ class Watchdog:
             self._watched = None
 
     def goes_on(self) -> None:
-        """Note that the current work makes progress: its time is measured anew from this moment."""
+        """Note that the current work makes progress: the watchdog measures its time from this moment on."""
         if self._watched is not None:
             work, now = self._watched, self._clock()
             longest = self._longest_seconds.get(work.kind, 0.0)

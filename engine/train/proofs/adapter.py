@@ -52,8 +52,11 @@ def fall_back(setup: TrainingSetup) -> str:
 
 
 def _results(setup: TrainingSetup, layer: Any, *, exact: bool) -> dict[str, Tensor]:
-    """Output and gradients by name, for inputs and weights that are the same at each call: of a stand-in for `layer`,
-    or with `exact` of the formula in fp32."""
+    """Compute a stand-in for `layer`, or with `exact` the formula in fp32; returns the output [1, T, outputs] and the
+    gradients, by name. Inputs and weights are the same at each call.
+
+    Raises DisprovedError if backward leaves no gradient.
+    """
     loaded, (inputs, outputs, rank) = setup.context.loaded, _shape(layer)
     compute, trained = loaded.precision.compute, layer.lora_A[ADAPTER].weight.dtype
     weight_OI = drawn((outputs, inputs), compute, setup, 40) / inputs**0.5

@@ -193,7 +193,8 @@ def _kernel(setup: TrainingSetup, name: str, variant: Variant) -> Callable[..., 
 
 
 def _starts(setup: TrainingSetup, documents: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments that tell flash kernels where documents begin (transformers' `FlashAttentionKwargs`)."""
+    """The keyword arguments that tell flash kernels at which positions the documents of a row begin (transformers'
+    `FlashAttentionKwargs`). `documents` are their lengths."""
     with setup.context.device.host_region():
         starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     starts_D1, longest = setup.context.device.upload(starts), max(documents)

@@ -1,5 +1,6 @@
-"""Proof: what goes to the device through page-locked memory arrives, and is not overwritten by what follows it; what is
-offloaded comes back, though its own memory is used for something else at once.
+"""Proof: tensors copied to the device through page-locked memory have the right values, also if several copies follow
+one another; so do tensors that are offloaded to the host and brought back, although the device memory that they leave
+is overwritten at once.
 
 Try: `pytest tests/train/proofs/test_state.py`
 """
@@ -17,7 +18,7 @@ COPIES, ELEMENTS = 4, 4099
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """What the outcome depends on beside the device: nothing."""
+    """Return an empty list: the outcome depends on nothing but device and versions."""
     return []
 
 
@@ -39,8 +40,8 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def _there_and_back(device: Device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Offload `tensors`, which the list gives up, overwrite memory that becomes free, and bring all of them back, the
-    last first, each while the one before it is on its way."""
+    """Offload `tensors` and bring all of them back, the last first, while the next one is prefetched; returns them in
+    their order. Device memory that an offload frees is overwritten. The list `tensors` is emptied."""
     copies = []
     while tensors:
         copies.append(device.offload(tensors.pop(0) + 0))

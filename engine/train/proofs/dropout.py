@@ -19,7 +19,8 @@ def applies(setup: TrainingSetup) -> bool:
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """What the outcome depends on beside the device: nothing. The same shapes and dtypes are always compared."""
+    """Return an empty list: the outcome depends on nothing but device and versions, because the same shapes and dtypes
+    are always compared."""
     return []
 
 

@@ -35,7 +35,7 @@ def applies(setup: TrainingSetup) -> bool:
 
 
 def facts(setup: TrainingSetup) -> list[str]:
-    """What the outcome depends on beside the device: the compute dtype."""
+    """What the outcome depends on besides device and versions: the compute dtype."""
     return [str(setup.context.loaded.precision.compute)]
 
 

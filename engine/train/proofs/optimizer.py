@@ -1,7 +1,7 @@
 """Proof: all of the optimizer's state exists before its first step and can be restored: the step repeated is bit-equal.
 
-Roll-back and resume rest on it. State that an optimizer keeps elsewhere, such as a step counter that is a plain int, is
-neither saved nor restored, and shows here.
+Roll-back and resume need this. State that an optimizer keeps outside its tensors, such as a step counter that is a
+plain int, is neither saved nor restored: then the proof fails.
 
 Try: `pytest tests/train/proofs/test_state.py`
 """
@@ -48,8 +48,8 @@ def prove(setup: TrainingSetup) -> str:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """Undo failed steps of this run by going back to its last checkpoint; returns what the run does instead, in a few
-    words."""
+    """From now on, undo a failed step of this run by restoring its last checkpoint; returns what the run does instead,
+    in a few words."""
     setup.context.guard.distrust()
     return "a step that fails is undone by going back to the last checkpoint"
 

@@ -75,7 +75,8 @@ def _earlier(proof: Proof) -> ProofResult:
 
 
 def _tried(proof: Proof, setup: TrainingSetup) -> ProofResult:
-    """Run one proof on this rank."""
+    """Run one proof on this rank; returns the outcome. With want of memory the outcome is undecided (`passed` is None).
+    """
     began = time.perf_counter()
     passed, detail = _outcome(proof, setup)
     # Outside the handler, whose exception would keep tensors alive.

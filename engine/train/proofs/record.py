@@ -36,8 +36,8 @@ class Proof(NamedTuple):
     applies: Callable[[TrainingSetup], bool] = lambda setup: True
     """Whether the run uses what is proved."""
     facts: Callable[[TrainingSetup], list[str]] | None = None
-    """What the outcome depends on beside device and versions. None for a proof that is never taken from an earlier run,
-    because it depends on the process."""
+    """What the outcome depends on besides device and versions, as texts. None for a proof that is never taken from an
+    earlier run, because it depends on the process."""
 
 
 @dataclass(frozen=True)

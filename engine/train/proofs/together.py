@@ -39,7 +39,7 @@ def prove_together(place: RunDirectory) -> int:
     exit code. Rank 0 writes the outcomes of the proofs to the run's journal.
 
     Raises:
-        EnvironmentProblem: the ranks did not end well; the message says which.
+        EnvironmentProblem: a rank was killed, crashed or did not answer; the message names it.
         TunedeckError: the run cannot be set up, or a proof left the device unusable.
     """
     spec = load_run_spec(place.run_toml, own=True)

@@ -58,8 +58,8 @@ class BudgetGrowth:
         return True
 
     def _may_lift(self, remedy: ActiveRemedy, room_bytes: int) -> bool:
-        """Whether the memory whose lack made `remedy` necessary is available again. Only for remedies whose cause was
-        temporary; the bytes needed come from the budget's measurements before the remedy."""
+        """Whether `remedy` may be lifted: its cause was temporary, and `room_bytes`, which are available now, suffice
+        for the cost that failed, as the budget's measurements from before the remedy predict."""
         if not remedy.passing:
             return False
         now = self.context.budget
@@ -68,7 +68,8 @@ class BudgetGrowth:
         return budget_then.room_is_back(room_bytes - remedy.moved_bytes, remedy.failed_bytes, remedy.room_bytes)
 
     def _lift(self, step: int, remedy: ActiveRemedy) -> None:
-        """Undo the remedy on all ranks, or on none if optimizer state does not fit back on the device of some rank."""
+        """Undo the remedy on all ranks, and record that in the journal. If optimizer state does not fit back on the
+        device of some rank, the remedy stays on everywhere and is tried again later."""
         context = self.context
         settings = current_settings(context)
         lifted = settings.with_value(remedy.name, remedy.before)

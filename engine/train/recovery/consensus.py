@@ -1,4 +1,5 @@
-"""What the ranks of a run exchange about memory: which ranks failed in a stage, and what they measured in a step.
+"""What the ranks of a run exchange about memory: which ranks failed in a stage of a step, and what they measured in a
+step.
 
 Ranks act on the failure of the cheapest micro-batch, because a remedy that suffices there suffices elsewhere
 (`engine.train.recovery.ladder`). A run of one process makes the same calls.
@@ -23,8 +24,9 @@ from engine.train.recovery.records import RankOom
 def gather_failures(
     ranks: Ranks, failure: OutOfMemory | None, micro_batch: MicroBatch | None, device: Device
 ) -> list[RankOom]:
-    """Gather the failures of all ranks in the stage that just ran; empty if the stage succeeded everywhere. `failure`
-    is this rank's, None if it succeeded here. All ranks call this. Raises LostRankError."""
+    """Gather the failures of all ranks in the stage of the step that just ran; empty if it succeeded everywhere.
+    `failure` and `micro_batch` are this rank's, None if it succeeded here. All ranks call this. Raises LostRankError.
+    """
     here = None
     if failure is not None:
         elsewhere_bytes = device.capacity_bytes - device.available_bytes
@@ -42,9 +44,9 @@ def smallest_failed(failed: Sequence[RankOom]) -> RankOom:
 
 
 def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather every rank's `stats` of work that succeeded. Also merges what ranks learned into `budget`: a cost counts
-    as proven if it succeeded on every rank, and the largest measurement of any rank counts. All ranks call this. Raises
-    LostRankError."""
+    """Gather every rank's `stats` (JSON) after a step or probe that succeeded, in the order of ranks. Also makes
+    `budget` equal on all ranks: a cost counts as proven if it succeeded on every rank, and the largest measurement of
+    any rank counts. All ranks call this. Raises LostRankError."""
     if ranks.size == 1:
         return [stats]
     sent = {"proven": budget.proven_bytes, "since_cut": budget.since_cut_bytes, "slope": budget.slope, "stats": stats}
@@ -56,7 +58,8 @@ def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[st
 
 
 def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
-    """The error to raise when no remedy is left; all ranks build the same."""
+    """Build the error to raise when no remedy is left. `advice` is a sentence on what would help; if it is empty, a
+    profile with more memory is advised. All ranks build the same error."""
     failure = oom.failure
     where = f" on rank {oom.rank}" if oom.rank else ""
     if failure.kind != "device":

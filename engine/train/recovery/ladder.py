@@ -40,11 +40,11 @@ class BackoffContext:
     budget: MicroBatchBudget
     """Rungs must not change it."""
     tried: Sequence[str]
-    """Remedies already tried in this step for failures of the same rank."""
+    """Remedies already tried in this step for failures of the same rank, by name."""
     available_bytes: int
-    """What the run could hold on the device now."""
+    """Bytes that the run could have allocated on the device in total now."""
     static_bytes: int
-    """What is allocated between steps: weights and optimizer state."""
+    """Bytes allocated between steps, by weights and optimizer state."""
     on_plain_cpu: bool
     """Whether the device's memory is host memory, so that moving anything to the host gains nothing."""
     can_checkpoint: bool
@@ -64,8 +64,8 @@ class BackoffContext:
 
 
 def retry(now: BackoffContext) -> MemorySettings | None:
-    """Once per step and rank, repeat unchanged a micro-batch whose cost has succeeded before: the shortage was
-    temporary. Not if a co-tenant now holds the memory that the micro-batch needs."""
+    """Once per step and rank: the settings unchanged, to repeat a micro-batch whose cost has succeeded before, because
+    the shortage was temporary. None if the cost never succeeded, or a co-tenant now holds the memory needed."""
     cost_bytes = now.oom.cost_bytes
     if "retry" in now.tried or cost_bytes > now.budget.proven_bytes:
         return None
@@ -75,7 +75,8 @@ def retry(now: BackoffContext) -> MemorySettings | None:
 
 
 def defragment(now: BackoffContext) -> MemorySettings | None:
-    """Once per step and rank, repeat unchanged if the request would have fitted into memory that was reserved but free.
+    """Once per step and rank: the settings unchanged, if the failed request would have fitted into memory that was
+    reserved but free; else None.
 
     Recovery has already returned cached blocks to the driver, so only the repetition is left to do.
     """
@@ -87,21 +88,24 @@ def defragment(now: BackoffContext) -> MemorySettings | None:
 
 
 def cut(now: BackoffContext) -> MemorySettings | None:
-    """Lower the micro-batch budget: fewer sequences at a time, down to one."""
+    """The settings with a lower micro-batch budget, so that fewer sequences go through the model at once; None if the
+    failed micro-batch has one sequence, or the failure was outside micro-batches."""
     if now.oom.rows <= 1:
         return None
     return replace(now.settings, micro_batch_budget=now.budget.bytes_after_failure(now.oom.cost_bytes, now.room_bytes))
 
 
 def checkpointing(now: BackoffContext) -> MemorySettings | None:
-    """Recompute activations in backward instead of storing them."""
+    """The settings with activations recomputed in backward instead of stored; None if they are already, the model
+    cannot do it, or the failure was outside micro-batches."""
     if now.oom.micro_batch is None or now.settings.checkpointing or not now.can_checkpoint:
         return None
     return replace(now.settings, checkpointing=True)
 
 
 def chunk_loss(now: BackoffContext) -> MemorySettings | None:
-    """Compute the loss in chunks, or over fewer tokens at a time."""
+    """The settings with the loss computed in chunks, or over fewer tokens at a time; None if the chunks are as small as
+    allowed already, or the failure was outside micro-batches."""
     before, micro_batch = now.settings.chunk_tokens, now.oom.micro_batch
     if micro_batch is None or (before is not None and before <= SMALLEST_CHUNK_TOKENS):
         return None
@@ -113,22 +117,25 @@ def chunk_loss(now: BackoffContext) -> MemorySettings | None:
 
 
 def activation_offload(now: BackoffContext) -> MemorySettings | None:
-    """Keep activations in host memory until backward."""
+    """The settings with activations kept in host memory until backward; None if they are already, on the plain CPU, and
+    if the failure was outside micro-batches."""
     if now.oom.micro_batch is None or now.settings.activation_offload or now.on_plain_cpu:
         return None
     return replace(now.settings, activation_offload=True)
 
 
 def optimizer_offload(now: BackoffContext) -> MemorySettings | None:
-    """Keep optimizer state in host memory between steps. Last, because every step pays for it."""
+    """The settings with optimizer state kept in host memory between steps; None if it is already or there is no state,
+    and on the plain CPU. The last rung of the default ladder, because it makes every step slower."""
     if now.on_plain_cpu or now.settings.optimizer_offload or not now.has_optimizer_state:
         return None
     return replace(now.settings, optimizer_offload=True)
 
 
 def max_length(now: BackoffContext) -> MemorySettings | None:
-    """Truncate all sequences to three quarters of the length that failed. This changes what is learned, so the recipe
-    must allow it."""
+    """The settings with all sequences truncated to three quarters of the length that failed; None if that length is too
+    short, or the failed micro-batch has several sequences. This changes what is learned, so the recipe must allow it.
+    """
     micro_batch = now.oom.micro_batch
     if micro_batch is None or micro_batch.rows > 1 or micro_batch.length <= SHORTEST_TOKENS:
         return None
@@ -148,11 +155,11 @@ RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
 
 
 def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySettings] | None:
-    """The first rung of the recipe's ladder with something to offer, and its settings; None when no remedy is left.
+    """The first rung of `ladder` that offers a remedy, as (name, settings); None when no remedy is left.
 
-    If no rung has anything left to offer, the step is retried unchanged a few times before giving up, because a
-    temporary shortage may cause two failures in a row. If host memory ran out on a machine with device memory, only
-    retries are offered, because every other rung frees device memory.
+    If no rung offers one, the step is retried unchanged a few times before giving up, because a temporary shortage may
+    cause two failures in a row. If host memory ran out on a machine with device memory, only retries are offered,
+    because every other rung frees device memory.
     """
     for name in ladder:
         if name in RUNGS and (now.oom.failure.kind == "device" or name == "retry"):
@@ -165,7 +172,8 @@ def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySetti
 
 def back_off(context: StepContext, oom: RankOom, tried: Sequence[str]) -> str | None:
     """Choose a remedy for `oom` on the rank that failed, and apply its settings on all ranks; returns the remedy's
-    name, or None when no remedy is left. All ranks call it."""
+    name, or None when no remedy is left. `tried` has the names of the remedies tried for that rank in this step. All
+    ranks call this."""
     ranks = context.ranks
     remedy = _choose_and_apply(context, oom, tried) if ranks.rank == oom.rank else None
     if ranks.size > 1:
@@ -202,8 +210,8 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
 
 
 def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: StepContext) -> ActiveRemedy:
-    """Build the record of a remedy that was just applied. The budget's measurements are reset, because they are no
-    longer valid.
+    """Build the record of a remedy that was just applied, and reset the budget's measurements, which are no longer
+    valid.
 
     For a failure outside micro-batches (clipping, the optimizer step), `failed_bytes` is the largest cost that
     succeeded, and the shortage counts as temporary if any step was finished before.

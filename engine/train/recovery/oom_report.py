@@ -37,8 +37,8 @@ MOST_SNAPSHOTS = 3
 def oom_reporter(
     journal: Journal, device: Device, reports: OomReports | None = None
 ) -> Callable[[RecoveredOom], None]:
-    """Return the function to call with each failure: it writes the event, a warning if the remedy changes what is
-    learned, and a report if `reports` is given."""
+    """Return the function to call with each failure. For every failure it writes the event `backoff` to the journal, a
+    warning if the remedy changes what is learned, and a report if `reports` is given."""
 
     def report(recovered: RecoveredOom) -> None:
         oom, failure = recovered.oom, recovered.oom.failure
@@ -181,7 +181,8 @@ def _micro_batch(micro_batch: MicroBatch | None) -> dict[str, int] | None:
 
 
 def _free(folder: Path, stem: str) -> Path:
-    """A path that is not taken yet: a step may be repeated after a resume."""
+    """The path `folder`/`stem`.json, or with a number appended to `stem` if that file exists, because a step may be
+    repeated after a resume."""
     path, number = folder / f"{stem}.json", 2
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1

@@ -61,12 +61,12 @@ class StepComputation:
         memory, however much the step needs."""
 
     def begin(self) -> None:
-        """Start a new attempt at a step."""
+        """Reset `phase`, `in_flight` and `peak_bytes` for a new attempt at a step."""
         self.phase, self.in_flight, self.peak_bytes = "forward", None, 0
 
     @property
     def data_wait_seconds(self) -> float:
-        """How long this process has waited for micro-batches to be prepared on the host, since the run began."""
+        """Seconds that this process has waited for micro-batches to be prepared on the host, since the run began."""
         return self._loader.wait_seconds
 
     @property
@@ -155,7 +155,8 @@ class StepComputation:
         return share.detached()
 
     def _note_sums(self, total: MicroBatchLoss | None) -> None:
-        """Read this rank's sums over its micro-batches, None if it had none. Waits for the device."""
+        """Set `mean_loss`, `auxiliary_loss` and `choices_LE` to `total`, the sums over this rank's micro-batches, or to
+        zeros if `total` is None because the rank had no micro-batch. Waits for the device."""
         balance = self.context.loss.balance
         self.mean_loss = 0.0 if total is None else float(total.token_losses)
         self.auxiliary_loss = 0.0 if balance is not None and balance.weight else None
@@ -176,7 +177,8 @@ class StepComputation:
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:
-        """Context for forward and backward of a micro-batch: its dropout masks, and what the strategy needs."""
+        """Context manager around forward and backward of a micro-batch: applies its dropout masks, and the strategy's
+        own context for micro-batches."""
         context = self.context
         dropout_masks = keyed(
             self._dropouts,

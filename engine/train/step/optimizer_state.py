@@ -49,13 +49,14 @@ class Rounding:
         return parameter.dtype == torch.bfloat16 and (self.mode, self.state_dtype) != ("nearest", torch.bfloat16)
 
     def keeps_remainder(self, parameter: Tensor) -> bool:
-        """Whether what rounding drops of a weight is kept beside it."""
+        """Whether the remainder of this weight is kept, that is, the bits of the fp32 value that bf16 cannot hold."""
         return parameter.dtype == torch.bfloat16 and self.mode == "exact"
 
 
 def counts_in_ints(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step counters are Python integers: bitsandbytes', which have `init_state`. Their state
-    here has a tensor instead, so that it is copied, saved and moved like the rest."""
+    """Whether the optimizer's step counters are Python integers, as in bitsandbytes' optimizers (those with
+    `init_state`). Between steps this project keeps each such counter as a tensor, so that it is copied, saved and moved
+    like the rest of the state."""
     return hasattr(optimizer, "init_state")
 
 

@@ -121,7 +121,8 @@ class PiecewiseUpdate:
 
     @property
     def _rows(self) -> int:
-        """Rows of the scratch: weight, gradient, spare bits of the hash where random bits are drawn, widened state."""
+        """Number of rows of the scratch: weight, gradient, one for the computation of random bits where they are drawn,
+        and one for each kind of state that is widened to fp32."""
         return 2 + self._draws + len(self._widened)
 
     @property
@@ -195,7 +196,7 @@ class PiecewiseUpdate:
         return self._row(row, segment).view(torch.int32)
 
     def _shadow(self, segment: _Segment) -> Parameter:
-        """The segment's weight and gradient in fp32, in the scratch, as a parameter for the optimizer."""
+        """A parameter for the optimizer that holds the segment's weight and gradient in fp32, in the scratch."""
         parameter, shape = segment.parameter, segment.parameter.shape if self._whole else (segment.size,)
         assert parameter.grad is not None
         if self.rounding.mode == "exact":
@@ -212,7 +213,8 @@ class PiecewiseUpdate:
         return shadow
 
     def _lend_state(self, segment: _Segment, shadow: Parameter) -> dict[str, Any]:
-        """Give the optimizer the segment's part of the state, under the shadow; returns it."""
+        """Enter the segment's part of the parameter's state as the optimizer's state of `shadow`; returns that state,
+        by name. State in bf16 is widened to fp32 in the scratch."""
         state = self.optimizer.state[segment.parameter]
         lent = {key: self._part(key, value, segment) for key, value in state.items() if key != REMAINDER}
         for row, key in enumerate(self._widened):
@@ -232,8 +234,9 @@ class PiecewiseUpdate:
         return segment.of(value)
 
     def _counter(self, counter: Tensor, *, first: bool) -> Any:
-        """The step counter that the optimizer advances for a segment: that of the parameter for its first segment, and
-        a copy from before the step for the others, so that it is advanced once."""
+        """The step counter that the optimizer advances for a segment. A parameter's `first` segment advances `counter`,
+        the parameter's own; the other segments advance a copy with the value from before the step, so that `counter` is
+        advanced once."""
         if self._counts_in_ints:
             before = int(counter) - (not first)
             if first:
@@ -243,7 +246,8 @@ class PiecewiseUpdate:
         return counter if first else self._scratch[-1].copy_(counter).sub_(1)
 
     def _write_back(self, segment: _Segment, lent: Mapping[str, Any], number: int) -> None:
-        """Round the updated weight, and state that was widened, into the tensors that stay."""
+        """Round the updated weight of a segment, and the state in `lent` that was widened to fp32, from the scratch
+        into the bf16 tensors. `number` is the optimizer step."""
         parameter = segment.parameter
         weight, bits = segment.of(parameter.data), self._bits(0, segment)
         if self.rounding.mode == "exact":
@@ -257,7 +261,8 @@ class PiecewiseUpdate:
             round_stochastically_(lent[key].view(torch.int32), self._noise(segment, key, number), stored)
 
     def _noise(self, segment: _Segment, state: str, number: int) -> Tensor:
-        """Random bits for one tensor of a segment, in the scratch that its gradient needs no more."""
+        """Random bits, int32, for rounding the segment's part of the state named `state` (empty: the weight) in step
+        `number`. They overwrite the gradient's row of the scratch, which is no longer needed."""
         name, first = self._keys[id(segment.parameter)]
         bits, spare = self._bits(1, segment), self._bits(2, segment)
         key = f"{name}::{state}" if state else name
@@ -279,7 +284,8 @@ class PiecewiseUpdate:
 
     @contextmanager
     def _int_counters(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """While the block runs, step counters are integers, if the optimizer needs them so."""
+        """While the block runs, the step counters of `parameters` are Python integers, if the optimizer requires that;
+        afterwards they are tensors with the new values."""
         states = [self.optimizer.state[parameter] for parameter in parameters if self._counts_in_ints]
         counters = [state["step"] for state in states]
         for state in states:

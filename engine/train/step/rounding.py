@@ -52,17 +52,19 @@ def join_(weight: Tensor, remainder: Tensor, bits: Tensor) -> None:
 
 
 def noise_(bits: Tensor, spare: Tensor, *, seed: int, step: int, name: str, first: int) -> None:
-    """Fill the int32 tensor `bits` with independent uniform integers from 0 to 2^16 - 1, each a hash of its key.
+    """Fill the int32 tensor `bits` with independent uniform integers from 0 to 2^16 - 1, each a hash of seed, step,
+    name and element number.
 
-    The hash is murmur3's 32-bit finaliser (Appleby 2011, public domain) of the element's number, keyed before and after
-    it by 64 bits of a BLAKE2 hash of seed, step and `name`.
+    The hash is murmur3's 32-bit finaliser (Appleby 2011, public domain) of the element's number. Its key is 64 bits of
+    a BLAKE2 hash of seed, step and `name`: half of them are added before the finaliser, half are combined with the
+    result by XOR.
 
     Args:
-        bits: result.
-        spare: int32, overwritten.
-        seed: of the run.
-        step: optimizer step.
-        name: of the whole tensor.
+        bits: int32[N], the result.
+        spare: int32[N], working memory; overwritten.
+        seed: the run's seed.
+        step: the optimizer step, from 1.
+        name: the name of the whole tensor.
         first: number, in the whole tensor, of the first element. No multiple of `INDEX_LIMIT` may lie between the
             first and the last element.
     """

@@ -4,9 +4,9 @@
 gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the same sequences are
 redone. Nothing of the step is visible outside until it is over.
 
-A step is a sequence of stages. With several ranks each stage ends in a vote on whether it succeeded on all of them; a
-failure on one rank ends the attempt of all, and all go on with the same remedy. How ranks share the work of a step is
-up to the strategy (`engine.train.strategy`).
+A step is a sequence of stages (forward and backward, summing gradients, …). With several ranks each stage ends in a
+vote on whether it succeeded on all of them; a failure on one rank ends the attempt of all, and all go on with the same
+remedy. How ranks share the work of a step is up to the strategy (`engine.train.strategy`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class TimedPass(NamedTuple):
     """A micro-batch that was run forward and backward."""
 
     tokens: int
-    """Tokens on this rank, padding included; 0 if another rank had all samples."""
+    """Tokens of the micro-batch on this rank, padding included; 0 if the samples were assigned to other ranks."""
     seconds: float
-    """Until the device had finished, without waiting for data."""
+    """Seconds from the start until the device had finished, minus the time spent waiting for data."""
 
 
 class CheckpointReloadRequired(Exception):
@@ -141,10 +141,11 @@ class StepTransaction:
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> TimedPass:
-        """Run the most expensive micro-batch that `samples` allow, forward and backward, and drop its gradients;
-        returns its size and time.
+        """Run the most expensive micro-batch that can be made of `samples`, forward and backward, and drop its
+        gradients; returns its size and time.
 
-        A batch that would run out of memory hours later does so now, and the budget is learned before the first step.
+        A micro-batch that would run out of memory hours later does so now, and the budget is learned before the first
+        step.
         """
         own_samples = self._share(samples)
 
@@ -159,8 +160,8 @@ class StepTransaction:
         return TimedPass(plan[0].rows * plan[0].length if plan else 0, self.work.busy_seconds - waited)
 
     def _gather_stats(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather every rank's `facts` of work that succeeded. Rank 0 also records the failures that ranks recovered
-        from alone."""
+        """Gather `facts`, this rank's measurements of a step or probe that succeeded (JSON), from every rank, in the
+        order of ranks. Rank 0 also writes the failures that ranks recovered from alone to the journal."""
         recoveries = self.context.local_recoveries
         stats = {**facts, "local_recoveries": recoveries.take()}
         gathered = all_gather_step_stats(self.context.ranks, self.context.budget, stats)
@@ -182,8 +183,9 @@ class StepTransaction:
     def _run_with_recovery(
         self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
-        """Plan and run `stages` over this rank's `samples`, repeated with remedies until no rank runs out of memory;
-        returns the last plan."""
+        """Cut this rank's `samples` into micro-batches and run `stages` with them, again with a remedy after each
+        out-of-memory error, until all ranks succeed; returns the micro-batches of the last attempt. `phase_prefix` is
+        put before the name of the phase in failures."""
         context = self.context
         tried: Tried = []
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
@@ -243,7 +245,8 @@ class StepTransaction:
         return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
 
     def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
-        """Run the stages until one fails on any rank; returns the failures of that stage."""
+        """Run `stages` with the micro-batches `plan` until one fails on any rank; returns the failures of that stage on
+        all ranks, empty if every stage succeeded. `phase_prefix` is put before the name of the phase in failures."""
         self.work.begin()
         for stage in stages:
             run = partial(self.context.strategy.run_stage, partial(stage, plan))
@@ -262,7 +265,11 @@ class StepTransaction:
             self.context.report(RecoveredOom(step, oom, remedy, attempt, rows_after, **change))
 
     def _finish_step(self, step: int) -> bool:
-        """Drop the gradients and update the loss scale. True when an fp16 overflow skipped the step."""
+        """Drop the gradients and update the loss scale; returns whether an fp16 overflow skipped the step.
+
+        Raises:
+            DivergedError: the loss is not finite, or the gradients are not and the loss scale cannot be lowered.
+        """
         context = self.context
         self.context.strategy.drop_gradients()
         if self.work.is_finite:
@@ -283,11 +290,12 @@ class StepTransaction:
         return True
 
     def _recover(self, step: int, failed: Sequence[RankOom], attempts: int) -> None:
-        """Free the tensors of a failed attempt and restore all state as it was before, on every rank. Called outside
-        the exception handler, which would keep tensors in memory. If memory runs out here, too, it is repeated.
+        """On every rank, free the tensors of a failed attempt and restore all state as it was before. If memory runs
+        out here as well, recovery is repeated. Called outside the exception handler, which would keep tensors in
+        memory.
 
         Raises:
-            CheckpointReloadRequired: the optimizer step cannot be undone, here or elsewhere.
+            CheckpointReloadRequired: the optimizer step cannot be undone on this rank or another.
         """
         if all(self.context.ranks.all_gather_object(self._recover_here(step, attempts))):
             return
@@ -321,7 +329,11 @@ class StepTransaction:
 
     def _back_off(self, step: int, failed: Sequence[RankOom], tried: Tried) -> str:
         """Change the memory settings on all ranks, by the remedy that the rank with the cheapest failed micro-batch
-        chooses; returns the remedy's name."""
+        chooses; returns the remedy's name. `tried` has the remedies tried in this step.
+
+        Raises:
+            MemoryExhaustedError: no remedy is left.
+        """
         context, smallest = self.context, smallest_failed(failed)
         # A passing shortage on one device says nothing about another, so each rank has retries of its own.
         remedy = back_off(context, smallest, [name for rank, name in tried if rank == smallest.rank])

@@ -70,41 +70,41 @@ class SequenceParallel(Strategy):
         return cost_on_one_device(self._spec)
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """Delegate to the inner strategy."""
+        """Add the dummy micro-batches that the wrapped strategy adds."""
         return self.inner.pad_plan(plan)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Delegate to the inner strategy."""
+        """The wrapped strategy's context manager for a dummy micro-batch."""
         return self.inner.dummy_micro_batch()
 
     def prepare_gradients(self, losses: list[float]) -> list[float]:
-        """Delegate to the inner strategy."""
+        """Prepare the gradients as the wrapped strategy does; returns the sum over all ranks of each of `losses`."""
         return self.inner.prepare_gradients(losses)
 
     def sync_gradients(self) -> None:
-        """Delegate to the inner strategy."""
+        """Sum gradients over ranks as the wrapped strategy does."""
         self.inner.sync_gradients()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Delegate to the inner strategy."""
+        """Clip gradients as the wrapped strategy does; returns the norm before clipping."""
         return self.inner.clip_gradients(max_norm)
 
     def drop_gradients(self) -> None:
-        """Delegate to the inner strategy."""
+        """Drop the gradients that the wrapped strategy holds."""
         self.inner.drop_gradients()
 
     def recover(self) -> None:
-        """Delegate to the inner strategy."""
+        """Make the model usable again after a failed attempt, as the wrapped strategy does."""
         self.inner.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """Delegate to the inner strategy."""
+        """The wrapped strategy's checkpoint storage."""
         return self.inner.checkpoint_storage(optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Delegate to the inner strategy."""
+        """The wrapped strategy's context manager around forward passes without a backward."""
         return self.inner.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        """Delegate to the inner strategy."""
+        """The wrapped strategy's context for evaluating `data`."""
         return self.inner.join_evaluation(context, data)

@@ -50,7 +50,8 @@ def share_evaluation(context: EvaluationContext, data: TokenData, ranks: Ranks) 
 
 
 def _gather(ranks: Ranks, results: list[Any]) -> list[list[Any]]:
-    """Every rank's `results` (JSON), in the order of ranks, of any length: sent in pieces that fit one exchange."""
+    """Every rank's list `results` (JSON), in the order of ranks. Long lists are sent in several exchanges, because the
+    size of one exchange is limited."""
     text = json.dumps(results)
     rounds = max(-(-length // PIECE_CHARACTERS) for length in ranks.all_gather_object(len(text)))
     pieces = [
