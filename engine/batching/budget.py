@@ -93,10 +93,10 @@ class MicroBatchBudget:
         return max(1, min(int(CUT * failed_bytes), by_slope))
 
     def cut(self, failed_bytes: int, room_bytes: int, *, beside_co_tenant: bool = False) -> None:
-        """Record that a micro-batch of `failed_bytes` failed with `room_bytes` available, and lower the budget.
+        """Record that a micro-batch of cost `failed_bytes` failed with `room_bytes` available, and lower the budget.
 
-        The failure is blamed on a co-tenant if one is seen to hold memory (`beside_co_tenant`), or if a micro-batch of
-        this cost had succeeded before.
+        The failure counts as caused by a co-tenant if a co-tenant holds memory now (`beside_co_tenant`), or if a
+        micro-batch of this cost had succeeded before.
         """
         self.budget_bytes = self.bytes_after_failure(failed_bytes, room_bytes)
         self.known_bytes = max(self.known_bytes, self.proven_bytes)
@@ -109,8 +109,8 @@ class MicroBatchBudget:
         self.clean_steps = self.since_cut_bytes = 0
 
     def record_clean_step(self, room_bytes: int, may_grow: bool) -> bool:
-        """Count a step without failure, after which `room_bytes` are available; returns True if the budget grew, which
-        `may_grow` must allow."""
+        """Count a step without failure, after which `room_bytes` are available, and raise the budget if that is due and
+        `may_grow` allows it; returns whether the budget grew."""
         self.clean_steps += 1
         passing_bytes = self.passing_bytes
         if passing_bytes is not None and self.room_is_back(room_bytes, passing_bytes, self.passing_room_bytes):
@@ -127,8 +127,8 @@ class MicroBatchBudget:
         return True
 
     def record_thrashing(self, retries: int) -> bool:
-        """Count a step in which the allocator emptied its cache `retries` times; 0 ends the count. Returns True if the
-        budget was lowered, because this was the last of THRASHING_STEPS such steps in a row."""
+        """Record how often the allocator emptied its cache in a step (`retries`); a step with 0 ends the row of such
+        steps. After THRASHING_STEPS of them in a row the budget is lowered. Returns whether that was done."""
         self.thrashed_steps = self.thrashed_steps + 1 if retries else 0
         if self.thrashed_steps < THRASHING_STEPS:
             return False
@@ -138,18 +138,19 @@ class MicroBatchBudget:
         return True
 
     def room_is_back(self, room_bytes: int, failed_bytes: int, failed_room_bytes: int) -> bool:
-        """Whether a cost of `failed_bytes`, which failed with `failed_room_bytes` available, may be tried again.
+        """Whether a cost of `failed_bytes`, which failed with `failed_room_bytes` available, may be tried again now
+        that `room_bytes` are available.
 
-        That is so if there is more room now, and enough for this cost by the measured slope; or after `patience_steps`
-        clean steps.
+        It may if there is more room than then, and enough for this cost by the measured slope, or if `patience_steps`
+        clean steps have passed.
         """
         enough = self.slope > 0.0 and failed_bytes * self.slope <= room_bytes
         given_back = room_bytes >= ROOM_BACK * failed_room_bytes and enough
         return given_back or self.clean_steps >= self.patience_steps
 
     def _recovers(self) -> bool:
-        """Whether the budget is below a cost that once succeeded, and no failure caused by a co-tenant is
-        remembered."""
+        """Whether the budget may grow after every clean step: it is below a cost that once succeeded, and no failure
+        caused by a co-tenant is remembered."""
         return self.passing_bytes is None and self.budget_bytes < self.known_bytes
 
     def _limit(self, room_bytes: int) -> int:

@@ -60,9 +60,9 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
 
 
 def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
-    """Set data.image_max_pixels to the size of the largest image in `data` and unset data.image_min_pixels, because
-    plans assume an image of that size in every sequence; returns the changed run spec. Several images of one sample
-    count as one image of their total size."""
+    """Set data.image_max_pixels to the size in pixels of the largest image in `data` and unset data.image_min_pixels,
+    because plans assume an image of that size in every sequence; returns the changed run spec. Several images of one
+    sample count as one image of their total size."""
     if images is None or images.takes != "patches" or data.patches is None:
         return spec
     sizes = {"image_min_pixels": None, "image_max_pixels": int(data.patches.max()) * images.patch_side**2}

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 
 class Cost(Protocol):
-    """Micro-batch cost: predicted bytes above the static level of a micro-batch. It never falls as its arguments
-    grow."""
+    """The micro-batch cost: predicted bytes of a micro-batch above the static level (weights and optimizer state). It
+    never decreases as its arguments grow."""
 
     def __call__(self, rows: int, length: int, patches: int | None = None, /) -> int:
         """The cost of `rows` sequences padded to `length` tokens, with `patches` patches of images in all; None: each
@@ -36,7 +36,8 @@ Python's overhead per micro-batch of a small model comes to a few hundred tokens
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Positions of the sequences in the step, their padded length, and the predicted bytes above the static level."""
+    """One micro-batch: the positions of its sequences in the step, their padded length in tokens, and its predicted
+    bytes above the static level (weights and optimizer state)."""
 
     members: tuple[int, ...]
     length: int
@@ -109,9 +110,9 @@ def costliest_sequences(
 def _last_ends(
     lengths: list[int], cost_of: Callable[[int, int], int], budget_bytes: int, *, alike: bool
 ) -> list[int]:
-    """For each start in descending `lengths`: the last end for which the range [start, end) costs at most
-    `budget_bytes`; start + 1 where none does. `cost_of` gives the cost of a range, and `alike` says that it depends on
-    nothing but the first length and the number of sequences."""
+    """For each start in `lengths` (descending): the last end for which the sequences [start, end) cost at most
+    `budget_bytes`; start + 1 if a single one costs more. `cost_of(start, end)` is their cost in bytes; `alike` says
+    that this cost depends only on the first length and the number of sequences."""
     ends: list[int] = []
     for start, length in enumerate(lengths):
         if alike and start and lengths[start - 1] == length:

@@ -26,8 +26,8 @@ class Documents:
     device."""
 
     starts_D1: Tensor | None
-    """Position at which each document begins, and at the end the number of all positions: int32[documents + 1]. None
-    for attention kernels that do not take it."""
+    """Position at which each document begins, and last the number of all positions: int32[documents + 1]. None for
+    attention kernels that do not need it."""
     longest: int
     """Positions of the longest document."""
     one_per_row: bool
@@ -54,8 +54,8 @@ class Batch:
     target_tokens: int
     """Number of target tokens, after the causal shift."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further inputs of a vision-language model, by the names of its processor: pixel values, the grid of patches, and
-    each token's type, or positions that replace `position_ids_BS`."""
+    """Further inputs of a vision-language model, by the names that its processor gives them: pixel values, the grid of
+    patches, and each token's type, or positions that replace `position_ids_BS`. Empty without images."""
     labels_shifted: bool = False
     """True in slices: the label of a position is the token after it. False: it is the token itself."""
     first_position: int = 0
@@ -64,7 +64,7 @@ class Batch:
     """None for a slice, which holds only parts of documents. The padding of a row belongs to the document before it,
     or in packed rows is one more document."""
     row_tokens_B: Tensor | None = None
-    """Tokens of each row, without its padding; None unless asked for."""
+    """Number of tokens of each row, without its padding; None unless `collate` was told to set it."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same micro-batch with `move` applied to every tensor."""

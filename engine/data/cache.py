@@ -33,8 +33,8 @@ def hash_text(*parts: str) -> str:
 
 
 def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
-    """BLAKE2b hash of the contents of files, in order, in hexadecimal: with `root` also of their paths relative to it,
-    else of their suffixes."""
+    """BLAKE2b hash, in hexadecimal, of the contents of `files`, in order. It also covers the files' paths relative to
+    `root`, or, without `root`, their suffixes."""
     parts = []
     for file in files:
         with file.open("rb") as stream:
@@ -62,10 +62,11 @@ def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
 
 @contextmanager
 def locked(entry: Path, notify: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a cache entry. A second process waits here, without a time limit, and reports that it waits.
+    """Hold the lock of the cache entry `entry` while the block runs. If another process holds it, `notify` is called
+    with a sentence that says so, and this process waits without a time limit.
 
-    The operating system releases the lock of a process that is killed.
-    Raises EnvironmentProblem when the cache folder cannot be written.
+    The operating system releases the lock of a process that is killed. Raises EnvironmentProblem when the cache folder
+    cannot be written.
     """
     make_cache_folder(entry.parent)
     lock = FileLock(entry.with_name(entry.name + ".lock"))

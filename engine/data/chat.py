@@ -44,22 +44,22 @@ class RenderedRows:
 
     rows: list[TokenRow | Dropped]
     answer: Span | None = None
-    """(first token of the last answer, token after it) in a row whose learned tokens do not show where that answer is;
-    None in any other case."""
+    """The last answer as (its first token, the token after it), where every token of the row is learned, so that the
+    learned tokens do not show it; None if they do, or if the answer is not found."""
     facts: Counter[str] = field(default_factory=Counter)
     """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """An assistant turn, rendered as the last turn of the conversation up to and including it."""
+    """An assistant turn, as text: the conversation up to and including this turn, rendered."""
 
     text: str
     start: int
-    """First character of the answer."""
+    """Index in `text` of the answer's first character."""
     in_whole: bool
-    """Whether `text` is what the template renders for the conversation up to this turn, without any change to find the
-    answer."""
+    """Whether `text` is exactly what the template renders for the conversation up to this turn. It is not if the
+    conversation or the text had to be changed to find the answer."""
     prompted: bool
     """Whether `text` starts with a prompt that the template gives at inference."""
 
@@ -119,7 +119,8 @@ class ChatRenderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _rows(self, messages: list[Message], tools: Tools) -> RenderedRows:
-        """The rows of a conversation whose tool calls have one of the shapes of `tool_call_shapes`.
+        """The rows of a conversation whose tool calls already have one of the shapes of `tool_call_shapes`. `tools` are
+        the descriptions of the tools that the conversation may use.
 
         Raises TemplateRefusal when the template does not render the whole conversation.
         """
@@ -228,7 +229,8 @@ class ChatRenderer:
         return self._turn_by_content(messages, tools, plain, default_prompt)
 
     def _prompt(self, history: list[Message], tools: Tools, mode: Mode) -> str | None:
-        """The prompt that the model is given at inference; None if the template refuses to render one for `history`."""
+        """The prompt that the model is given at inference after the turns `history`, rendered with the template's
+        variables `mode`; None if the template refuses to render it."""
         try:
             return self.template.render(history, tools, prompt=True, mode=mode)
         except TemplateRefusal:
@@ -279,7 +281,8 @@ class ChatRenderer:
         return AssistantTurn(text, start, in_whole=True, prompted=False)
 
     def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
-        """The row of one turn. If a token would span the end of the prompt, the answer is tokenised separately."""
+        """The row of one turn, whose learned characters are `spans` (default: the answer). If a token would contain
+        characters of both prompt and answer, the two are tokenised separately."""
         spans = [(turn.start, len(turn.text))] if spans is None else spans
         row = self._flagged(turn.text, spans)
         if isinstance(row, Dropped):
@@ -292,7 +295,8 @@ class ChatRenderer:
         """Tokenise the text, and flag the tokens that lie in `spans` (ranges of characters) as learned. With `cut`
         above 0, the texts before and after that character are tokenised separately.
 
-        Dropped if a token begins before a span and ends inside it, or if the split adds text.
+        Returns Dropped if a token begins before a span and ends inside it, or if tokenising separately changes the
+        text.
         """
         ids, places = self._encoded(text[cut:], cut)
         if cut:
@@ -319,7 +323,8 @@ class ChatRenderer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
-        """The token indices `inside` without those of white space that the template adds after an end-of-turn token."""
+        """Return the token indices `inside` (of a learned span) without the white space that the template adds after an
+        end-of-turn token. `places` are the ranges of characters of all tokens in `text`."""
         last = next((k for k in reversed(range(len(inside))) if ids[inside[k]] in self.special_ids), None)
         if last is None or self.learn_all:
             return inside
@@ -327,7 +332,8 @@ class ChatRenderer:
         return inside[: last + 1] if not tail.strip() else inside
 
     def _end_turn(self, ids: list[int], flags: list[bool]) -> None:
-        """Append a learned end-of-sequence token unless a special token ends the last answer, to teach stopping."""
+        """Append a learned end-of-sequence token to `ids` and `flags`, unless a special token ends the last answer
+        already, so that the model learns to stop."""
         end = self.tokenizer.eos_token_id
         last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
         if end is None or last is None or any(token in self.special_ids for token in ids[last:]):
@@ -351,7 +357,8 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Counter[str]:
-    """Count the answers that are not learned, that do not follow an inference prompt, and that lack their thinking."""
+    """Count the assistant turns that are only context (not learned), the answers that do not follow an inference
+    prompt, and the answers whose thinking was left out. `turns` are the learned turns by their index in `messages`."""
     facts = Counter(context_only=len(_assistant_turns(messages)) - len(turns))
     for number, turn in turns.items():
         facts["unprompted"] += not turn.prompted

@@ -103,7 +103,8 @@ def _contains_answer(text: str, content: str) -> bool:
 
 
 def contains(text: str, part: str) -> bool:
-    """Whether the text contains `part` verbatim, or at least each of its words (line breaks may be escaped)."""
+    """Whether the text contains `part` verbatim, or at least each of the words of `part`, because templates may escape
+    line breaks."""
     if part.strip() in text:
         return True
     missing = set(WORD.findall(part)) - set(WORD.findall(text))

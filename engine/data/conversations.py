@@ -19,8 +19,9 @@ ROLES = {
 
 
 def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:
-    """The conversation of a row whose columns are `values`: messages or conversations, system and tools. With `parts`,
-    the content of a turn may be a list that holds more than text; otherwise such a row is dropped."""
+    """The conversation of a row as a ChatRecord, or the reason for dropping the row. `values` has the row's columns by
+    name: messages or conversations, system and tools. With `parts`, the content of a turn may be a list that holds more
+    than text; otherwise such a row is dropped."""
     turns = values.get("messages", values.get("conversations"))
     if isinstance(turns, str):
         turns = parsed(turns)
@@ -48,7 +49,8 @@ def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dro
 
 
 def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
-    """One turn with `role` and `content`, also from sharegpt's `from` and `value`. Other keys (tool_calls) are kept."""
+    """One turn as {"role", "content"}, also from sharegpt's `from` and `value`; other keys (tool_calls) are kept.
+    Returns Dropped if the turn has no known role, or no text and no tool calls. `parts`: content may be a list."""
     if not isinstance(turn, dict):
         return Dropped("a turn is not an object with role and content")
     # Arrow adds keys of other rows with null values, and templates test whether a key is present.

@@ -23,7 +23,7 @@ def ask_hub() -> None:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """If the hub does not answer, let the libraries look only into their caches inside the block."""
+    """While the block runs, if the hub does not answer, let the libraries use only what is in their caches."""
     if constants.HF_HUB_OFFLINE or _answers():
         yield
         return

@@ -24,12 +24,13 @@ class PlacedImages:
     count: int
     """Number of images in the row."""
     end: int
-    """The token after the last image token; 0 without images."""
+    """Index in `row` of the token after the last image token; 0 without images."""
     added: list[tuple[int, int]]
     """For each image: the position of its token in the original row, and the number of tokens added there."""
 
     def moved(self, span: Span | None) -> Span | None:
-        """Convert a range of tokens in the original row to the range of the same tokens in `row`."""
+        """Convert `span`, a range (start, end) of tokens in the original row, to the range of the same tokens in `row`;
+        None stays None."""
         if span is None:
             return None
         start, end = (place + sum(extra for at, extra in self.added if at < place) for place in span)

@@ -40,9 +40,9 @@ class ImageFacts(NamedTuple):
     """What is known of an image without its pixels."""
 
     height: int
-    """Patches from top to bottom, once the image is resized."""
+    """Number of patches from top to bottom, once the image is resized for the model."""
     width: int
-    """Patches from left to right."""
+    """Number of patches from left to right, once the image is resized for the model."""
     digest: int
     """The first 8 bytes of the BLAKE2b hash of its file."""
 
@@ -65,7 +65,7 @@ class ImageProcessor:
     tokens_per_image: int | None = None
     """Tokens of each image where all have one size."""
     written: tuple[str, str] | None = None
-    """The text by which the chat template stands for an image, and the text that replaces it."""
+    """(the text that the chat template writes for an image, the text that replaces it); None if nothing is replaced."""
 
     def patches_of(self, height: int, width: int) -> tuple[int, int]:
         """Patches from top to bottom and from left to right of an image of `height` × `width` pixels.
@@ -96,7 +96,8 @@ class ImageProcessor:
         return {name: np.asarray(made[name]) for name in ("pixel_values", "image_grid_thw") if name in made}
 
     def inputs(self, images: Sequence[Mapping[str, NDArray[Any]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs for the arrays of `images`, in the order of the rows `ids_BS`; empty without images."""
+        """The model's inputs by name: the arrays of all `images`, concatenated, and the type (1: image) of each token
+        of the rows `ids_BS`. Images are in the order of the rows; empty without images."""
         if not images:
             return {}
         joined = {name: np.concatenate([image[name] for image in images]) for name in images[0]}
@@ -174,7 +175,7 @@ def digest_of(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """The rows and the format of a source, from which an ImageReader finds images again."""
+    """The rows and the format of a source, from which an ImageReader reads images again."""
 
     rows: SourceRows
     format: Format

@@ -251,7 +251,8 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None) -> TokenData:
-    """Token data of some documents, packed into rows of `packed_length` tokens unless that is None."""
+    """Token data of the documents whose numbers are `documents`, packed into rows of `packed_length` tokens unless that
+    is None."""
     columns, names = found.columns, [source.name for source in found.sources]
     source_weights = [source.weight for source in found.sources]
     if packed_length is None:

@@ -111,7 +111,8 @@ def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, i
 
 
 def drop_lines(counts: Sequence[SourceCount]) -> list[str]:
-    """Reasons for dropping rows of several sources, most frequent first, with their number and the first rows."""
+    """The reasons for dropping rows of several sources as lines of text, most frequent first, each with the number of
+    rows and where the first of them are."""
     total: Counter[str] = sum((Counter(count.dropped) for count in counts), start=Counter())
     return [f"{number:,} x {reason}{_places_text(counts, reason)}" for reason, number in total.most_common()]
 

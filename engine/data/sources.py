@@ -196,7 +196,8 @@ def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataEr
 
 
 def _undecoded(feature: Any) -> Any:
-    """The type of a column, with images as the bytes or paths of their files instead of their pixels."""
+    """The type `feature` of a column, changed for images so that they are read as bytes or paths of their files instead
+    of pixels."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
@@ -227,7 +228,8 @@ def _slice(source: Source, count: int) -> tuple[int, int]:
 
 
 def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
-    """The error to show for a failed read, with file and line for JSON that does not parse."""
+    """The error to show when reading `files` of the source at `path` failed with `error`; for JSON that does not parse
+    it names file and line."""
     broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")

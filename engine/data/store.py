@@ -143,7 +143,8 @@ class StoreWriter:
             (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
 
     def add_source(self, name: str, format_name: str, results: Iterable[list[RowResult]]) -> None:
-        """Write all documents of a source, which `results` yields in batches, in row order."""
+        """Write all documents of a source, and count its rows. `results` yields the results of its rows in batches, in
+        row order."""
         count = SourceCount(name, format_name)
         self.counts.append(count)
         for batch in results:
@@ -171,6 +172,7 @@ class StoreWriter:
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:
     """Open a cache entry, after building it with `build` if it is missing or damaged. Other processes wait meanwhile.
+    `notify` is called with sentences for the user.
 
     A failed build leaves no files. Raises EnvironmentProblem when the cache cannot be written.
     """

@@ -42,7 +42,7 @@ class Document:
     ids: NDArray[np.int32]
     targets: NDArray[np.bool_]
     answer: tuple[int, int]
-    """First token of the last answer, and the token after it; of plain text, its second half."""
+    """(first token of the last answer, the token after it); for plain text, the second half counts as the answer."""
     origin: int
     """Row of the source, counted from 0."""
     truncated: bool
@@ -112,7 +112,8 @@ class Tokeniser:
         return bool(self.tokenizer.chat_template)
 
     def results(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[RowResult]:
-        """The result of each row. `first` is the number of the first of `rows` in its source.
+        """Tokenise `rows`, consecutive rows of a source of which the first has the number `first`; returns the result
+        of each row.
 
         Raises DataError where the tokenizer or its template cannot handle the format.
         """
@@ -135,8 +136,8 @@ class Tokeniser:
     def _opened(
         self, given: Record | DetectionRecord | Dropped, format_: Format
     ) -> tuple[Record | Dropped, list[ImageFacts]]:
-        """The record, and facts of its images, whose files are read here. A detection record becomes a conversation,
-        because the image's size is then known."""
+        """Read the images of a record; returns (record, facts of its images). A detection record is returned as a
+        conversation, because the image's size is then known. A row whose images cannot be read becomes Dropped."""
         references = references_of(given)
         if not references or self.images is None:
             return (given if not isinstance(given, DetectionRecord) else Dropped(NO_PROCESSOR)), []

@@ -177,8 +177,8 @@ class TokenData:
         return self.patches is not None and bool(self.patches.any())
 
     def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
-        """The model's inputs for the images of `rows`, which are not packed and have the tokens `ids_BS`; empty if
-        there are none."""
+        """The model's inputs for the images of `rows`, by name; empty if there are none. `ids_BS` are the tokens of
+        these rows. Rows must not be packed."""
         if self.pixels is None or self.columns.images is None:
             return {}
         found = self.columns.images

@@ -125,8 +125,8 @@ class AllocationTracker:
         return max(0, self.capacity_bytes - self._co_tenant.held_bytes)
 
     def _charge(self, size_bytes: int, operation: Any) -> None:
-        """Count an allocation of `size_bytes`, already rounded. Raises torch.OutOfMemoryError if it is refused; then no
-        bytes are counted."""
+        """Add `size_bytes`, already rounded to blocks, to the allocated bytes. Raises torch.OutOfMemoryError if the
+        allocation is refused; then nothing is added. `operation` is named in the error."""
         self.allocations += 1
         total = self.allocated_bytes + size_bytes
         if total > self.available_bytes or self.allocations == self._fail_at:
@@ -205,13 +205,15 @@ class AllocationTracker:
             entry.size_bytes = size_bytes
 
     def undo_resize(self, entry: _TrackedStorage, size_bytes: int) -> None:
-        """Set a storage back to the size counted before a resize that failed; no allocation is requested."""
+        """Set the size counted for a storage back to `size_bytes`, its size before a resize that failed; no allocation
+        is counted."""
         with self._lock:
             self.allocated_bytes += size_bytes - entry.size_bytes
             entry.size_bytes = size_bytes
 
     def transfer(self, old: torch.UntypedStorage, new: torch.UntypedStorage, operation: Any, shape: Any) -> None:
-        """Transfer the bytes counted for `old`, which is about to be freed, to `new` without a new allocation."""
+        """Count the bytes of `old`, which is about to be freed, for `new` instead, without counting a new allocation.
+        `operation` and `shape` describe `new` in reports."""
         with self._lock:
             former = self.live.get(old._cdata)
             if former is None or new._cdata in self.live:

@@ -15,8 +15,8 @@ from engine.launch.environment import ALLOCATOR_VARIABLES
 
 
 def allocator_settings() -> str:
-    """The settings in force, such as "expandable_segments:True"; empty for torch's defaults. Call it after CUDA has
-    started: the first call makes torch read the environment."""
+    """The settings in force, such as "expandable_segments:True"; empty for torch's defaults. Must be called after CUDA
+    has started, because the first call makes torch read the environment."""
     # torch before 2.10 has no function for it; what it read can then only be told from the environment.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:

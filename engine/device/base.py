@@ -112,7 +112,8 @@ class Device(Protocol):
         ...
 
     def activate(self) -> AbstractContextManager[None]:
-        """Use this device in the calling thread, and in threads started inside the block. May be nested."""
+        """Context manager: use this device in the calling thread, and in threads started inside the block. May be
+        nested."""
         ...
 
     def synchronize(self) -> None:
@@ -121,17 +122,17 @@ class Device(Protocol):
 
     def fit_capacity(self) -> list[str]:
         """Lower the capacity to what is left beside memory that is taken outside the allocator for the whole run.
-        Returns a notice for the user if it was lowered."""
+        Returns a list with a notice for the user if it was lowered, else an empty list."""
         ...
 
     patience_seconds: float | None
     """How long `wait_until_idle` waits; None: without a limit."""
 
     def wait_until_idle(self) -> None:
-        """Wait until the work queued on every stream has run, before memory that it may still use is freed.
+        """Wait until the work queued on every stream is done, before memory that it may still use is freed.
 
         Raises:
-            StuckDeviceError: it has not after `patience_seconds`.
+            StuckDeviceError: the work is not done after `patience_seconds`.
         """
         ...
 
@@ -159,12 +160,12 @@ class Device(Protocol):
         ...
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host tensor with the same values in page-locked memory, from which `upload` does not wait for the
-        device. Where there is none, or none is left, return `tensor` itself."""
+        """Return a copy of a host tensor in page-locked memory, from which `upload` is asynchronous. On devices without
+        page-locked memory, or if none is left, return `tensor` itself."""
         ...
 
     def stop_pinning(self) -> None:
-        """Use no page-locked memory from now on: `pin` returns the tensors it is given."""
+        """Use no page-locked memory from now on: `pin` returns the tensors that it is given."""
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,16 +178,18 @@ class Device(Protocol):
         ...
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Copy a device tensor to the host without waiting for the copy; the result brings it back. Raises UsageError
-        if the tensor offloaded before was changed in place while it was copied."""
+        """Start to copy a device tensor to the host, asynchronously; returns a HostCopy, whose `fetch` copies it back.
+        Raises UsageError if the tensor of the offload before this one was changed in place while it was copied."""
         ...
 
     def settle_offloads(self) -> None:
-        """Give up device memory that offloads under way still use, once the device has waited for them."""
+        """End the offloads under way: make the device wait for their copies, then free the device tensors that they
+        read or write. The host copies remain."""
         ...
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host tensor with the same values, only for reading: a copy, or on a plain CPU the tensor itself."""
+        """Return a host tensor with the same values, which the caller must not change: a copy, or on a plain CPU
+        `tensor` itself."""
         ...
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 
 def within(seconds: float | None, action: Callable[[], object], too_late: Callable[[], Exception]) -> None:
-    """Call `action`, in a thread of its own if there is a limit. Raises what `action` raises, and `too_late()` if it
-    has not returned after `seconds`; its thread then ends with the process."""
+    """Call `action` and wait for its end, at most `seconds` (None: without a limit). Raises what `action` raises; if it
+    has not returned in time, raises the exception that `too_late()` returns, and `action` continues in its thread until
+    the process ends."""
     if seconds is None:
         action()
         return

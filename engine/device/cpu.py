@@ -103,14 +103,14 @@ class CpuDevice:
         return tensor.detach().clone()
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Copy `tensor` at once: operations on the CPU are not queued."""
+        """Return a HostCopy whose copy is complete: operations on the CPU are not queued."""
         return PlainCopy(self.download(tensor), self.upload)
 
     def settle_offloads(self) -> None:
         """Does nothing: no copy is ever under way."""
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, so that writing a checkpoint needs no second copy of the model."""
+        """Return the tensor itself, detached, so that writing a checkpoint needs no second copy of the model."""
         return tensor.detach()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:

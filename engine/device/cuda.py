@@ -80,8 +80,9 @@ class CudaDevice:
 
     def fit_capacity(self) -> list[str]:
         """Lower the capacity, and torch's cap, to what is left beside memory taken outside torch's allocator: the CUDA
-        context and the communicators of ranks. A request above the cap is refused by torch; one that the driver itself
-        refuses can tear an expandable segment. Returns a notice for the user if it was lowered."""
+        context and the communicators of ranks. torch refuses a request above the cap cleanly; a request that the driver
+        refuses can damage an expandable segment. Returns a list with a notice for the user if the capacity was lowered,
+        else an empty list."""
         left_bytes, missing_bytes = self.available_bytes, self.capacity_bytes - self.available_bytes
         if missing_bytes <= 0:
             return []
@@ -92,8 +93,8 @@ class CudaDevice:
         ]
 
     def wait_until_idle(self) -> None:
-        """Wait until all streams of the card have run what is queued on them, also those of NCCL and of FSDP2, at most
-        `patience_seconds`. A collective of which a rank is missing never ends. Raises StuckDeviceError."""
+        """Wait until all streams of the card, including those of NCCL and of FSDP2, have run what is queued on them. A
+        collective of which a rank is missing never ends: StuckDeviceError is raised after `patience_seconds`."""
         wait_for_card(partial(torch.cuda.synchronize, self.torch_device), self.patience_seconds)
 
     def memory(self) -> MemoryReading:
@@ -129,14 +130,16 @@ class CudaDevice:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to page-locked memory of torch's host allocator, which keeps freed blocks for the next copy.
 
-        Containers and Windows may cap page-locked memory far below the machine's memory. After the first refusal no
-        more is asked for, a notice is left, and copies wait for the card again.
+        Containers and Windows may cap page-locked memory far below the machine's memory. After the first refusal a
+        notice is added to `notices`, and from then on `tensor` itself is returned: copies to the card are then
+        synchronous.
         """
         pinned = self._pinned(tensor.pin_memory) if self._can_pin else None
         return tensor if pinned is None else pinned
 
     def _pinned(self, allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Return what `allocate` returns, or None after a notice if no page-locked memory is left."""
+        """Return the page-locked tensor that `allocate` returns. If no page-locked memory is left, add a notice, stop
+        pinning and return None."""
         try:
             return allocate()
         except RuntimeError as error:
@@ -148,7 +151,7 @@ class CudaDevice:
             return None
 
     def stop_pinning(self) -> None:
-        """Copy to the card from ordinary memory from now on."""
+        """From now on copy to the card from pageable memory: `pin` returns the tensors that it is given."""
         self._can_pin = False
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,13 +163,14 @@ class CudaDevice:
         return tensor.detach().to("cpu", copy=True)
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Begin to copy `tensor` to page-locked memory, on a stream of its own. Without such memory, the copy is
+        """Start to copy `tensor` to page-locked memory, on a separate stream. Without page-locked memory, the copy is
         complete on return."""
         host = self._pinned(partial(torch.empty_like, tensor, device="cpu", pin_memory=True)) if self._can_pin else None
         return PlainCopy(self.download(tensor), self.upload) if host is None else self._copies.send(tensor, host)
 
     def settle_offloads(self) -> None:
-        """Give up what offloads under way still use, once the computation waits for them."""
+        """Make the computation wait for the copies of offloads under way, then free the device tensors that they read
+        or write."""
         self._copies.settle()
 
     @cached_property

@@ -33,26 +33,27 @@ class HostCopy(Protocol):
     """A copy of a device tensor in host memory."""
 
     def prefetch(self) -> None:
-        """Begin to copy it back, if that can run beside the computation. Raises torch.OutOfMemoryError."""
+        """Start to copy the tensor back to the device, where that can run at the same time as the computation. Raises
+        torch.OutOfMemoryError."""
         ...
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with its values. Raises torch.OutOfMemoryError."""
+        """Return a new device tensor with the copy's values. Raises torch.OutOfMemoryError."""
         ...
 
 
 @dataclass
 class PlainCopy:
-    """A host copy that is made, and copied back, in the order of all other work."""
+    """A host copy that is made, and copied back, on the stream of the computation."""
 
     host: torch.Tensor
     upload: Callable[[torch.Tensor], torch.Tensor]
 
     def prefetch(self) -> None:
-        """Does nothing: nothing runs beside the computation."""
+        """Does nothing: there is no second stream for copies."""
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with its values."""
+        """Return a new device tensor with the copy's values. Raises torch.OutOfMemoryError."""
         return self.upload(self.host)
 
 
@@ -60,16 +61,17 @@ class Stream(Protocol):
     """A queue of work on a device, such as `torch.cuda.Stream`."""
 
     def record_event(self) -> Any:
-        """Return an event that is over when the work queued so far has run."""
+        """Return an event that completes when the work queued on this stream so far has run."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """Run what is queued from now on after `event`."""
+        """Make the work queued on this stream from now on wait for `event`. The host does not wait."""
         ...
 
 
 class Streams(Protocol):
-    """The streams of a device: that of the computation, and one for copies in each direction."""
+    """The streams of a device: that of the computation (`compute`), one for copies to the host (`out`) and one for
+    copies to the device (`back`)."""
 
     out: Stream
     back: Stream
@@ -79,7 +81,7 @@ class Streams(Protocol):
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Inside the block, operations are queued on `stream`."""
+        """Context manager: inside the block, operations are queued on `stream`."""
         ...
 
 
@@ -96,12 +98,13 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Inside the block, `stream` is the current one."""
+        """Context manager: inside the block, `stream` is the current CUDA stream."""
         return torch.cuda.stream(stream)
 
 
 class _Leaving(NamedTuple):
-    """A tensor that is being copied to the host."""
+    """A tensor that is being copied to the host: the tensor, its version counter when the copy began (which shows
+    changes in place), and the event that completes when the copy is done."""
 
     tensor: torch.Tensor
     version: int
@@ -109,7 +112,7 @@ class _Leaving(NamedTuple):
 
 
 class CopyStreams:
-    """Makes host copies on streams of their own."""
+    """Makes host copies on streams of their own, so that they run at the same time as the computation."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams, self._device = streams, device
@@ -117,9 +120,10 @@ class CopyStreams:
         self._coming: StreamCopy | None = None
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor) -> StreamCopy:
-        """Begin to copy `tensor` to `host`, page-locked memory of its shape and dtype.
+        """Start to copy `tensor` to `host`, a page-locked tensor of its shape and dtype; returns the host copy. Before
+        that, the tensor sent last is released (`_let_go`).
 
-        Raises UsageError: the tensor before was changed in place while it was copied.
+        Raises UsageError: the tensor sent last was changed in place while it was copied.
         """
         self._let_go()
         tensor, compute = tensor.detach(), self._streams.compute()
@@ -136,7 +140,8 @@ class CopyStreams:
         return StreamCopy(self, host, done)
 
     def _let_go(self) -> None:
-        """Give up the tensor that is leaving, once the computation waits for its copy."""
+        """Make the computation wait for the copy of the tensor that was sent last, then drop the reference to the
+        tensor, so that its memory can be freed. Raises UsageError if it was changed in place meanwhile."""
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
@@ -148,7 +153,7 @@ class CopyStreams:
             )
 
     def begin(self, copy: StreamCopy) -> None:
-        """Begin to copy `copy` back. Raises torch.OutOfMemoryError."""
+        """Start to copy `copy` back to the device. Raises torch.OutOfMemoryError."""
         compute, back = self._streams.compute(), self._streams.back
         arriving = torch.empty_like(copy.host, device=self._device, pin_memory=False)
         back.wait_event(copy.sent)
@@ -158,13 +163,15 @@ class CopyStreams:
         copy.arriving, copy.arrived = arriving, back.record_event()
 
     def prefetch(self, copy: StreamCopy) -> None:
-        """Begin to copy `copy` back, unless it is large or another one is on its way."""
+        """Start to copy `copy` back to the device, unless it is larger than LARGEST_IN_FLIGHT bytes or another copy is
+        being prefetched. Raises torch.OutOfMemoryError."""
         if self._coming is None and not _is_large(copy.host):
             self.begin(copy)
             self._coming = copy
 
     def take(self, copy: StreamCopy) -> torch.Tensor:
-        """Return the device tensor of `copy`, for which the computation waits."""
+        """Return the device tensor of `copy`; the copying is started if it was not prefetched. The computation waits
+        for the end of the copying, the host does not."""
         if copy.arriving is None:
             self.begin(copy)
         arriving, arrived = copy.arriving, copy.arrived
@@ -176,7 +183,8 @@ class CopyStreams:
         return arriving
 
     def settle(self) -> None:
-        """Give up what is under way in both directions, once the computation waits for it. The host copies stay."""
+        """Make the computation wait for the copies under way in both directions, then drop the references to their
+        device tensors. The host copies remain valid. Raises UsageError as `send` does."""
         if self._coming is not None:
             self.take(self._coming)
         self._let_go()
@@ -189,17 +197,19 @@ class StreamCopy:
     copies: CopyStreams
     host: torch.Tensor
     sent: Any
-    """The event after which `host` has the tensor's values."""
+    """The event that completes when `host` has the tensor's values."""
     arriving: torch.Tensor | None = None
-    """The device tensor on its way back."""
+    """The device tensor that is being filled by a prefetch; None if none is under way."""
     arrived: Any = None
 
     def prefetch(self) -> None:
-        """Begin to copy it back, unless it is large or another copy is on its way."""
+        """Start to copy the tensor back to the device, unless it is large or another copy is being prefetched. Raises
+        torch.OutOfMemoryError."""
         self.copies.prefetch(self)
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with its values, for which the computation waits, not the host."""
+        """Return a new device tensor with the copy's values. The computation waits for the copying, the host does not.
+        Raises torch.OutOfMemoryError."""
         return self.copies.take(self)
 
 

@@ -90,6 +90,6 @@ def _between_devices(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _caller() -> str:
-    """The innermost line of Python that is not torch's own."""
+    """`FILE:LINE` of the innermost Python call that is not in torch's own files; "torch" if there is none."""
     frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename.replace("\\", "/")]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "torch"

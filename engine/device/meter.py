@@ -126,7 +126,8 @@ class _CountingMode(TorchDispatchMode):
                 self.count_result(func, item)
 
     def run_resizing(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that may resize or replace a tensor's storage; if that is refused, restore the tensor."""
+        """Run an operation that may resize or replace a tensor's storage; returns its result. If the new size is
+        refused, the tensor is restored and torch.OutOfMemoryError raised."""
         states = [_StorageState(tensor) for tensor in written_tensors(func, args, kwargs)]
         result = func(*args, **kwargs)
         try:
@@ -140,7 +141,8 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def recount(self, func: Any, tensor: torch.Tensor) -> None:
-        """Update the size counted for the storage of a tensor that was written to."""
+        """Update the size counted for the storage of `tensor`, which the operation `func` wrote to. Raises
+        torch.OutOfMemoryError if the new size is refused."""
         storage = tensor.untyped_storage()
         entry = self.live.get(storage._cdata)
         if entry is None:
@@ -317,7 +319,7 @@ class Meter:
 
 
 def _patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of a class or an instance."""
+    """Replace the method `name` of a class or an instance."""
     setattr(owner, name, replacement)
 
 

@@ -115,7 +115,7 @@ class MeteredDevice:
             return tensor.detach().clone()
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Copy `tensor` at once: operations on the CPU are not queued."""
+        """Return a HostCopy whose copy is complete: operations on the CPU are not queued."""
         return PlainCopy(self.download(tensor), self.upload)
 
     def settle_offloads(self) -> None:

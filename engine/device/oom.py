@@ -86,7 +86,7 @@ _UNIT_BYTES = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class StuckDeviceError(TunedeckError):
-    """Work that was queued on the device does not end."""
+    """Work that was queued on the device has not ended within the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def beyond_repair(error: BaseException) -> bool:
-    """Whether only a new process can use the device again: after a sticky error, any error of the driver's, or queued
-    work that does not end."""
+    """Whether only a new process can use the device after `error`: it is a sticky error (see `is_sticky`), another
+    error of the CUDA driver, or queued work that does not end."""
     return isinstance(error, (torch.AcceleratorError, StuckDeviceError)) or is_sticky(error)
 
 

@@ -31,7 +31,8 @@ WRAPPERS_OF_EXISTING_MEMORY = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
 
 
 def behaviour(func: Any) -> str:
-    """Return how an operator overload allocates (NOTHING, ONE, MANY, RESIZES or DECOMPOSE), and cache the answer."""
+    """Return how an operator overload allocates, and cache the answer: NOTHING, ONE (one new tensor), MANY (several
+    values), RESIZES (may change the storage of a tensor it writes to), DECOMPOSE (made of other operations)."""
     does = behaviours[id(func)] = _read(func)
     _kept_alive.append(func)
     return does

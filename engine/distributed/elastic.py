@@ -131,8 +131,8 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
 
 
 def start_ranks(spec: RunSpec, directory: RunDirectory, arguments: list[str]) -> str:
-    """Start Tunedeck with `arguments` once for each device, as ranks of the run in `directory`, and wait for their end;
-    returns what went wrong, as a sentence, or nothing."""
+    """Start Tunedeck with the command-line `arguments` once for each device, as ranks of the run in `directory`, and
+    wait for their end; returns what went wrong, as a sentence, or an empty text."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
     os.environ[RANK_OF] = directory.name
     config = LaunchConfig(

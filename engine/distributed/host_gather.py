@@ -38,8 +38,8 @@ class LostRankError(TunedeckError):
 
 @contextmanager
 def raising_lost_rank() -> Iterator[None]:
-    """Turn errors of a collective into LostRankError: gloo and NCCL raise RuntimeError with many different messages.
-    Memory that ran out in a collective, and errors that a device does not survive, are raised as what they are."""
+    """Inside the block, turn errors of a collective into LostRankError: gloo and NCCL raise RuntimeError with many
+    different messages. Out-of-memory errors and errors after which the device is unusable are raised unchanged."""
     try:
         yield
     except RuntimeError as error:

@@ -26,8 +26,9 @@ ANY_PORT = 9
 
 
 def settle_interface(store: Store, rank: int, size: int, master: str) -> None:
-    """Set VARIABLE for this rank, if the ranks are on several machines. All ranks call this; `master` is the host of
-    rank 0. Raises RuntimeError if a rank does not come within the store's time limit."""
+    """Set the environment variable GLOO_SOCKET_IFNAME for this rank, unless it is set or all ranks are on one machine.
+    All ranks call this. `size` is the number of ranks, `master` the host of rank 0. Raises RuntimeError if a rank does
+    not call it within the store's time limit."""
     store.set(f"address/{rank}", source_address(master))
     addresses = [store.get(f"address/{each}").decode() for each in range(size)]
     name = choose_interface(addresses, rank)
@@ -48,7 +49,7 @@ def choose_interface(addresses: Sequence[str], rank: int) -> str | None:
 
 
 def source_address(host: str) -> str:
-    """The address of this machine from which it reaches `host`; empty if it does not."""
+    """The IP address of this machine from which it reaches `host`; empty if it does not reach it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -56,11 +56,11 @@ class Ranks:
     host_gather: HostGather | None = None
     store: Store | None = None
     patience_seconds: float = 600.0
-    """How long the other ranks wait for a sign of life of rank 0."""
+    """How long other ranks wait for rank 0 without a sign of life from it, before they raise LostRankError."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's context for host allocations, so that buffers of votes do not count as device memory."""
     handlers: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions by name, which rank 0 may have all ranks run while they wait for it."""
+    """Functions by name that `request` runs on all ranks while they wait in `run_on_rank0`."""
     _messages: int = 0
 
     @property
@@ -90,7 +90,8 @@ class Ranks:
         return np.concatenate(sums).reshape(counts.shape)
 
     def voted_group(self) -> VotedGroup:
-        """A group of all ranks, for collectives that a rank may be unable to join: all vote before each of them."""
+        """Return a group of all ranks that vote before each collective, for collectives that a rank may be unable to
+        join because it ran out of memory."""
         assert self.host_gather is not None
         return VotedGroup(self.host_gather.group, self.host_region)
 
@@ -116,8 +117,8 @@ class Ranks:
         return message["result"]
 
     def request(self, handler: str, **details: Any) -> Any:
-        """On rank 0, inside `run_on_rank0`: run the handler named `handler` on all ranks, rank 0 included; returns what
-        it returned on rank 0."""
+        """On rank 0, inside `run_on_rank0`: run the handler named `handler` with the arguments `details` on all ranks,
+        rank 0 included; returns the handler's result on rank 0."""
         if self.store is not None:
             self._post(self.store, {"handler": handler, "details": details})
         return self.handlers[handler](**details)
@@ -172,8 +173,8 @@ class Ranks:
 
 @contextmanager
 def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
-    """While the block runs, a thread increments a counter in the store, which shows waiting ranks that this process is
-    not stopped."""
+    """While the block runs, a thread increments a counter in the store every `every_seconds`. It shows waiting ranks
+    that this process is not stopped."""
     over = threading.Event()
 
     def count() -> None:

@@ -20,10 +20,10 @@ POLL_SECONDS = 0.02
 
 
 def rendezvous_store(store: Store, rank: int, size: int, limit: timedelta) -> Store:
-    """A part of `store`, under a prefix that only the ranks of this start know.
+    """Return a part of `store` under a prefix that only the ranks of this start know. All `size` ranks call this.
 
     Raises:
-        RuntimeError: not all ranks came within the limit, or the store is gone.
+        RuntimeError: not all ranks came within the time limit, or the store is gone.
     """
     name = _publish_name(store, size, limit) if rank == 0 else _ask(store, rank, limit)
     return PrefixStore(name, store)

@@ -56,8 +56,9 @@ class SequenceGroup:
 
 
 def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
-    """Make groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call it. For all ranks
-    it is the group that they have already, because each group of NCCL takes memory of its own.
+    """Divide the ranks into groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call
+    this. If `size` is the number of all ranks, the existing group of all ranks is used, because each additional NCCL
+    group takes memory.
 
     `voted_group` votes before collectives; without one, the ranks of the group vote among themselves.
     """
@@ -139,7 +140,9 @@ def _packed_heads(
 
 
 def _gather_heads(group: SequenceGroup, tensors_BhTD: Sequence[Tensor], all_heads: Sequence[int]) -> list[Tensor]:
-    """Undo `_scatter_heads`. The copies of a head that was sent to several places are summed."""
+    """Undo `_scatter_heads`: send every place its positions of all tensors; returns a tensor [B, H, S, D] for each.
+    `all_heads` has the number of heads H of each tensor. The copies of a head that was sent to several places are
+    summed."""
     widths = [tensor.shape[1] * tensor.shape[-1] for tensor in tensors_BhTD]
     received_PSBF = group.exchange(_packed_positions(tensors_BhTD, widths, group.size))
     joined = [
@@ -159,8 +162,9 @@ def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], pla
 
 
 def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
-    """Join what all ranks of the group sent into [B, H, S, D], in memory with positions before heads, as linear layers
-    expect; always a copy. `times`: the number of ranks that hold copies of the same head, which are summed."""
+    """Join what all ranks of the group sent, [P, S, B, h, D], into [B, H, S, D]; always a copy. In memory, positions
+    come before heads, as linear layers expect. `times`: the number of ranks that hold copies of the same head, which
+    are summed."""
     if times > 1:
         received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
     by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)
@@ -168,10 +172,12 @@ def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
 
 
 def _free(buffer: Tensor) -> None:
-    """Free a buffer's memory now: gloo's thread keeps a reference for some time after the operation."""
+    """Free a buffer's memory at once, because gloo's thread keeps a reference to the buffer for some time after the
+    operation."""
     buffer.untyped_storage().resize_(0)
 
 
 def _share(heads: int, places: int) -> tuple[int, int]:
-    """The number of heads that one place computes, and the number of places that compute the same heads."""
+    """(the number of heads that one place computes, the number of places that compute the same heads), for a tensor of
+    `heads` heads."""
     return (heads // places, 1) if heads >= places else (1, places // heads)

@@ -88,8 +88,8 @@ def groups_of(
 
 
 def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
-    """Modules of a layer whose trainable parameters have another dtype than most of the layer's, such as copies in bf16
-    beside fp32 adapters."""
+    """The modules of a layer with trainable parameters of another dtype than most of the layer's trainable parameters,
+    such as bf16 copies beside fp32 adapters."""
     counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
     most = counts.most_common(1)[0][0] if counts else None
     return [
@@ -100,7 +100,7 @@ def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
 
 
 def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
-    """Add the parameters to `taken`; True if any of them was not in it."""
+    """Add the `id`s of `parameters` to the set `taken`; returns whether any of them was not in the set."""
     free = {id(parameter) for parameter in parameters} - taken
     taken |= free
     return bool(free)
@@ -122,10 +122,12 @@ class ShardedModel:
         fill: Callable[[Sequence[nn.Module]], None],
         host_region: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Shard `root`, which holds `model` and `head`, group by group.
+        """Shard `root`, which holds `model` and `head`, over the ranks of `mesh`, group by group; `voted_group` votes
+        before collectives.
 
         `fill` loads a group's weights just before the group is sharded, so that at most one group is in memory in full.
-        With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's.
+        With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's. `host_region` is the
+        device's context for host allocations.
         """
         self.model, self.voted_group = model, voted_group
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -177,7 +179,8 @@ class ShardedModel:
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 
     def first_elements(self) -> dict[str, int]:
-        """The number, in the whole parameter, of the first element of this rank's part, by the same names."""
+        """By parameter name, as in `local_parameters`: the flat index in the whole parameter at which this rank's part
+        begins."""
         found = {}
         for name, whole in self.full_parameters().items():
             rows = -(-len(whole) // whole.device_mesh.size())  # torch gives each rank as many rows, the last one fewer
@@ -199,9 +202,9 @@ class ShardedModel:
 
     def global_norm(self, norm_here: float) -> float:
         """Combine the gradient norms of all ranks' parts (`norm_here` on this rank) into the norm of the whole
-        gradients.
+        gradients, on every rank.
 
-        Raises PeerFailedError where another rank failed before this.
+        Raises PeerFailedError if another rank failed before this call.
         """
         self._squares_here[0] = norm_here**2
         self.voted_group.ready()
@@ -210,7 +213,7 @@ class ShardedModel:
         return math.sqrt(self._squares_here[0])
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of local parameters, and of the full parameters that they are parts of."""
+        """Discard the gradients of local parameters, and of the full parameters that they are parts of."""
         self._present.zero_()
         for parameter, part in zip(self._learning, self._local_parameters, strict=True):
             parameter.sharded_param.grad = part.grad = None
@@ -241,11 +244,11 @@ class ShardedModel:
 
     @contextmanager
     def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
-        """Context for forward passes without a backward: the weights of each group are freed after use, those of the
-        head at the end.
+        """Context manager for forward passes without a backward: the weights of each group are freed after use, those
+        of the head at the end.
 
-        With `gathers_head` the head's weights are gathered throughout, for passes that call the model directly. If
-        another rank cannot take part in an all-gather, this raises PeerFailedError.
+        With `gathers_head` the head's weights are gathered throughout, for passes that call the model directly. Raises
+        PeerFailedError if another rank cannot take part in an all-gather.
         """
         for module, _ in self._kept:
             module.set_reshard_after_forward(True, recurse=False)
@@ -262,7 +265,7 @@ class ShardedModel:
 
     @contextmanager
     def dummy_micro_batch(self) -> Iterator[None]:
-        """Context for a dummy micro-batch: its zero gradients do not count as present."""
+        """Context manager for a dummy micro-batch: its zero gradients do not count as gradients in `sync_gradients`."""
         self._in_dummy = True
         try:
             yield
@@ -270,8 +273,8 @@ class ShardedModel:
             self._in_dummy = False
 
     def _noting_gradients(self, group: Any) -> Callable[..., None]:
-        """Wrap `post_backward` of a group to first record which parameters have gradients, because torch adds zeros for
-        the rest."""
+        """Return a replacement for torch's `post_backward` of `group`, which first records which parameters have
+        gradients: torch adds zeros for the rest."""
         post_backward = group.post_backward
         inside = set(map(id, group.fsdp_params))
         mine = [(index, parameter) for index, parameter in enumerate(self._learning) if id(parameter) in inside]

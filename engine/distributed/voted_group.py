@@ -59,10 +59,11 @@ class VotedGroup:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def run_together(self, action: Callable[[], None]) -> bool:
-        """Run `action`, which calls `ready` before each of its collectives, on all ranks; True if no rank failed.
+        """Run `action`, which calls `ready` before each of its collectives, on all ranks; returns whether no other rank
+        failed.
 
-        An error of `action` on this rank is raised after the other ranks were told of it. If another rank failed, the
-        result is False, and no tensor of the attempt is kept in memory.
+        An error of `action` on this rank is raised after the other ranks were told of it. If another rank failed,
+        returns False, and no tensor of the attempt is kept in memory.
         """
         try:
             action()

@@ -55,8 +55,9 @@ def warm_up(device: Device, seconds: float, group: dist.ProcessGroup | None = No
 
 
 def run_each_collective(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Run every kind of collective that training uses. All ranks of the group run all of them, also after a wrong
-    result. Raises EnvironmentProblem for wrong results on this rank, and what the backend raises."""
+    """Run every kind of collective that training uses and check the results. All ranks of the group run all of them,
+    also after a wrong result. Raises EnvironmentProblem for a wrong result on this rank; errors of NCCL or gloo are
+    raised unchanged."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     numbers = torch.arange(size * VALUES, dtype=torch.float32, device=device)
     here, total = numbers + rank, size * numbers + size * (size - 1) / 2
@@ -86,7 +87,8 @@ def run_each_collective(device: torch.device, group: dist.ProcessGroup | None = 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn errors of communicators into what they are; those that are not known are lost ranks."""
+    """Inside the block, turn errors of communicators into errors with a cause and advice, as `explain` does; errors
+    that `explain` does not know are raised as LostRankError."""
     try:
         with raising_lost_rank():
             yield
@@ -98,7 +100,8 @@ def _explained() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> TunedeckError | None:
-    """What an error of a communicator that could not be made means; None if it is not known."""
+    """The error to raise when a communicator could not be made: EnvironmentProblem if /dev/shm is full,
+    MemoryExhaustedError if the device is; None for any other cause."""
     text = str(error)
     if _SHARED_MEMORY.search(text) and "No space left on device" in text:
         return EnvironmentProblem(

@@ -29,7 +29,8 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
 
 
 class WeightBroadcaster:
-    """Fills modules with rank 0's weights and buffers. On other ranks these have no memory (meta) until then."""
+    """Fills modules with rank 0's weights and buffers. On other ranks the modules have meta tensors, without memory,
+    until they are filled."""
 
     def __init__(self, ranks: Ranks, voted_group: VotedGroup, device: Device) -> None:
         self._ranks, self._joint, self._device = ranks, voted_group, device
@@ -52,7 +53,8 @@ class WeightBroadcaster:
         self._filled |= {id(tensor) for tensor in came.values()}
 
     def _one(self, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Broadcast one tensor from rank 0; returns the same tensor on rank 0, a copy on the other ranks."""
+        """Broadcast one tensor from rank 0; returns the tensor itself on rank 0, a copy in host memory on the other
+        ranks. `dtype` and `shape` are those on rank 0."""
         sent = tensor.detach().contiguous() if self._ranks.is_rank0 else torch.empty(shape, dtype=dtype)
         self._joint.ready()
         with raising_lost_rank():
@@ -90,8 +92,8 @@ def gather_on_rank0(
 
 
 def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: Device) -> Tensor | None:
-    """Gather one sharded tensor on rank 0; returns None on the other ranks. torch splits the first dimension, and the
-    last part may be smaller."""
+    """Gather one sharded tensor in rank 0's host memory; returns None on the other ranks. torch splits the first
+    dimension, and the last part may be smaller."""
     rows = -(-tensor.shape[0] // ranks.size)
     part = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
     here = tensor.to_local()

@@ -1,4 +1,5 @@
-"""Shortens generated answers to the positions that a model with a table of positions has behind a prompt.
+"""Shortens generated answers for models with learned position embeddings, which have a fixed number of positions for
+prompt and answer together.
 
 The limit is one for a whole data set: it follows from the longest prompt, so that an answer does not depend on the
 prompts that are generated with it.
@@ -17,9 +18,10 @@ from engine.spec.schema.recipe import Generate
 
 
 def within_positions(settings: Generate, facts: Mapping[str, Any], data: TokenData) -> tuple[Generate, str | None]:
-    """The settings for answers to the prompts of `data`, and a sentence if answers must be shorter than they ask for.
+    """Return the settings of generation with max_new_tokens lowered, so that prompt and answer fit into the model's
+    positions, and a sentence that says so. Unchanged settings and None if answers fit, or positions are unlimited.
 
-    `facts` are the model's config. No prompt may be longer than the model's positions.
+    `facts` are the model's config, `data` has the prompts, none of which may be longer than the model's positions.
     """
     positions = table_of_positions(facts)
     if positions is None:

@@ -17,7 +17,12 @@ Answer = dict[str, str]
 
 def answer_first(context: EvaluationContext, data: TokenData, count: int, kept: KeptAnswers) -> list[Answer]:
     """Return prompt, generated answer and reference of the first `count` samples, in data order. Answers in `kept` are
-    not generated again; new ones are added to it. Answers to the longest prompts are generated first."""
+    not generated again; new ones are added to `kept`. Answers to the longest prompts are generated first.
+
+    Raises:
+        MemoryExhaustedError: memory does not suffice even for one answer at a time.
+        EvaluationStopped: `context.should_stop` returned True.
+    """
     questions = [data.split_question(index) for index in range(count)]
     waiting = sorted(
         (index for index in range(count) if index not in kept.texts), key=lambda index: -len(questions[index][0])
@@ -47,8 +52,8 @@ def answer_first(context: EvaluationContext, data: TokenData, count: int, kept: 
 
 
 def _parts(waiting: list[int], rows: int, shares: int) -> list[list[int]]:
-    """The next samples for each of `shares` ranks, at most `rows` for each, the same number for all if there are
-    enough; the first part is the largest."""
+    """Divide the first of the samples `waiting` among `shares` ranks: a list of samples for each rank, at most `rows`
+    each, of equal length if there are enough samples; the first list is the longest. Empty lists are left out."""
     rows = min(rows, -(-len(waiting) // shares))
     parts = (waiting[first : first + rows] for first in range(0, rows * shares, rows))
     return [part for part in parts if part]

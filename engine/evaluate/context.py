@@ -56,7 +56,7 @@ class GenerationBatchSize:
     before."""
 
     def halve(self, failed: int) -> None:
-        """Set `rows` to half of `failed`, the number of rows that ran out of memory."""
+        """Set `rows` to half of `failed`, the number of rows that ran out of memory, but at least 1."""
         if failed > self.largest_success:
             self.smallest_failure = min(failed, self.smallest_failure or failed)
         self.rows = max(1, failed // 2)
@@ -83,7 +83,8 @@ class EvaluationContext:
     """Called before each micro-batch; if it returns True, the evaluation ends early."""
     batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
     planned_rows: Callable[[int], int] = lambda prompt: GENERATION_ROWS
-    """Returns how many answers to prompts of so many tokens are predicted to fit at once (`engine.evaluate.rows`)."""
+    """Given the length of a prompt in tokens, returns how many answers to such prompts are predicted to fit into memory
+    at once (`engine.evaluate.rows`)."""
     shares: int = 1
     """Number of ranks that each take samples of their own in a pass."""
     run_on_all_ranks: Callable[[str, list[list[int]]], Any] | None = None
@@ -147,7 +148,7 @@ def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequen
 
 
 def decode(context: EvaluationContext, ids: list[int]) -> str:
-    """The text of tokens, without special tokens."""
+    """The text of the token ids, without special tokens."""
     return str(context.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -43,11 +43,12 @@ def generate(
     processors: LogitsProcessorList,
     images: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> list[list[int]]:
-    """Generate the tokens of an answer to each of `prompts`; `samples` are the prompts' numbers in their data set.
+    """Generate an answer to each of `prompts` (token ids); returns the answers' token ids. `samples` are the prompts'
+    numbers in their data set, on which sampling depends.
 
     Prompts are padded on the left, so that all end at the same position. `processors` are applied to the logits of
-    every token after those that `settings` ask for. `images` gives the inputs of the prompts' images for their padded
-    tokens [B, S].
+    every token after those that `settings` ask for. `images`, called with the padded tokens [B, S], returns the model's
+    inputs for the prompts' images.
     """
     width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
     pad_id = int(tokenizer.pad_token_id)
@@ -74,18 +75,18 @@ def generate_tokens(
     config: GenerationConfig,
     **options: LogitsProcessorList | Cache | Tensor | None,
 ) -> Tensor:
-    """Generate answers; returns the token ids of each prompt followed by its answer. `options` are passed on to
-    transformers' `generate`."""
+    """Generate an answer to each prompt of `ids_BS`, whose padding `mask_BS` marks with 0; returns the token ids of
+    each prompt followed by its answer, [B, S + T]. `options` are passed on to transformers' `generate`."""
     run = cast(Callable[..., Tensor], loaded.model.generate)
     with half_precision_for_flash(loaded):
         return run(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
 
 
 def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """Return a context in which fp32 weights that are computed in fp16 can generate text with flash attention, which
-    takes half precision alone; for all other models it does nothing, and text is generated in the weights' dtype.
+    """Return a context manager around generation. For fp32 weights that are computed in half precision with flash
+    attention, which takes nothing else, it turns on autocast; for all other models it does nothing.
 
-    Autocast's cache is off: it would keep an fp16 copy of every trained weight until the last token.
+    Autocast's cache is off: it would keep a half-precision copy of every trained weight until the last token.
     """
     if loaded.autocast_dtype is None or loaded.attention not in FLASH_KERNELS:
         return nullcontext()
@@ -106,8 +107,9 @@ def generation_config(settings: Generate, eos_id: int | None, pad_id: int) -> Ge
 
 
 def sampling(settings: Generate, samples: Sequence[int], width: int, device: Device) -> list[LogitsProcessor]:
-    """Create the processors that make greedy generation sample: temperature, top_k and top_p as in transformers, then
-    the draw. Empty for temperature 0. `width` is the length of the padded prompts."""
+    """Create the logits processors that turn greedy generation into sampling: temperature, top_k and top_p as in
+    transformers, then the random draw. Empty for temperature 0. `samples` are the prompts' numbers in their data set,
+    `width` is the length of the padded prompts in tokens."""
     if settings.temperature == 0.0:
         return []
     chain: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]

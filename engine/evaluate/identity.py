@@ -18,7 +18,8 @@ from engine.spec.schema.run import RunSpec
 
 
 def data_fingerprint(data: TokenData) -> str:
-    """A hash of the samples, equal for equal rows of equal files whatever the tokenizer."""
+    """A hash of the samples: which rows of which sources they are, and their images. It does not depend on the
+    tokenizer."""
     columns, documents = data.columns, data.documents
     rows = np.stack([columns.sources[documents].astype(np.int64), columns.origins[documents]])
     return hash_text(*data.source_fingerprints, rows.tobytes().hex(), _image_digests(data))
@@ -53,8 +54,8 @@ def weights_identity(spec: RunSpec, folder: Path | None) -> str:
 
 
 def _of_files(folder: Path | None) -> str:
-    """A hash of what the files in `folder` are: the weights in a checkpoint's manifest, else name, size and time of
-    change of each; empty without a folder."""
+    """A hash that identifies the files in `folder`: from the checkpoint's manifest for its weights, else from name,
+    size and time of change of each file. Empty without a folder."""
     if folder is None or not folder.is_dir():
         return ""
     manifest = folder.parent / MANIFEST

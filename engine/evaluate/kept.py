@@ -1,7 +1,7 @@
 """Keeps what an evaluation has computed, so that one that was interrupted goes on where it stopped.
 
-Answers and losses are appended to a file as they come, one JSON object per line. A line that a crash has torn is
-ignored, and what it held is computed again.
+Answers and losses are appended to a file as they come, one JSON object per line. A line that a crash left incomplete is
+ignored, and its values are computed again.
 
 Try: `ls runs/*/evaluations/`
 """
@@ -49,12 +49,13 @@ class KeptLosses:
         _append(self._path, [{"samples": list(samples), "loss": loss}])
 
     def among(self, count: int) -> dict[tuple[int, ...], float]:
-        """The sums of the groups whose samples are all among the first `count`."""
+        """The kept sums by group, for the groups (tuples of sample numbers) whose samples are all among the first
+        `count`."""
         return {samples: loss for samples, loss in self._sums.items() if max(samples, default=0) < count}
 
 
 def _rows(path: Path | None) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file; none if there is no file."""
+    """Yield the JSON object of each complete line of a file; nothing if there is no file."""
     if path is None or not path.exists():
         return
     with path.open("rb") as file:

@@ -37,7 +37,7 @@ def lost_letters(texts: Sequence[str]) -> float:
 
 
 def _of_runs(answered: list[str], wanted: list[str], length: int) -> float:
-    """F1 of the n-grams of `length` words."""
+    """ROUGE-N as F1: the n-grams, of `length` words each, that the two lists of words have in common."""
     mine, theirs = (
         Counter(tuple(words[place : place + length]) for place in range(len(words) - length + 1))
         for words in (answered, wanted)

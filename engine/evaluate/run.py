@@ -135,7 +135,8 @@ def score_run(
 
 
 class Recorded(NamedTuple):
-    """What an evaluation was made of, as its record names it."""
+    """What an evaluation scored, for its record: samples, weights, and the user's own scorer (FILE.py:FUNCTION or
+    None)."""
 
     data: str
     """Fingerprint of the samples."""
@@ -147,7 +148,7 @@ class Recorded(NamedTuple):
 def _record(
     place: RunDirectory, step: int, scores: Scores, spec: RunSpec, data: TokenData, what: Recorded
 ) -> None:
-    """Append the scores of one checkpoint to the run's evaluations."""
+    """Append the scores of the checkpoint of `step` to the run's `evaluations.jsonl`."""
     generated = bool(scores.values or scores.samples or what.scorer)
     evaluation = Evaluation(
         time=now(), step=step, metrics=scores.metrics, count=scores.count, data=what.data,
@@ -159,7 +160,8 @@ def _record(
 
 
 def _kept_in(place: RunDirectory, spec: RunSpec, identity: str, tokens: str) -> Kept:
-    """What was computed before with the same weights, tokens and settings of generation."""
+    """The files in the run directory with answers and losses that an interrupted scoring of the same weights
+    (`identity`), tokens and settings of generation has left; they are made when the first is added."""
     folder, generate = place.kept_scores, spec.recipe.generate.model_dump_json()
     answers = folder / f"answers-{hash_text(identity, tokens, generate)[:16]}.jsonl"
     losses = folder / f"losses-{hash_text(identity, tokens)[:16]}.jsonl"

@@ -46,7 +46,8 @@ def load_scorer(text: str) -> Scorer:
 def _checked(
     text: str, function: Callable[[list[str], list[str]], Any], answers: list[str], references: list[str]
 ) -> dict[str, float]:
-    """The scores that the user's function returns. Raises UsageError if it fails, or returns no finite numbers."""
+    """Call the user's function with answers and references; returns its scores by name. `text` is FILE.py:FUNCTION, for
+    messages. Raises UsageError if the function fails, or does not return a dict of finite numbers."""
     try:
         found = function(answers, references)
     except Exception as error:  # of any kind: the function is the user's

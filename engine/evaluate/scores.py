@@ -47,11 +47,11 @@ class Scores:
     samples: list[Answer] = field(default_factory=list)
     count: int = 0
     notes: list[str] = field(default_factory=list)
-    """What to know about the metrics, as sentences."""
+    """Sentences for the user on how to read the metrics."""
     values: dict[str, list[float]] = field(default_factory=dict)
     """The value of each sample, in data order, for metrics that are a mean over samples."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """For accuracy: precision, recall, f1 and count of each label of the references."""
+    """For the metric accuracy: by label of the references, its precision, recall, f1 and count."""
 
 
 def evaluate(
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], scorer: Scorer | None) -> None:
-    """Add the scores of generated answers to `result`."""
+    """Compute the scores of generated answers that `metrics` and `scorer` ask for, and add them to `result`."""
     chosen = [name for name in TEXT_SCORES if name in metrics]
     for name in chosen:
         scores = [TEXT_SCORES[name](answer["answer"], answer["reference"]) for answer in answers]

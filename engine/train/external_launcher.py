@@ -117,7 +117,7 @@ def begin_or_go_on(launcher_rank: LauncherRank, folder: Path, make: Callable[[],
 
 
 def worked_on(launcher_rank: LauncherRank, place: RunDirectory) -> bool:
-    """Whether an earlier start of this job worked on the run."""
+    """Whether the run directory `place` records that an earlier start of this launcher's job worked on the run."""
     return launcher_rank.may_resume and bool(launcher_rank.job) and _note(place).get("job") == launcher_rank.job
 
 
@@ -152,7 +152,8 @@ def _ended(place: RunDirectory, offset: int) -> int | None:
 
 
 def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
-    """Broadcast rank 0's task; an error on rank 0 is raised on every rank."""
+    """Call `settle` on rank 0 and return its task on every rank. An error of `settle` is raised on rank 0, and the
+    other ranks raise RefusedError with the same exit code."""
     mine: dict[str, Any] = {}
     problem: TunedeckError | None = None
     if ranks.is_rank0:
@@ -174,8 +175,8 @@ def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
 def require_shared(
     ranks: Ranks, place: RunDirectory, token: str, *, patience_seconds: float = SHARED_SECONDS
 ) -> None:
-    """Raise EnvironmentProblem on every rank, unless each of them finds `token` in the run's `launch.json` within
-    `patience_seconds`. All ranks call this."""
+    """Raise EnvironmentProblem on every rank unless each of them finds `token` in the run's `launch.json` within
+    `patience_seconds`, which shows that all machines see the same run directory. All ranks call this."""
     deadline = time.monotonic() + patience_seconds
     while not (seen := _note(place).get("token") == token) and time.monotonic() < deadline:
         time.sleep(SHARED_POLL_SECONDS)

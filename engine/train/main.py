@@ -136,8 +136,8 @@ def run_rank0(start: RunStart) -> tuple[str, int]:
 
 
 def run_other_rank(start: RunStart) -> int:
-    """Train as a rank other than 0; an error that ends this rank is left for rank 0 to record. Returns the exit
-    code."""
+    """Train as a rank other than 0; returns the exit code. An error that ends this rank is put into the ranks' store,
+    for rank 0 to record in the journal."""
     requests = RunRequests(None, None, None)
     try:
         with requests.handling_signals():

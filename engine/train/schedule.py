@@ -40,8 +40,8 @@ class Schedule:
         return self.floor_ratio + (1.0 - self.floor_ratio) * self._decay(progress)
 
     def _decay(self, progress: float) -> float:
-        """The factor, from 1 down to 0, before the floor is applied, at the share `progress` of the steps after
-        warm-up."""
+        """The factor at the share `progress` (0 to 1) of the steps after warm-up: from 1 down to 0, before the recipe's
+        minimum rate is applied."""
         if self.kind == "linear":
             return 1.0 - progress
         if self.kind == "cosine_with_restarts":

@@ -74,8 +74,8 @@ class CheckpointManager:
         return True
 
     def newest(self, not_after: int | None = None) -> Checkpoint | None:
-        """The newest undamaged checkpoint, which rank 0 finds; None if there is none. With `not_after`, checkpoints of
-        later steps are left out. All ranks call this; rank 0 alone reads and hashes the files."""
+        """The newest undamaged checkpoint, None if there is none. With `not_after`, checkpoints of later steps than
+        `not_after` are left out. All ranks call this; rank 0 alone reads and hashes the files."""
         step = self._ranks.run_on_rank0(lambda: self._newest_step(not_after))
         return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
 

@@ -32,7 +32,7 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass
 class Best:
-    """The best evaluation so far, and the number of evaluations since."""
+    """The best evaluation so far (its step and its value of the metric), and the number of evaluations since."""
 
     step: int | None = None
     value: float | None = None
@@ -52,7 +52,7 @@ class RunState:
     skipped_steps: int = 0
     overflows: int = 0
     last_evaluated: int | None = None
-    """The step whose weights were scored last."""
+    """The step whose weights were scored last; None before the first evaluation."""
     best: Best = field(default_factory=Best)
     experts: ExpertCounters = field(default_factory=ExpertCounters)
     """How often the experts of a mixture-of-experts model were chosen."""

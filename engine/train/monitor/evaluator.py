@@ -147,6 +147,7 @@ class Evaluator:
         self._setup.context.report(RecoveredOom(self._state.step, oom, remedy, 1, before=before, after=after))
 
     def _interrupted(self) -> bool:
-        """Whether the run should end; called between two pieces of an evaluation."""
+        """Whether the run was asked to end. The evaluation calls this before each micro-batch; it also tells the
+        watchdog that the evaluation makes progress."""
         self._watchdog.goes_on()
         return self._requests.poll()

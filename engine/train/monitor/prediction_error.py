@@ -45,9 +45,10 @@ class Peak:
 def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps.
 
-    `sequences` and `length` are those of the step's micro-batch with the highest prediction, else of its first one.
-    `predicted` holds the predicted peak and components; it is left out where nothing can be predicted. If `peak` is
-    None, only `peak_bytes` (0) and `components` are returned.
+    `sequences` and `length` (in tokens) are those of the step's micro-batch with the highest prediction. `predicted`
+    has the predicted peak and components, in bytes. Where nothing can be predicted, `predicted` is left out, and
+    `sequences` and `length` are those of the first micro-batch. If `peak` is None, only `peak_bytes` (0) and
+    `components` are returned.
     """
     trainable = context.loaded.trainable()
     on_host = context.guard.host_state.on
@@ -120,8 +121,8 @@ def _components(prediction: Prediction) -> dict[str, Any]:
 
 
 def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
-    """If the prediction in `found`, which `measured` returned, was off by more than MISS: (a sentence that says so,
-    advice). Else None."""
+    """Compare measurement and prediction in `found`, which `measured` returned. If they differ by more than the share
+    MISS, returns (a sentence that says so, advice); else None."""
     foretold = found.get("predicted")
     if not foretold or abs(foretold["peak_bytes"] - found["peak_bytes"]) <= MISS * found["peak_bytes"]:
         return None

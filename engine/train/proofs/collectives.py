@@ -1,4 +1,4 @@
-"""Proof: every kind of collective gives exact results among the ranks of the run, and how long a vote takes.
+"""Proof: every kind of collective gives exact results among the ranks of the run. Also measures how long a vote takes.
 
 Try: `tunedeck doctor --gpus -p demo-2`
 """

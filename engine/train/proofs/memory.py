@@ -1,7 +1,7 @@
 """Proofs: the allocator refuses what exceeds the cap and still counts correctly afterwards; after an OOM in backward
 all memory is free and the gradient is right.
 
-Recovery from an out-of-memory error rests on both.
+Recovery from an out-of-memory error works only if both hold.
 
 Try: `pytest tests/train/proofs/test_state.py`
 """

@@ -1,4 +1,5 @@
-"""Larger micro-batches and fewer remedies when memory is available again; smaller ones when the allocator thrashes.
+"""Larger micro-batches and fewer remedies when memory is available again; smaller ones when the allocator thrashes,
+that is, keeps emptying its cache to serve requests.
 
 Called after each step, when the step's tensors are freed. How far a budget may grow is decided in
 `engine.batching.budget`.
@@ -43,8 +44,8 @@ class BudgetGrowth:
             self._lift(step, context.active_remedies.pop())
 
     def _slowed_down(self, retries: int) -> bool:
-        """Lower the budget if the allocator emptied its cache in several steps in a row; returns whether it was
-        lowered."""
+        """Lower the budget and write a warning, if the allocator emptied its cache in several steps in a row; returns
+        whether that was done. `retries`: how often it emptied its cache in this step."""
         budget = self.context.budget
         before = budget.budget_bytes
         if not budget.record_thrashing(retries):

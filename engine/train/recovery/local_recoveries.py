@@ -31,7 +31,8 @@ class LocalRecoveries:
         self._kept: list[RecoveredOom] = []
 
     def note(self, failure: OutOfMemory, remedy: str, attempt: int, *, step: int = 0) -> None:
-        """Record a failure on this rank, the number of the attempt that failed, and the remedy."""
+        """Record a failure on this rank from which it recovered by `remedy`; `attempt` is the number of the attempt
+        that failed, from 1. Rank 0 writes it to the journal at once, other ranks keep it until `take`."""
         recovered = RecoveredOom(step, RankOom(failure, self._ranks.rank), remedy, attempt, rows_after=0)
         if self._ranks.is_rank0:
             self._record(recovered)

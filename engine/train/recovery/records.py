@@ -69,7 +69,8 @@ class RecoveredOom:
     attempt: int
     """Number of the attempt that failed, from 1."""
     rows_after: int | None = None
-    """Most sequences of a micro-batch in the next attempt; 0 when there is none, None where nothing is cut."""
+    """Sequences in the largest micro-batch of the next attempt; 0 if there is no next attempt or it has no
+    micro-batches, None in evaluations and checkpoints."""
     before: Any = None
     """The memory setting that the remedy changed, before it; None where none was changed."""
     after: Any = None

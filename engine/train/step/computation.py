@@ -195,7 +195,7 @@ class StepComputation:
         return samples[list(group.members)] if group.members else np.array([self.context.data.lengths.argmin()])
 
     def _on_host(self, samples: NDArray[np.int64]) -> Batch:
-        """This rank's part of the micro-batch of `samples`, in host memory."""
+        """The batch of `samples` in host memory; with sequence parallelism this rank's part of it."""
         context = self.context
         batch = collate(
             context.data,

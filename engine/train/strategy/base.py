@@ -47,21 +47,24 @@ class Strategy(ABC):
         """The parameters that the optimizer updates on this rank."""
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """Assign the samples of a step to ranks by their lengths; returns the indices in `lengths` of this rank's
-        samples."""
+        """Assign the samples of a step to ranks by `lengths`, their numbers of tokens; returns the positions in
+        `lengths` of this rank's samples."""
         return assign_samples(lengths, self.ranks.size)[self.ranks.rank]
 
     def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """Add dummy micro-batches to `plan`, so that this rank takes part in all collectives of the other ranks."""
+        """Return `plan`, this rank's micro-batches, with dummy micro-batches added where this rank needs them to take
+        part in all collectives of the other ranks."""
         return plan
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. If a stage that contains collectives fails on one rank, it ends on all ranks: the
-        error is raised where it occurred, and the other ranks return early. Raises LostRankError if a rank is gone."""
+        """Run one stage of a step (see `engine.train.step.transaction`). If a stage that contains collectives fails on
+        one rank, it ends on all ranks: the error is raised where it occurred, and the other ranks return early. Raises
+        LostRankError if a rank is gone."""
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """Return the part of a micro-batch that this rank computes: without sequence parallelism, all of it."""
+        """Return the part of a micro-batch that this rank computes: without sequence parallelism, all of it. `pad_id`
+        is the token that fills rows up to a length that the ranks can divide."""
         return batch
 
     def micro_batch(self) -> AbstractContextManager[None]:
@@ -128,7 +131,7 @@ class Strategy(ABC):
         return context
 
     def evaluation_cost(self, cost: Cost) -> Cost:
-        """Return the function that computes a micro-batch's cost in evaluation, given `cost`, the function for
+        """Return the function that computes a micro-batch's cost in bytes in evaluation, given `cost`, the function for
         training."""
         return cost
 

@@ -86,7 +86,8 @@ class LocalStorage:
 
 
 def read_parts(checkpoint: Path, present: dict[str, Tensor], *, on_all_ranks: bool) -> None:
-    """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`, by name.
+    """Read a checkpoint's optimizer state, in one file or many, into the tensors of `present`, by name. With
+    `on_all_ranks` all ranks call this together, and each reads its parts of sharded tensors.
 
     Raises:
         UsageError: the saved state belongs to other parameters.

@@ -53,8 +53,8 @@ class Sharded(Strategy):
         self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager for a dummy micro-batch: a parameter whose only gradient is the zero from this micro-batch
-        counts as one without a gradient."""
+        """Context manager for a dummy micro-batch. The zero gradients that it leaves do not count: a parameter that has
+        no other gradient is treated as one without a gradient."""
         return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, losses: list[float]) -> list[float]:
