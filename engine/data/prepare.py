@@ -77,7 +77,7 @@ class _Tokenised(NamedTuple):
     fingerprints: list[str]
     """Hashes of everything that decides what is learned from these sources."""
     contents: list[str]
-    """A hash of each source's rows and format, without its name and whatever the tokenizer."""
+    """A hash of each source's rows and format. It depends neither on the source's name nor on the tokenizer."""
     images: ImageReader | None
     """Reads the samples' images; None if there are none."""
 

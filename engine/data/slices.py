@@ -22,7 +22,7 @@ def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
     """Slice number `place` (from 0) of `places` equal slices of a micro-batch, after padding its rows with `pad_id` to
     a length that `places` divides.
 
-    Packed rows and rows with images cannot be sliced: the budget refuses such recipes.
+    Packed rows and rows with images cannot be sliced; recipes that would need it are refused before a run starts.
     """
     length = batch.input_ids_BS.shape[1]
     width = -(-length // places)

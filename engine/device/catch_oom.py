@@ -36,7 +36,8 @@ fail twice in a row."""
 def catch_oom(
     action: Callable[[], object], device: Device, phase: str, breakdown: Callable[[], MemoryBreakdown] | None = None
 ) -> OutOfMemory | None:
-    """Run `action`. Returns the failure if memory ran out, else None; every other exception passes through.
+    """Run `action`. Returns the failure if memory ran out, with `phase` as what was being done, else None; every other
+    exception is raised unchanged.
 
     `breakdown` is called before the memory of the failed attempt is freed; its result becomes `OutOfMemory.held`.
     """

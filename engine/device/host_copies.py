@@ -1,14 +1,14 @@
-"""Copies of device tensors in host memory, and streams on which they are made beside the computation.
+"""Copies of device tensors in host memory, made on separate streams while the device computes.
 
-`CopyStreams` has a stream for each direction, because a GPU copies in both at once. Three rules keep it right:
+`CopyStreams` has a stream for each direction, because a GPU copies in both at once. Three rules make this correct:
 
-- A copy begins when all work that was queued before it has run: the tensor is computed, or the memory that it goes to
-  is no longer used by what was there.
-- The computation waits, on the device, for a copy's end before its result is used or its source is given up. So no
-  memory is freed while a copy reads or writes it, and the allocator may reuse it at once, as always.
-- `settle` gives up whatever is under way by the same rule, after a step or a failed attempt at one.
+- A copy begins when all work that was queued before it has run. Then the tensor is computed, or the memory that is
+  copied to is no longer used by its former tensor.
+- The computation waits, on the device, for the end of a copy before its result is used or its source is released. So
+  no memory is freed while a copy reads or writes it, and the allocator may reuse freed memory at once, as always.
+- `settle` releases the tensors of all copies under way by the same rule, after a step or a failed attempt at one.
 
-At most one tensor leaves at a time and at most one comes back before it is needed; the host never waits.
+At most one tensor at a time is being copied to the host, and at most one is being prefetched; the host never waits.
 
 Try: `pytest tests/device/test_host_copies.py`
 """

@@ -89,7 +89,8 @@ def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
 
 
 def run_supervised(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory` on all its devices, or resume it; returns the exit code.
+    """Train the run in `directory` on all its devices, or with `resume` continue it from its newest checkpoint, with
+    `from_step` from the newest one of that step or before; returns the exit code.
 
     Raises:
         EnvironmentProblem: another process has claimed the run.

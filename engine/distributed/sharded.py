@@ -7,8 +7,9 @@ the whole pass. Gradients are reduced after each micro-batch, in fp32: if they w
 they would take the memory of the whole model's gradients. Sums over micro-batches have the dtype of the weights, as on
 one device (docs/measurements.md says what that costs in bf16).
 
-Both collectives vote on the host after their buffers are allocated and before they are launched, so that memory that
-runs out on one rank ends the attempt of all at the same collective. `recover` then puts the model back.
+The two collectives, all-gather and reduce-scatter, vote on the host after their buffers are allocated and before they
+are launched, so that memory that runs out on one rank ends the attempt of all at the same collective. `recover` then
+puts the model back.
 
 This is the only file that uses private parts of torch; KNOWN_TORCH in `engine.budget.predict.shards` names the versions
 that it was written for; with other versions nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`

@@ -2,12 +2,14 @@
 be made.
 
 NCCL makes a communicator at the first collective of a group and allocates its buffers then, outside torch's allocator
-and its cap: others report 0.7 to 1.6 GB. Without a warm-up that happens in the middle of the first step, where it looks
-as if a rank was lost. Every kind of collective is run once, because some allocate more at their first use.
+and its cap (0.7 to 1.6 GB, according to reports by others). Without a warm-up, a failure of this allocation happens in
+the middle of the first step, where it looks as if a rank was lost. Every kind of collective is run once, because some
+allocate more at their first use.
 
-Groups are not bound to a device instead (`init_process_group(device_id=...)`): torch then splits the communicator of
-all ranks for every later group, and ranks outside a group of the host split, too, while those in it do not
-(`_new_process_group_helper` of torch 2.13; pytorch issue 145376): they would wait for each other for ever.
+Binding groups to a device (`init_process_group(device_id=...)`) would make communicators early, too, but is not
+possible: torch then splits the communicator of all ranks for every later group, and ranks outside a group of the host
+split, too, while those in it do not (`_new_process_group_helper` of torch 2.13; pytorch issue 145376): they would wait
+for each other for ever.
 
 Try: `pytest tests/distributed/test_warm_up.py`
 """

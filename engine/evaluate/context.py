@@ -108,11 +108,12 @@ class EvaluationContext:
 def retries_unchanged(
     context: EvaluationContext, failed: FailedPass, failures: int, *, proven: bool, rows: int
 ) -> bool:
-    """Whether to repeat the failed pass with the same number of samples.
+    """Whether to repeat the failed pass with the same number of samples, `rows`. `failures` is how often it has failed
+    in a row. A repetition is reported through `context.report`.
 
-    If this number succeeded before (`proven`), the pass is repeated once. With a single sample, or when host memory
-    ran out, a smaller batch is impossible or does not help: the pass is repeated, and MemoryExhaustedError is raised
-    when it has failed ATTEMPTS times in a row.
+    If this number succeeded before (`proven`), the pass is repeated once. With a single sample, or when host memory ran
+    out, a smaller batch is impossible or does not help: the pass is repeated, and MemoryExhaustedError is raised when
+    it has failed ATTEMPTS times in a row.
     """
     stuck = rows == 1 or failed.failure.kind != "device"
     if stuck and failures >= ATTEMPTS:

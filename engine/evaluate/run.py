@@ -107,11 +107,13 @@ def score_run(
     overrides: Sequence[str] = (),
     scorer: str | None = None,
 ) -> list[tuple[int, Scores]]:
-    """Score the selected checkpoints of a run on its validation data; returns (step, scores) for each checkpoint.
+    """Score the checkpoints of a run that `wanted` (`--checkpoint`) selects on its validation data; returns (step,
+    scores) for each. `notify` is called with sentences on the progress.
 
-    Scores are appended to the run's `evaluations.jsonl`. Answers are kept as they come: what an interrupted scoring of
-    the same weights and samples has computed is not computed again. `base` also scores the model that the run started
-    from, as step 0. `overrides` are `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION.
+    Scores are appended to the run's `evaluations.jsonl`. Answers and losses are kept in the run directory as they are
+    computed: what an interrupted scoring of the same weights and samples has computed is not computed again. `base`
+    also scores the model that the run started from, as step 0. `overrides` are `--set` for keys of SCORING_KEYS;
+    `scorer` is FILE.py:FUNCTION.
 
     Raises:
         TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.

@@ -67,7 +67,8 @@ log = logging.getLogger("tunedeck")
 
 
 def run(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory`, or resume it; returns the exit code.
+    """Train the run in `directory`, or with `resume` continue it from its newest checkpoint, with `from_step` from the
+    newest one of that step or before; returns the exit code.
 
     Raises:
         EnvironmentProblem: another process has claimed the run.

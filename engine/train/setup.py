@@ -71,7 +71,8 @@ def set_up(
     report: Callable[[RecoveredOom], None],
     ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainingSetup:
-    """Prepare data, load the model, allocate optimizer state. Every phase is written to the journal.
+    """Prepare data, load the model, allocate optimizer state; returns everything that the first step needs. Every phase
+    is written to the journal; `report` is called with each allocation failure.
 
     Raises:
         DataError: the data are missing, unusable, or nothing is left to train on.
@@ -208,7 +209,8 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
 
 
 def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
-    """Write the plan for the longest kept sequence to the journal; returns the spec that the run starts with.
+    """Write the plan for the longest kept sequence to the journal; returns (the spec that the run starts with, its
+    micro-batch cost). `longest` is the sequence's length in tokens.
 
     Where only a smaller micro-batch or a remedy fits, the run starts with it, except with `--force` and on the metered
     device, where a run starts as it is written, to show what happens.

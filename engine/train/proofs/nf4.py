@@ -1,5 +1,5 @@
-"""Proof: 4-bit weights differ from the original weights by no more than NF4 does, and 4-bit layers multiply by them
-correctly, gradients included.
+"""Proof: 4-bit weights differ from the original weights by no more than the rounding of NF4, and 4-bit layers multiply
+by them correctly, gradients included.
 
 Try: `pytest tests/train/proofs/test_kernels.py`
 """

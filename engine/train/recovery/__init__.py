@@ -1,7 +1,7 @@
 """What happens after an allocation failure: the memory settings change, and the step is repeated.
 
-An OOM on its way from the allocator to the screen takes four records. `catch_oom` (engine/device/catch_oom.py) turns
-the exception into an `OutOfMemory` (engine/device/oom.py): what ran out, and what the device held. The step transaction
+An OOM is described by four records, one after another. `catch_oom` (engine/device/catch_oom.py) turns the exception
+into an `OutOfMemory` (engine/device/oom.py): what ran out, and what the device held. The step transaction
 (engine/train/step/transaction.py) lets all ranks exchange it as a `RankOom` (records.py), with the rank, its
 micro-batch and its capacity, by `gather_failures` (consensus.py). The rank with the smallest failed micro-batch chooses
 a remedy on the ladder (ladder.py), which is a change of the `MemorySettings` (memory_settings.py); the other ranks

@@ -66,7 +66,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
 
 
 def guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
-    """The recipe's optimizer over a model's trained weights; see `guard_parameters`."""
+    """Build the recipe's optimizer over a model's trainable weights and return its StepGuard. Raises the errors of
+    `guard_parameters`."""
     return guard_parameters(train, loaded.trainable(), device, loaded.first_elements)
 
 
@@ -76,7 +77,8 @@ def guard_parameters(
     device: Device,
     first_elements: Mapping[str, int] | None = None,
 ) -> StepGuard:
-    """The recipe's optimizer over the trainable parameters `named`, with its state allocated on the device or the host.
+    """Build the recipe's optimizer over the trainable parameters `named`, allocate its state on the device or the host,
+    and return its StepGuard.
 
     `first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this rank's
     part, by name.

@@ -35,7 +35,7 @@ def load_strategy(
     this.
 
     `report` is called with allocation failures that all ranks know of, `report_retry` with failures that only this rank
-    knows of.
+    knows of, as (failure, remedy, number of the attempt).
 
     Raises:
         MemoryExhaustedError: memory ran out in every attempt.

@@ -47,7 +47,8 @@ def load_sharded(
     """Load the model in shards, with its loss. If memory runs out on one rank, all ranks start again, at most a few
     times.
 
-    `report` is called with failures that all ranks know of, `report_retry` with failures that only this rank knows of.
+    `report` is called with failures that all ranks know of, `report_retry` with failures that only this rank knows of,
+    as (failure, remedy, number of the attempt).
 
     Raises:
         MemoryExhaustedError: memory ran out each time.
