@@ -44,8 +44,8 @@ class RenderedRows:
 
     rows: list[TokenRow | Dropped]
     answer: Span | None = None
-    """The last answer as (its first token, the token after it), where every token of the row is learned, so that the
-    learned tokens do not show it; None if they do, or if the answer is not found."""
+    """The last answer as (its first token, the token after it), if the learned tokens do not show it; None: the last
+    answer is the last stretch of learned tokens."""
     facts: Counter[str] = field(default_factory=Counter)
     """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
@@ -189,7 +189,7 @@ class ChatRenderer:
             return True  # A template that renders only the whole conversation gives no text to compare.
 
     def _turns(self, messages: list[Message], tools: Tools, whole: str) -> dict[int, AssistantTurn]:
-        """The assistant turns by their index in `messages`.
+        """The assistant turns by their index in `messages`; `whole` is the rendered text of the whole conversation.
 
         A turn is left out if the template refuses a conversation that ends with this turn, such as a greeting before
         any question; other turns still have it as context. Raises TemplateRefusal when the template refuses all turns.
@@ -343,7 +343,7 @@ class ChatRenderer:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """Length of the longest common prefix: that of the first and the last text in sorted order."""
+    """The number of characters of the longest prefix that all `texts` have in common."""
     first, last = min(texts), max(texts)
     return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
 

@@ -71,7 +71,7 @@ def _shows_call(text: str, call: Any) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """All texts in nested lists and objects, keys included."""
+    """All texts in `value`, which may be nested lists and objects; the keys of objects count as texts."""
     found, waiting = [], [value]
     while waiting:
         value = waiting.pop()

@@ -178,7 +178,7 @@ def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _with_arguments(messages: list[Message], convert: Callable[[Any], Any]) -> list[Message]:
-    """The messages with the arguments of their tool calls converted."""
+    """The messages with `convert` applied to the arguments of each of their tool calls."""
     changed = []
     for message in messages:
         if isinstance(message.get("tool_calls"), list):

@@ -69,7 +69,7 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
 
 
 def _joined_text(parts: list[Any]) -> Any:
-    """The text of a content list whose parts are all text; any other list is returned unchanged."""
+    """The texts of a content list, joined, if all of its parts are text; any other list is returned unchanged."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     strings = [text for text in texts if isinstance(text, str)]
     return "".join(strings) if len(strings) == len(parts) else parts

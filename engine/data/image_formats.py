@@ -33,7 +33,8 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class BoxFormat:
-    """How a detection source gives its boxes, and how the answer is written."""
+    """How a detection source gives its boxes (order and scale of the numbers), the question that is asked, and the
+    style in which the answer is written."""
 
     prompt: str
     order: str
@@ -42,7 +43,7 @@ class BoxFormat:
 
     @classmethod
     def of(cls, source: Source) -> BoxFormat | None:
-        """The settings of a source; None unless it is a detection source."""
+        """The box settings of a source; None if it is not a detection source."""
         if source.format != "detection":
             return None
         return cls(source.prompt or "", source.box_order or "", source.box_scale or "", source.box_text or "qwen2")
@@ -59,7 +60,8 @@ class DetectionRecord:
     format: BoxFormat
 
     def shares(self, height: int, width: int) -> list[Box]:
-        """The boxes as shares of the image, which has `height` × `width` pixels."""
+        """The boxes as (left, top, right, bottom) in fractions (0 to 1) of the image, which has `height` × `width`
+        pixels."""
         return [_as_shares(box, self.format, height, width) for box in self.boxes]
 
     def conversation(self, height: int, width: int) -> ChatRecord | Dropped:

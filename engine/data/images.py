@@ -87,7 +87,7 @@ class ImageProcessor:
         return [self.processor.to_json_string(), repr((self.takes, self.token_id, self.merge, self.tokens_per_image))]
 
     def tokens_of(self, image: ImageFacts) -> int:
-        """Tokens that an image takes in a sequence."""
+        """Number of tokens that an image takes in a sequence."""
         return self.tokens_per_image or image.height * image.width // self.merge**2
 
     def pixels(self, image: Any) -> dict[str, NDArray[Any]]:

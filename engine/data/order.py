@@ -81,7 +81,7 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Epochs completed after optimizer step `step`, as a fraction."""
+        """Number of epochs completed after optimizer step `step`, such as 1.5."""
         position = step * self.batch_size
         return (position if self._end is None else min(position, self._end)) / self.epoch_size
 

@@ -68,7 +68,7 @@ class SourceCount:
     """How kept conversations were rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
 
     def add(self, result: RowResult) -> None:
-        """Count one row. Every row is either kept or dropped."""
+        """Add the result of one row to the counts. Every row counts as either kept or dropped."""
         self.read += 1
         self.truncated += sum(document.truncated for document in result.documents)
         if result.documents:

@@ -69,7 +69,7 @@ class Columns:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens per document."""
+        """Number of tokens of each document: int32[D]."""
         return np.diff(self.offsets).astype(np.int32)
 
 

@@ -137,7 +137,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> MemoryReading:
-        """Read the allocator's current statistics."""
+        """Return the allocator's current statistics."""
         ...
 
     def reset_peak(self) -> None:

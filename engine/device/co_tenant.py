@@ -55,7 +55,7 @@ class SharedByteCount:
         return int.from_bytes(self._memory[:COUNT_BYTES], "little")
 
     def hold(self, size_bytes: int) -> None:
-        """Set the bytes that the co-tenant holds."""
+        """Write `size_bytes` as the number of bytes that the co-tenant holds from now on."""
         self._memory[:COUNT_BYTES] = size_bytes.to_bytes(COUNT_BYTES, "little")
 
 

@@ -55,14 +55,14 @@ class CpuDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Does nothing: the CPU needs no preparation."""
+        """Context manager that does nothing, because the CPU needs no preparation."""
         yield
 
     def synchronize(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 
     def fit_capacity(self) -> list[str]:
-        """Does nothing: no memory is taken outside the allocator."""
+        """Return an empty list: no memory is taken outside the allocator."""
         return []
 
     def wait_until_idle(self) -> None:
@@ -84,7 +84,7 @@ class CpuDevice:
 
     @contextmanager
     def host_region(self) -> Iterator[None]:
-        """Does nothing: the device is host memory."""
+        """Context manager that does nothing, because the device is host memory."""
         yield
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:

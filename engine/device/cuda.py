@@ -124,7 +124,7 @@ class CudaDevice:
 
     @contextmanager
     def host_region(self) -> Iterator[None]:
-        """Does nothing: torch's allocator never counts host tensors."""
+        """Context manager that does nothing, because torch's allocator never counts host tensors."""
         yield
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,8 +216,8 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
 
 
 def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> None:
-    """Call `synchronize`, which returns when the card is idle. Raises what it raises, and StuckDeviceError after
-    `seconds`."""
+    """Call `synchronize`, which returns when the card is idle. Raises what it raises, and StuckDeviceError if it has
+    not returned after `seconds` (None: no limit)."""
     within(
         seconds,
         synchronize,
@@ -262,7 +262,8 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
 
 
 def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
-    """Return notices about other processes on a card. Raises DeviceBusyError if they leave too little memory."""
+    """Return notices about other processes on a card, an empty list if there are none. Raises DeviceBusyError if they
+    leave less than `capacity_bytes` free."""
     others = [process for process in reading.processes if process.pid != os.getpid()]
     holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
     free_bytes = reading.total_bytes - reading.used_bytes
@@ -280,7 +281,7 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
 
 
 def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
-    """Return a notice if the card has less memory than the profile says."""
+    """Return a notice, in a list, if the card has less memory than the profile says; else an empty list."""
     # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
     if table.memory_gib <= total_bytes / 2**30 + 0.1:
         return []

@@ -113,7 +113,8 @@ class _CountingMode(TorchDispatchMode):
             tracker.add(storage, size_bytes, func, tensor.shape, tensor.dtype)
 
     def count_result(self, func: Any, result: Any) -> None:
-        """Count every new tensor in a result of nested lists, tuples and dicts."""
+        """Count every new tensor in `result`, the result of the operation `func`, which may be nested lists, tuples and
+        dicts."""
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if storage._cdata not in self.live:
@@ -312,7 +313,7 @@ class Meter:
         _patch(thread, "run", counted_run)
 
     def switch_off(self) -> None:
-        """Stop counting for good; called in a forked child process."""
+        """Stop counting for the rest of this process; called in a forked child process."""
         self._active = 0
         for mode in self._modes:
             mode.state = OFF

@@ -74,7 +74,7 @@ class MeteredDevice:
         """Does nothing: operations on the CPU are not queued."""
 
     def fit_capacity(self) -> list[str]:
-        """Does nothing: no memory is taken outside the allocator."""
+        """Return an empty list: no memory is taken outside the allocator."""
         return []
 
     def wait_until_idle(self) -> None:

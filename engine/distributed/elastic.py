@@ -52,12 +52,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def is_rank(directory: RunDirectory) -> bool:
-    """Whether this process was started as a rank of the run by its supervisor."""
+    """Whether this process was started as a rank of the run in `directory` by that run's supervisor."""
     return os.environ.get(RANK_OF) == directory.name
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its machine."""
+    """This process's number among the ranks of its machine, from the environment; 0 in a run of one process."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or 0)
 
 

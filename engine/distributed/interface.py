@@ -60,7 +60,7 @@ def source_address(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`; None if none has it."""
+    """The name of the network interface of this machine that has the IP address `address`; None if none has it."""
     for name, held in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in held):
             return str(name)
@@ -68,5 +68,5 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address`."""
+    """Whether the IP address `address` can be reached from this machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

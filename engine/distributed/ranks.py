@@ -69,14 +69,16 @@ class Ranks:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value (JSON), in the order of ranks. Raises LostRankError."""
+        """Exchange `value` (JSON) with all ranks; returns every rank's value, in the order of ranks. All ranks call
+        this. Raises LostRankError."""
         if self.host_gather is None:
             return [value]
         with self.host_region():
             return self.host_gather.gather(value)
 
     def sums(self, values: list[float]) -> list[float]:
-        """The sum over all ranks of each of `values`, a list of the same length on every rank. Raises LostRankError."""
+        """The sum over all ranks of each of `values`, a list of the same length on every rank. All ranks call this.
+        Raises LostRankError."""
         return [sum(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     def sum_of_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -96,7 +98,7 @@ class Ranks:
         return VotedGroup(self.host_gather.group, self.host_region)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Raises LostRankError."""
+        """Return rank 0's `value` (JSON) on every rank. All ranks call this. Raises LostRankError."""
         return self.all_gather_object(value if self.is_rank0 else None)[0]
 
     def run_on_rank0(self, action: Callable[[], Any]) -> Any:
@@ -198,9 +200,11 @@ SINGLE_PROCESS = Ranks()
 
 @contextmanager
 def process_group(timeout_seconds: float, device_type: str, device_index: int = 0) -> Iterator[Ranks]:
-    """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...), and leave them at the end.
+    """Context manager: join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, …), yield this
+    process's `Ranks`, and leave the ranks at the end. `timeout_seconds` bounds each vote and the wait for signs of
+    life.
 
-    Raises LostRankError when not all of them come within the time limit.
+    Raises LostRankError when not all ranks come within the time limit.
     """
     limit = timedelta(seconds=timeout_seconds)
     with raising_lost_rank():

@@ -175,7 +175,7 @@ class ShardedModel:
         return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
     def full_parameters(self) -> dict[str, DTensor]:
-        """The DTensor of every trainable parameter, by the same names as in `local_parameters`."""
+        """Every trainable parameter as a DTensor with its full shape, by the same names as in `local_parameters`."""
         learning = {id(p.sharded_param) for p in self._learning}
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 

@@ -107,5 +107,5 @@ def _gathered(tensor: DTensor, ranks: Ranks, voted_group: VotedGroup, device: De
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View the tensor's memory as bytes, because gloo does not know every dtype."""
+    """A view of the tensor's memory as uint8, because gloo does not know every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -36,7 +36,7 @@ def tokens_hash(data: TokenData) -> str:
 
 
 def _image_digests(data: TokenData) -> str:
-    """The hashes of the samples' images, in order."""
+    """The hashes of the samples' images, in order, as one text; empty without images."""
     found = data.columns.images
     if found is None:
         return ""

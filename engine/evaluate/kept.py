@@ -71,7 +71,7 @@ def _rows(path: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Append rows as lines and wait until they are on the disk."""
+    """Append `rows` to a file as JSON lines, and wait until they are on the disk; do nothing if `path` is None."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,8 @@ def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], 
 
 
 def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: KeptLosses) -> float:
-    """Compute the mean loss per target token of the first `count` samples."""
+    """Compute the mean loss per target token of the first `count` samples. Sums in `kept` are not computed again; new
+    ones are added to it."""
     device, budget = context.device, context.budget
     held_bytes = device.memory().allocated_bytes
     failures, clean = 0, True
@@ -157,6 +158,6 @@ def _measured(device: Device, held_bytes: int) -> int:
 
 
 def scores_as_json(scores: Scores) -> dict[str, Any]:
-    """The scores as a JSON document, without the values of single samples."""
+    """The scores as a dict for JSON, without the values of single samples."""
     found = {"metrics": scores.metrics, "count": scores.count, "samples": scores.samples, "notes": scores.notes}
     return found | ({"classes": scores.classes} if scores.classes else {})

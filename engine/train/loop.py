@@ -49,7 +49,7 @@ class Ending:
 
 
 class Training:
-    """One run from its first (or next) step to its end."""
+    """Trains one run, from its next optimizer step to its end."""
 
     def __init__(
         self,

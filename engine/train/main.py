@@ -188,7 +188,8 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
 
 
 def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
-    """(status, exit code, error message) of a run that `failure` ended."""
+    """(status, exit code, error message) of a run that `failure` ended; the message names the log of the run in `place`
+    if the failure was not expected."""
     if isinstance(failure, TunedeckError):
         status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
         return status, failure.exit_code, failure.render()

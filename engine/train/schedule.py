@@ -15,7 +15,7 @@ from engine.spec.schema.recipe import Train
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each of `total_steps` steps, as a share of the peak rate."""
+    """The learning rate at each of `total_steps` steps, as a share (0 to 1) of the peak rate."""
 
     kind: str
     total_steps: int

@@ -233,8 +233,9 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
 
 
 def flops_per_token(loaded: LoadedModel) -> float:
-    """Model FLOPs to train one token: 2 per weight forward and 2 for the input's gradient, over all matrices, and 2 for
-    the weight's own gradient where it learns. Recomputation does not count (PaLM, appendix B, on MFU)."""
+    """Model FLOPs to train one token, over all weight matrices: 2 per weight for forward, 2 for the gradient of its
+    input, and 2 for the gradient of the weight itself if it is trained. Recomputation does not count (PaLM, appendix B,
+    on MFU)."""
     matrices = [(p.numel(), p.requires_grad) for p in loaded.model.parameters() if p.dim() >= 2]
     return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
 

@@ -47,7 +47,7 @@ class CheckpointManager:
 
     @property
     def seconds_since(self) -> float:
-        """Seconds since the last checkpoint of this process, or since its start."""
+        """Seconds since this process wrote a checkpoint last, or, if it has not yet, since this object was made."""
         return time.monotonic() - self._saved_at
 
     def save(self, reason: str) -> None:

@@ -48,18 +48,19 @@ class RunState:
     samples_due: int = 0
     """Sequences that the steps so far should have consumed."""
     samples: int = 0
-    """Sequences that the steps so far did consume; the difference to `samples_due` is lost."""
+    """Sequences that the steps so far did consume. The difference to `samples_due` is lost: steps with an fp16 overflow
+    skip theirs."""
     skipped_steps: int = 0
     overflows: int = 0
     last_evaluated: int | None = None
     """The step whose weights were scored last; None before the first evaluation."""
     best: Best = field(default_factory=Best)
     experts: ExpertCounters = field(default_factory=ExpertCounters)
-    """How often the experts of a mixture-of-experts model were chosen."""
+    """How often the experts of a mixture-of-experts model were chosen; empty for other models."""
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
-        """Rebuild the state from its saved `asdict`."""
+        """Rebuild the state from the dict of its fields that a checkpoint saved."""
         best, experts = Best(**saved["best"]), ExpertCounters(**saved.get("experts", {}))
         return cls(**{**saved, "best": best, "experts": experts})
 

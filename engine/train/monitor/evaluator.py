@@ -52,7 +52,8 @@ class Evaluator:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether early stopping, as the recipe sets it, ends the run."""
+        """Whether early stopping ends the run now: the best metric has not improved for as many evaluations as the
+        recipe allows."""
         patience = self._asked.early_stopping_patience
         return patience is not None and self._state.best.since >= patience
 
@@ -72,7 +73,8 @@ class Evaluator:
         return True
 
     def _score(self) -> dict[str, float] | None:
-        """The metrics of the validation set; None if there is no validation set or the run should end."""
+        """Score the validation set and write the event `eval`; returns the metrics by name. None if there is no
+        validation set or the run was asked to end meanwhile."""
         validation, asked = self._setup.prepared.validation, self._asked
         if validation is None:
             return None

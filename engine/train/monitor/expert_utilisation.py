@@ -51,7 +51,7 @@ class ExpertCounters:
     """Warnings already given, each as "CODE LAYER"."""
 
     def add(self, choices_LE: NDArray[np.int64]) -> None:
-        """Count the choices of one more step."""
+        """Add the choices [L, E] of one more step to `choices_LE`, and 1 to `steps`."""
         before = np.array(self.choices_LE or np.zeros_like(choices_LE))
         self.choices_LE, self.steps = (before + choices_LE).tolist(), self.steps + 1
 
@@ -102,7 +102,8 @@ class ExpertUtilisation:
                 yield self._dead(layer, dead, shares_LE.shape[1])
 
     def matrix(self, counters: ExpertCounters, step: int) -> dict[str, Any]:
-        """JSON of the steps since the last evaluation: each expert's share and each layer's entropy."""
+        """The steps since the last evaluation as JSON: each expert's share and each layer's entropy, with the number of
+        the last step (`step`) and how many steps were counted."""
         choices_LE = np.array(counters.choices_LE)
         return {
             "step": step,

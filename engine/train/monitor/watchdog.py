@@ -87,7 +87,8 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Write a warning, once, if the current work takes too long."""
+        """Check the current work. If it takes too long, write a warning to the journal and the stacks of all threads to
+        the log, once for each piece of work."""
         work, now = self._watched, self._clock()
         if work is None or work == self._told:
             return

@@ -84,7 +84,7 @@ def _results(setup: TrainingSetup, layer: Any, *, exact: bool) -> dict[str, Tens
 
 
 class _Block(nn.Module):
-    """A model of one linear layer."""
+    """A model of one linear layer, named `projection`, into which an adapter is put."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ class Variant(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The shape of a model's attention."""
+    """The shape of a model's attention: numbers of query heads and of key heads, features of a head, the scale of the
+    logits, and their soft cap (None without one)."""
 
     query: int
     key: int
@@ -89,7 +90,7 @@ def _worst_error(setup: TrainingSetup, kernel: str) -> float:
 
 
 def _variants(setup: TrainingSetup) -> list[Variant]:
-    """What the run's layers add to causal attention."""
+    """Each different combination of what the run's layers add to causal attention."""
     config: Any = setup.context.loaded.config.get_text_config()
     packed = ("packed rows", DOCUMENTS) if setup.spec.recipe.data.packing else None
     slides = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

@@ -44,7 +44,7 @@ def _vote_seconds(setup: TrainingSetup) -> float:
 
 
 def fall_back(setup: TrainingSetup) -> str:
-    """End the run: nothing replaces collectives. Raises EnvironmentProblem."""
+    """Raise EnvironmentProblem, which ends the run, because nothing can replace collectives."""
     raise EnvironmentProblem(
         "collectives between the ranks of this run give wrong results",
         expected="exact sums of small whole numbers",

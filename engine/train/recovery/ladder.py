@@ -54,7 +54,7 @@ class BackoffContext:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that a step could allocate now beside `static_bytes`."""
+        """Bytes that a step could allocate now in addition to `static_bytes`."""
         return self.available_bytes - self.static_bytes
 
     @property

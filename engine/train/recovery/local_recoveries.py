@@ -40,7 +40,8 @@ class LocalRecoveries:
             self._kept.append(recovered)
 
     def take(self) -> list[dict[str, Any]]:
-        """Remove and return, as JSON, the failures to send in the next exchange."""
+        """Remove and return the failures of this rank that have not been sent to rank 0 yet, as JSON for the next
+        exchange."""
         now, self._kept = self._kept[:MOST], self._kept[MOST:]
         return [_as_json(recovered) for recovered in now]
 

@@ -45,11 +45,11 @@ class MemorySettings:
     """Tokens after which every sequence ends; None leaves sequences whole."""
 
     def value_of(self, remedy: str) -> Any:
-        """The setting that `remedy` changes; None for a remedy that changes none."""
+        """The value of the setting that `remedy` changes; None for a remedy that changes none."""
         return getattr(self, SETTING_OF_REMEDY[remedy]) if remedy in SETTING_OF_REMEDY else None
 
     def with_value(self, remedy: str, value: Any) -> MemorySettings:
-        """These settings with another value for the one that `remedy` changes."""
+        """A copy of these settings in which the setting that `remedy` changes is `value`."""
         return replace(self, **{SETTING_OF_REMEDY[remedy]: value})
 
     def recipe_values(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class MemorySettings:
 
 
 def current_settings(context: StepContext) -> MemorySettings:
-    """The settings in force on this rank."""
+    """The memory settings in force on this rank."""
     return MemorySettings(
         micro_batch_budget=context.budget.budget_bytes,
         checkpointing=context.loaded.checkpointing,

@@ -72,7 +72,7 @@ def oom_reporter(
 
 
 class OomReports:
-    """Writes the reports of one engine process."""
+    """Writes the reports on allocation failures of one engine process, at most MOST_REPORTS."""
 
     def __init__(self, directory: RunDirectory, device: Device, spec: Callable[[], RunSpec]) -> None:
         self._directory, self._device = directory, device

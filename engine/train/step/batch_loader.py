@@ -30,7 +30,7 @@ class BatchLoader:
     asked for."""
 
     def __init__(self, device: Device, prepare: Callable[[NDArray[np.int64]], Batch]) -> None:
-        """`prepare` makes the micro-batch of some samples in host memory."""
+        """`prepare` makes the micro-batch of the samples with given indices, in host memory."""
         self.device, self._prepare = device, prepare
         self.wait_seconds = 0.0
         """How long the caller of `batches` has waited for data in all."""

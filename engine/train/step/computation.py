@@ -119,7 +119,7 @@ class StepComputation:
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def apply(self, step: int) -> None:
-        """Take the optimizer's step, unless loss or gradients are not finite."""
+        """Take the optimizer's step number `step`, unless loss or gradients are not finite."""
         self.phase = "optimizer"
         if self.is_finite:
             self.context.guard.step(step)

@@ -25,7 +25,7 @@ class LossScaler:
 
     @classmethod
     def start(cls, enabled: bool) -> LossScaler:
-        """A scaler at its initial scale."""
+        """A scaler at its initial scale: 2^16, or 1.0 if `enabled` is false."""
         return cls(enabled, 2.0**16 if enabled else 1.0)
 
     @property
@@ -38,7 +38,7 @@ class LossScaler:
         self.scale, self.clean_steps = self.scale / 2, 0
 
     def succeeded(self) -> None:
-        """Count an applied step; doubles the scale after enough of them."""
+        """Count a step that was applied; doubles the scale after 2000 of them without an overflow."""
         self.clean_steps += 1
         if self.enabled and self.clean_steps >= GROWTH_INTERVAL:
             self.scale, self.clean_steps = self.scale * 2, 0

@@ -132,7 +132,8 @@ class StepGuard:
         return self.takes_copy or self.never_allocates
 
     def read_counters(self) -> None:
-        """Remember the current step counters; call after state was read from a checkpoint."""
+        """Remember the optimizer's current step counters, with which `restore` compares; call this after the state was
+        read from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def distrust(self) -> None:
@@ -188,7 +189,7 @@ class StepGuard:
         self.update.give_room_back()
 
     def _tensors(self) -> list[torch.Tensor]:
-        """All tensors that a step changes."""
+        """All tensors that an optimizer step changes: weights and state."""
         state = [tensor for _, tensor in state_tensors(self.optimizer, self._named)]
         return [parameter.data for _, parameter in self._named] + state
 

@@ -64,7 +64,7 @@ class _Segment:
         return self.end - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This segment of a tensor of the parameter's shape."""
+        """The elements of this segment in `tensor`, which has the parameter's shape, as a flat view."""
         return tensor.view(-1)[self.start : self.end]
 
 
@@ -127,7 +127,7 @@ class PiecewiseUpdate:
 
     @property
     def _draws(self) -> bool:
-        """Whether random bits are drawn."""
+        """Whether random bits are drawn, for stochastic rounding of weights or state."""
         return self.rounding.mode == "stochastic" or bool(self._widened)
 
     @property
@@ -187,7 +187,7 @@ class PiecewiseUpdate:
             self._write_back(segment, states[segment], number)
 
     def _row(self, row: int, segment: _Segment) -> Tensor:
-        """A segment's place in one row of the scratch, fp32."""
+        """A segment's elements in row number `row` of the scratch, as fp32."""
         assert self._scratch is not None, "make_room was not called"
         start = row * self._capacity + segment.offset
         return self._scratch[start : start + segment.size]
@@ -271,7 +271,7 @@ class PiecewiseUpdate:
 
     @contextmanager
     def _only(self, parameters: Sequence[Sequence[Parameter]]) -> Iterator[None]:
-        """While the block runs, the optimizer's groups hold only these parameters."""
+        """While the block runs, the optimizer's parameter groups hold only `parameters`, a list for each group."""
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
         for group, chosen in zip(groups, parameters, strict=True):
@@ -298,5 +298,5 @@ class PiecewiseUpdate:
 
 
 def _slot(elements: int) -> int:
-    """Elements of scratch that a tensor takes, up to the next whole slot."""
+    """The number of elements of scratch that a tensor of `elements` elements takes: rounded up to whole slots."""
     return -(-elements // SLOT_ELEMENTS) * SLOT_ELEMENTS

@@ -16,7 +16,7 @@ from engine.device.base import Device
 
 
 class _Buffer:
-    """One buffer and its copy on the host."""
+    """One buffer of the model, and the copy of it in host memory."""
 
     def __init__(self, name: str, module: torch.nn.Module, key: str) -> None:
         self.name, self.module, self.key = name, module, key
@@ -42,14 +42,14 @@ class _Buffer:
         return self.changes_unseen or self.was_replaced or self.tensor._version != self.first_version
 
     def refresh(self, device: Device) -> None:
-        """Copy the buffer to the host, if it may have changed since the last copy."""
+        """Copy the buffer to host memory, if it may have changed since the last copy."""
         if self.was_replaced:
             self.tensor, self.copy, self.first_version = self._now(), None, -1
         if self.copy is None or self.changes_unseen or self.tensor._version != self.version:
             self.copy, self.version = device.download(self.tensor), self.tensor._version
 
     def restore(self) -> None:
-        """Put the original tensor back into the module, with the copied values."""
+        """Put the tensor that was copied back into the module, with the copied values; do nothing without a copy."""
         if self.copy is None:
             return
         self.module._buffers[self.key] = self.tensor

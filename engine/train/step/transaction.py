@@ -51,7 +51,7 @@ class StepOutcome:
     micro_batches: int
     micro_batch_rows: int
     samples: int
-    """Sequences that were trained on, or had no target tokens."""
+    """Sequences that were trained on, or had no target tokens; 0 if an fp16 overflow skipped the step."""
     data_wait_seconds: float
     applied: bool
     ran: tuple[MicroBatchShape, ...] = ()
@@ -169,7 +169,8 @@ class StepTransaction:
         return gathered
 
     def _step_stats(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
-        """This rank's measurements of a finished step, for the journal."""
+        """This rank's measurements of a finished step, for the journal: micro-batches and sequences, busy and total
+        time in seconds, peak and allocated bytes. `seconds` is the total time."""
         return {
             "micro_batches": sum(bool(group.members) for group in plan),
             "largest_micro_batch": _most_rows(plan),
@@ -213,7 +214,8 @@ class StepTransaction:
         return context.strategy.pad_plan(plan)
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
-        """The shapes of this rank's micro-batches; dummy ones are left out."""
+        """The shapes (rows, length, target tokens) of this rank's micro-batches in `plan`; dummy ones are left out.
+        `samples` are this rank's samples of the step."""
         return tuple(
             MicroBatchShape(
                 group.rows,

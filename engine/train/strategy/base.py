@@ -68,7 +68,8 @@ class Strategy(ABC):
         return batch
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager around forward and backward of every micro-batch."""
+        """Context manager around forward and backward of every micro-batch, in which a strategy may change how the
+        model computes."""
         return nullcontext()
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
@@ -126,8 +127,8 @@ class Strategy(ABC):
         return nullcontext()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        """Return the context with which rank 0 evaluates `data`. If the model cannot run on one rank alone, all ranks
-        are registered to take part."""
+        """Return the context with which rank 0 evaluates `data`. If ranks share an evaluation, or the model cannot run
+        on one rank alone, the returned context has all ranks take part. All ranks call this."""
         return context
 
     def evaluation_cost(self, cost: Cost) -> Cost:

@@ -36,7 +36,8 @@ class CheckpointStorage(Protocol):
     the help of the other ranks if each rank holds only a part."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Context manager, on rank 0: inside, `LoadedModel.save` finds whole weights."""
+        """Context manager, on rank 0: inside the block, `LoadedModel.save` finds whole weights, which are gathered from
+        all ranks if they are sharded."""
 
     def write_optimizer(self, checkpoint: Path) -> None:
         """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError, for example on a full
@@ -57,11 +58,11 @@ class LocalStorage:
         self._loaded, self._optimizer = loaded, optimizer
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Do nothing: weights are whole already."""
+        """Context manager that does nothing, because weights are whole already."""
         return nullcontext()
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """Write the optimizer state into one file."""
+        """Write the optimizer state into the file `optimizer.safetensors` of the folder `checkpoint`."""
         device = self._loaded.device
         with device.host_region():
             tensors = {name: device.staged(tensor) for name, tensor in self._state().items()}
