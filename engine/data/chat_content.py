@@ -97,7 +97,7 @@ def ends_thinking(prompt: str) -> bool:
 
 
 def _contains_answer(text: str, content: str) -> bool:
-    """Whether the text contains `content` after its opening thinking tag is removed, or after its whole thinking is."""
+    """Whether the text contains `content`, either without its opening thinking tag or without its whole thinking."""
     without_tag = THINKING_START.sub("", content, count=1)
     return contains(text, without_tag) or contains(text, THINKING_END.split(content)[-1])
 

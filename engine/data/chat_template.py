@@ -68,7 +68,7 @@ class _RenderTimeout(Exception):
 
 
 class ChatTemplate:
-    """The tokenizer's chat template.
+    """Renders conversations with the tokenizer's chat template.
 
     Raises DataError: the tokenizer has no chat template.
     """

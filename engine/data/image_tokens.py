@@ -41,9 +41,10 @@ def place_images(
     row: TokenRow, images: Sequence[ImageFacts], processor: ImageProcessor | None
 ) -> PlacedImages | Dropped:
     """Repeat each image token of `row` for every part of its image. The first image token belongs to the first image.
+    Without a processor the row is returned unchanged.
 
-    The row may have fewer image tokens than the conversation has images, because the row of one turn may end before
-    the last image. A row with more image tokens than images is dropped: its text contains that token.
+    The row may have fewer image tokens than the conversation has images, because the row of one turn may end before the
+    last image. A row with more image tokens than images is dropped: its text contains that token.
     """
     if processor is None:
         return PlacedImages(row, 0, 0, [])

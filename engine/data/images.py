@@ -189,10 +189,11 @@ class ImageReader:
         self._threads = ThreadPoolExecutor(DECODING_THREADS, "images")
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs for the images of some samples, in order, whose tokens are `ids_BS`. Each sample is
-        (number of its source, row in its source, the digests of its images).
+        """The model's inputs, by name, for the images of some samples; `ids_BS` are the samples' tokens. Each sample in
+        `wanted` is (number of its source, row in its source, the digests of its images).
 
-        Raises DataError for an image that has changed, or is gone, since its tokens were made."""
+        Raises DataError for an image that has changed, or is gone, since its tokens were made.
+        """
         waiting = []
         for source, origin, digests in wanted:
             given = self.sources[source]

@@ -205,7 +205,8 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
 
 
 def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:
-    """Yield `results` unchanged, and show progress with the remaining time every few seconds."""
+    """Yield `results` unchanged; every few seconds, call `notify` with the number of rows tokenised and the remaining
+    time."""
     started = shown = time.monotonic()
     done = 0
     for batch in results:

@@ -123,7 +123,8 @@ class _ColumnFile:
 
 
 class StoreWriter:
-    """Writes documents to disk as they arrive, so that host memory does not grow with the data."""
+    """Context manager that writes documents into a folder as they arrive, so that host memory does not grow with the
+    data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -185,7 +185,8 @@ class Tokeniser:
         return self._pair(record)
 
     def _pair(self, record: PairRecord) -> RenderedRows | Dropped:
-        """Tokenise prompt and completion separately: at inference the model is given the prompt's tokens alone."""
+        """The row of a prompt and its completion, or Dropped if the completion is empty. The two are tokenised
+        separately, because at inference the model is given the prompt's tokens alone."""
         if not record.completion:
             return Dropped("completion is empty")
         prompt = self.prefix + self._plain(record.prompt)

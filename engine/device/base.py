@@ -150,8 +150,8 @@ class Device(Protocol):
         ...
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Inside the block, do not count allocations as device memory: they are host memory (snapshots, batches,
-        offload)."""
+        """Context manager: allocations inside the block (snapshots, batches, offload) are host memory and do not count
+        as device memory."""
         ...
 
     @property

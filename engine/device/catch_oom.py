@@ -94,6 +94,7 @@ def retry_on_oom(
     action: Callable[[], T], phase: str, device: Device, report: Callable[[OutOfMemory, str, int], None]
 ) -> T:
     """Run `action` and return its result; after an allocation failure run it again, up to ATTEMPTS times in all.
+    `phase` is what `action` does, for messages.
 
     `report` is called with each failure, the remedy ("retry" or "give_up") and the number of the attempt.
 

@@ -70,7 +70,7 @@ class CudaDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Inside the block, make this card the current CUDA device of the calling thread."""
+        """Context manager: inside the block, this card is the current CUDA device of the calling thread."""
         with torch.cuda.device(self.torch_device):
             yield
 

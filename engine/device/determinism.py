@@ -35,7 +35,8 @@ _NO_DETERMINISTIC_KERNEL = re.compile(r"([^\n]+) does not have a deterministic i
 
 @contextmanager
 def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
-    """If `on`, use deterministic kernels alone inside the block; afterwards restore torch's former settings.
+    """Context manager: if `on`, only deterministic kernels are used inside the block; afterwards torch's former
+    settings are restored.
 
     Raises:
         EnvironmentProblem: on CUDA, the user's own CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic.

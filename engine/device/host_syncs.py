@@ -41,7 +41,8 @@ COPIES = frozenset({aten._to_copy, aten.copy_})
 
 
 class HostSyncs(TorchDispatchMode):
-    """Lists the operations inside the block for which the host waits for the device, backward passes included."""
+    """Context manager that lists the operations inside the block for which the host waits for the device, backward
+    passes included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types

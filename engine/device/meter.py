@@ -172,7 +172,7 @@ class _StorageState:
         self.offset, self.size, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def restore(self) -> None:
-        """Restore storage, size and strides. Values that the operation wrote are not undone."""
+        """Restore the tensor's storage, size and strides. Values that the operation wrote are not undone."""
         if self.storage.nbytes() > self.size_bytes:
             self.tensor.set_(self.storage, self.offset, self.size, self.stride)
             _c_resize(self.storage, self.size_bytes)
@@ -194,7 +194,7 @@ class Meter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count allocations of this thread and of threads started inside the block. May be nested."""
+        """Context manager: count allocations of this thread and of threads started inside the block. May be nested."""
         mode = self._thread_mode()
         with self._lock:
             self._active += 1
@@ -218,11 +218,12 @@ class Meter:
                             other.state = OFF
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Treat storages that this thread creates inside the block as host memory, which is never counted."""
+        """Context manager: storages that this thread creates inside the block are host memory, which is never counted.
+        """
         return self._in_state(HOST, instead_of=COUNTING)
 
     def counted_region(self) -> AbstractContextManager[None]:
-        """Count allocations inside the block, even within a host region; `upload` uses this."""
+        """Context manager: allocations inside the block are counted, even within a host region; `upload` uses this."""
         return self._in_state(COUNTING, instead_of=HOST)
 
     @contextmanager

@@ -66,7 +66,7 @@ class MeteredDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Count allocations of this thread and of threads started inside the block."""
+        """Context manager: count allocations of this thread and of threads started inside the block."""
         with _one_thread(), self._meter.active():
             yield
 
@@ -94,7 +94,8 @@ class MeteredDevice:
         gc.collect()
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Treat storages created inside the block as host memory: they are not counted, not even after the block."""
+        """Context manager: storages created inside the block are host memory; they are not counted, not even after the
+        block."""
         return self._meter.host_region()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +155,8 @@ class MeteredDevice:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread, unless OMP_NUM_THREADS is set, so that results are bit-identical on every machine.
+    """Context manager: compute on one thread, unless OMP_NUM_THREADS is set, so that results are bit-identical on every
+    machine.
 
     Small models gain little from a second thread: on two idle cores, demo steps become a tenth faster, and with other
     busy processes two to four times slower, because each thread waits for the other to be scheduled.

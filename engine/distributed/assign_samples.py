@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 
 def assign_samples(lengths: Sequence[int] | NDArray[np.int32], ranks: int) -> list[list[int]]:
-    """For each rank, the positions in `lengths` that it works on, ascending; each position goes to exactly one rank.
+    """Return for each rank the positions in `lengths` of its sequences, ascending; each position goes to exactly one
+    rank.
 
     Sequences are assigned longest first, each to the rank with the fewest tokens so far (Graham 1969, list scheduling:
     at worst a third above the best assignment). Equal loads go to the rank with fewer sequences, then to the lower

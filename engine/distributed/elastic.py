@@ -154,7 +154,8 @@ def start_ranks(spec: RunSpec, directory: RunDirectory, arguments: list[str]) ->
 
 
 def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
-    """A sentence on why an attempt failed: the ranks that were killed or crashed, else those that did not answer."""
+    """A sentence on why an attempt with `size` ranks failed: it names the ranks that were killed or crashed, else those
+    that did not answer."""
     killed_by_agent = _killed_by_agent(failures)
     causes = [
         f"rank {rank} {_manner(failure.exitcode)}"
@@ -251,7 +252,8 @@ def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
 
 
 def exit_without_cleanup(code: int) -> NoReturn:
-    """End this process without cleanup: with another rank gone, closing gloo's connections can take half a minute."""
+    """End this process with exit code `code` and without cleanup, because with another rank gone, closing gloo's
+    connections can take half a minute."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from engine.distributed.host_gather import LostRankError, raising_lost_rank
 
 
 class PeerFailedError(Exception):
-    """Another rank failed before the collective that this one was about to launch."""
+    """Another rank failed before the collective that this rank was about to launch."""
 
 
 class VotedGroup:

@@ -25,8 +25,8 @@ FILLED = 0.97
 
 def planned_rows(spec: RunSpec, device: Device) -> Callable[[int], int]:
     """Return a function from the length of a prompt in tokens to the number of answers that fit at once, at least 1 and
-    at most GENERATION_ROWS. It measures the free memory when it is called. Without a closed form of the architecture it
-    always returns GENERATION_ROWS."""
+    at most GENERATION_ROWS. The returned function measures the free memory at each call. Without a closed form of the
+    architecture it always returns GENERATION_ROWS."""
     try:
         arch = from_config(model_config_dict(spec))
     except UnknownArchitectureError:

@@ -175,7 +175,8 @@ SCORING_KEYS = ("evaluate.", "generate.", "data.validation.")
 
 
 def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """The run spec with `--set` applied. Raises UsageError for a key that scoring cannot change."""
+    """The run spec changed by `overrides`, a list of KEY=VALUE. Raises UsageError for a key that scoring cannot change.
+    """
     refused = [text.partition("=")[0].strip() for text in overrides if not text.strip().startswith(SCORING_KEYS)]
     if refused:
         raise UsageError(
@@ -194,7 +195,7 @@ def _own_scorer(text: str | None) -> Scorer | None:
 
 def score_model(spec: RunSpec, notify: Notify, *, scorer: str | None = None) -> Scores:
     """Score the model that `spec` names, without training it, on the recipe's validation data. `notify` is called with
-    sentences on the progress. Nothing is kept or recorded: there is no run directory.
+    sentences on the progress, `scorer` is FILE.py:FUNCTION. Nothing is kept or recorded: there is no run directory.
 
     Raises:
         TunedeckError: the device, the data or the model cannot be opened, or memory ran out.

@@ -33,7 +33,7 @@ Scorer = Callable[[list[str], list[str]], dict[str, float]]
 
 @dataclass
 class Kept:
-    """Where an evaluation keeps what it has computed; by default in memory alone."""
+    """What an evaluation has computed so far, answers and losses; by default kept in memory alone."""
 
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     losses: KeptLosses = field(default_factory=KeptLosses)
@@ -64,7 +64,8 @@ def evaluate(
     kept: Kept | None = None,
     scorer: Scorer | None = None,
 ) -> Scores:
-    """Score the first `limit` samples of `data`, and keep the first `samples` answers to read.
+    """Score the first `limit` samples of `data` (None: all) by `metrics`; the result includes the first `samples`
+    answers, for the user to read.
 
     `loss` is the mean over target tokens, `perplexity` its exponential. For scores of text (`TEXT_SCORES`, accuracy and
     `scorer`), answers are generated from the tokens before the last answer, as the recipe's [generate] says, and

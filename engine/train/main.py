@@ -87,8 +87,8 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
 
 
 def _run_rank(spec: RunSpec, place: RunDirectory, resume: bool, from_step: int | None) -> int:
-    """Train as one rank of several; returns an exit code that only says whether to try again. The exit code of the run
-    is in the journal."""
+    """Train as one rank of several; returns the exit code for the supervisor: 0, or one that asks for a new attempt.
+    The exit code of the run itself is in the journal."""
 
     def work(ranks: Ranks) -> int:
         start = RunStart(spec, place, ranks, resume, from_step)
@@ -109,8 +109,8 @@ def as_rank(
 ) -> int:
     """Join the other ranks and do `work`; returns its exit code.
 
-    Where another rank is lost, or this one's device is beyond repair, `report` is called with the error, and the exit
-    code says which; the process must then end through `exit_without_cleanup`.
+    If another rank is lost, or this rank's device can be used only by a new process, `report` is called with the error
+    and the exit code is LOST_CODE or BEYOND_REPAIR_CODE; the process must then end through `exit_without_cleanup`.
     """
     device = spec.profile.device.kind
     try:

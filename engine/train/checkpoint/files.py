@@ -124,7 +124,7 @@ def _share(source: str, target: str) -> None:
 
 
 def _step_aside(path: Path) -> Path | None:
-    """Rename an existing folder, so that its successor can take the name in one rename; returns the new name, None if
+    """Rename the folder `path`, so that another folder can take its name by one rename; returns the new name, None if
     there was no folder."""
     if not path.exists():
         return None
@@ -134,7 +134,8 @@ def _step_aside(path: Path) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, renamed first so that an interrupted removal leaves nothing that looks like a checkpoint."""
+    """Remove the checkpoint folder `path`. It is renamed first, so that an interrupted removal leaves nothing that
+    looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.gone.{os.getpid()}")
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -118,8 +118,8 @@ class CheckpointManager:
         return same_length
 
     def place_result(self) -> str:
-        """Make the weights of the last or the best checkpoint, whichever `checkpoint.result` names, the run's result;
-        returns the name of the result's folder."""
+        """Copy the weights of the last or the best checkpoint (`checkpoint.result` in the recipe says which) to the
+        run's result; returns the name of the result's folder. All ranks call this."""
         step = self._state.step
         if self._setup.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
             step = self._state.best.step
@@ -169,7 +169,8 @@ class CheckpointManager:
             )
 
     def _agree_on_the_best(self) -> dict[str, Any]:
-        """Mark the best checkpoint on disk as the run state has it, or forget it if that checkpoint is damaged.
+        """Make the record of the best checkpoint on disk equal to the run state. If that checkpoint is damaged, clear
+        both and write a warning.
 
         Returns the best evaluation of the run state as JSON.
         """

@@ -86,8 +86,8 @@ class Identity:
         return cls(data_fingerprint, tokenizer_hash, recipe.train.seed, recipe.model_dump(mode="json", by_alias=True))
 
     def check(self, saved: dict[str, Any]) -> None:
-        """Raise UsageError when a checkpoint was made from other data, another tokenizer or another seed, or with a
-        recipe that differs in a key that a resume may not change."""
+        """Raise UsageError when the checkpoint whose identity `saved` holds was made from other data, another tokenizer
+        or another seed, or with a recipe that differs in a key that a resume may not change."""
         # A key that is newer than the checkpoint counts as unchanged.
         learned_from = merge_tables(self.recipe, saved.get("recipe", {}))
         changes = find_changes(learned_from, self.recipe, "recipe")

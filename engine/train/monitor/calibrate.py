@@ -42,8 +42,9 @@ class ProbeMemory:
 
 
 def calibrate(device: Device, ranks: int, probe: ProbeMemory | None, journal: Journal) -> None:
-    """Record this run's `Residuals` (CUDA context, workspace, fragmentation). Does nothing without CUDA, without a
-    probe, or without the driver's count."""
+    """Record this run's `Residuals` (CUDA context, workspace, fragmentation) for later plans on this machine; `ranks`
+    is the run's number of ranks. Does nothing without CUDA, without a probe, or if the driver does not count memory by
+    process. If the record cannot be written, a warning is."""
     driver = driver_version()
     if device.kind != "cuda" or probe is None or driver is None:
         return

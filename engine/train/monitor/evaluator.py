@@ -134,8 +134,8 @@ class Evaluator:
         return planned_rows(self._setup.spec, step.device)
 
     def _generate_settings(self) -> Generate:
-        """The recipe's settings of generation, with answers that fit behind the longest prompt of the validation set;
-        writes a warning if they are shorter than the recipe says."""
+        """The recipe's settings of generation, with max_new_tokens lowered if the model has no room for so many tokens
+        behind the longest prompt of the validation set; then a warning is written."""
         recipe, validation = self._setup.spec.recipe, self._setup.prepared.validation
         if validation is None or not generates(recipe):
             return recipe.generate

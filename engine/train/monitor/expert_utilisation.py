@@ -162,8 +162,8 @@ class ExpertMonitor:
                 self._journal.warn(*warning)
 
     def after_evaluation(self, step: int, *, writes: bool) -> None:
-        """Reset the choices counted so far. All ranks call this; the rank with `writes` first writes them to a file, as
-        a matrix."""
+        """Reset the choices counted so far. All ranks call this; the rank with `writes` first writes their matrix, for
+        `step`, to a file in `experts/` of the run directory."""
         if self._utilisation is None:
             return
         counters = self._counters()

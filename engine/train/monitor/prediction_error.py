@@ -73,7 +73,8 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
 
 
 def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
-    """The micro-batch of the step with the highest prediction, and what is predicted: the peak and its components."""
+    """(the micro-batch of the step with the highest prediction, its predicted peak and components in bytes); if nothing
+    can be predicted, the step's first micro-batch and None."""
     try:
         predictor = _predictor(peak.spec)
     except (UnknownArchitectureError, NotSimulatedError):

@@ -30,7 +30,8 @@ from engine.train.setup import TrainingSetup
 def prove(
     setup: TrainingSetup, journal: Journal, *, proofs: Sequence[Proof] = PROOFS, afresh: bool = False
 ) -> list[ProofResult]:
-    """Prove what the run will use, before its first step; returns the outcome of each proof. All ranks call this.
+    """Run the proofs of what the run will use, fall back where one fails, and write the event `proof` for each; returns
+    the outcomes. All ranks call this before the first step.
 
     With `afresh`, outcomes of earlier runs are not used.
 

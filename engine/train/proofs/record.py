@@ -64,7 +64,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def require_close(what: str, found: Tensor | None, expected: Tensor, limit: float) -> float:
     """Return the relative error |found - expected| / |expected| (Frobenius norms). Raises DisprovedError if it is above
-    `limit` or not a number."""
+    `limit` or not a number, or if `found` is None; the message names the tensor as `what`."""
     if found is None:
         raise DisprovedError(f"{what} is missing")
     exact = expected.detach().double()
@@ -75,8 +75,8 @@ def require_close(what: str, found: Tensor | None, expected: Tensor, limit: floa
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, setup: TrainingSetup, seed: int) -> Tensor:
-    """A tensor of standard normal numbers on the run's device, the same at each call, drawn on the host: the device's
-    generators are not touched."""
+    """A tensor of standard normal numbers on the run's device, the same at each call with this `seed`. The numbers are
+    drawn on the host, so the state of the device's generators does not change."""
     device = setup.context.device
     generator = torch.Generator().manual_seed(seed)
     with device.host_region():

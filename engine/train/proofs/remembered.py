@@ -30,7 +30,8 @@ ROOMS = ("model", "device", "train/step", "train/proofs")
 
 
 def key(proof: Proof, setup: TrainingSetup) -> str | None:
-    """The name under which a proof is remembered; None if its outcome depends on the process."""
+    """The name under which the outcome of a proof is remembered; None for a proof that is never remembered, because its
+    outcome depends on the process."""
     if proof.facts is None:
         return None
     return hash_text(proof.name, *proof.facts(setup), *_of_device(setup.context.device), *_of_code())
@@ -62,8 +63,8 @@ def _of_device(device: Device) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _of_code() -> tuple[str, ...]:
-    """Versions of PACKAGES; name, size in bytes and time of change of every Python file in the folders ROOMS of the
-    engine."""
+    """Texts that change with the code: the versions of PACKAGES, and name, size in bytes and time of change of every
+    Python file in the folders ROOMS of the engine."""
     versions = [f"{package} {_version(package)}" for package in PACKAGES]
     engine = Path(__file__).resolve().parents[2]
     files = sorted(file for room in ROOMS for file in (engine / room).glob("*.py"))

@@ -89,10 +89,11 @@ class ActiveRemedy:
     failed_bytes: int
     """Predicted cost of the micro-batch that failed."""
     room_bytes: int
-    """Bytes that were available for the step, beside weights and optimizer state, when it failed."""
+    """Bytes that a step could allocate in addition to weights and optimizer state, at the time of the failure."""
     passing: bool
     """Whether the cause was temporary (a co-tenant, say), so that the remedy may be lifted later."""
     learned: dict[str, Any]
     """The micro-batch budget before the remedy, as JSON."""
     moved_bytes: int = 0
-    """Bytes that the remedy moved from the device to the host, which need room there when it is lifted."""
+    """Bytes that the remedy moved from the device to the host. They need room on the device when the remedy is lifted.
+    """

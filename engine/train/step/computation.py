@@ -37,7 +37,8 @@ class StepTokens(NamedTuple):
 
 
 class StepComputation:
-    """The stages of a step, and the loss, gradient norm and memory peak of the attempt in progress."""
+    """The computation of a step in stages, with the loss, the gradient norm and the memory peak in bytes of the attempt
+    in progress."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -104,8 +105,8 @@ class StepComputation:
         self.auxiliary_loss = auxiliary[0] if auxiliary else None
 
     def sync_and_clip(self, _plan: list[MicroBatch]) -> None:
-        """Sum gradients over ranks and clip them, then prepare what the optimizer needs for its step, so that no rank
-        takes the step before all can."""
+        """Sum gradients over ranks and clip them, then prepare the optimizer's buffers and copies, so that no rank
+        takes the step before all ranks can."""
         strategy = self.context.strategy
         strategy.sync_gradients()
         self.phase = "clip"
@@ -208,7 +209,7 @@ class StepComputation:
 
 
 def _backward(loss: Tensor) -> None:
-    """Run backward from `loss`, unless it depends on nothing that learns, as in a recipe that trains only a vision
-    encoder and a micro-batch without images."""
+    """Run backward from `loss`, unless no trained parameter took part in it: a recipe may train only a vision encoder,
+    and a micro-batch may have no images."""
     if loss.requires_grad:
         loss.backward()

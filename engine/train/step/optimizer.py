@@ -166,8 +166,8 @@ class StepGuard:
         self._let_go()
 
     def restore(self) -> bool:
-        """Undo a step that raised, or that failed on another rank. True if weights and state are exactly as before the
-        step; may be repeated.
+        """Undo a step that raised, or that failed on another rank; returns whether weights and state are now exactly as
+        before the step. May be repeated.
 
         Without a copy the step counters decide: fused optimizers advance them before they change a weight, so if the
         counters are unchanged, nothing was applied.

@@ -143,8 +143,8 @@ class PiecewiseUpdate:
     def _pieces(self, by_group: Sequence[Sequence[Parameter]]) -> Iterator[list[_Segment]]:
         """Pack parameters in order into pieces of the scratch's capacity, cut where they do not fit.
 
-        A piece ends where a parameter is cut, so that only its first segment can go on with a parameter of the piece
-        before. For adafactor each parameter is a piece.
+        A piece ends where a parameter is cut, so only the first segment of a piece can continue a parameter of the
+        previous piece. For adafactor each parameter is a piece.
         """
         piece: list[_Segment] = []
         offset = 0
