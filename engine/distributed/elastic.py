@@ -2,9 +2,8 @@
 failure.
 
 The supervisor holds the claim on the run and trains nothing. When a rank is killed, stops answering, or reports a
-device that is beyond repair, the agent ends all of them and the supervisor starts a new attempt from the last
-checkpoint, at most `nodes.max_restarts` times, with the reason in the journal. Between attempts only the supervisor
-writes events.
+device that is beyond repair, the agent ends all ranks and the supervisor starts a new attempt from the last checkpoint,
+at most `nodes.max_restarts` times, with the reason in the journal. Between attempts only the supervisor writes events.
 
 Try: `tunedeck train -p demo-2 -r demo`
 """

@@ -7,9 +7,9 @@ the middle of the first step, where it looks as if a rank was lost. Every kind o
 allocate more at their first use.
 
 Binding groups to a device (`init_process_group(device_id=...)`) would make communicators early, too, but is not
-possible: torch then splits the communicator of all ranks for every later group, and ranks outside a group of the host
-split, too, while those in it do not (`_new_process_group_helper` of torch 2.13; pytorch issue 145376): they would wait
-for each other for ever.
+possible: torch then splits the communicator of all ranks for every later group. For a later gloo group only the ranks
+outside it would do so, and would wait for the ranks inside it for ever (`_new_process_group_helper` of torch 2.13;
+pytorch issue 145376).
 
 Try: `pytest tests/distributed/test_warm_up.py`
 """

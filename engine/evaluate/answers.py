@@ -1,6 +1,7 @@
-"""Generates the answers of an evaluation: several at once, fewer after an out-of-memory error, none twice.
+"""Generates the answers of an evaluation: several at once, fewer after an out-of-memory error. No answer is generated
+twice.
 
-Answers are kept as they come, where the caller gives a place for them (`engine.evaluate.kept`).
+Answers are kept as soon as they are generated, in the KeptAnswers that the caller gives (`engine.evaluate.kept`).
 
 Try: `pytest tests/evaluate/test_scoring.py`
 """

@@ -1,7 +1,7 @@
-"""Keeps what an evaluation has computed, so that one that was interrupted goes on where it stopped.
+"""Keeps what an evaluation has computed, so that an interrupted evaluation continues where it stopped.
 
-Answers and losses are appended to a file as they come, one JSON object per line. A line that a crash left incomplete is
-ignored, and its values are computed again.
+Answers and losses are appended to a file as soon as they are computed, one JSON object per line. A line that a crash
+left incomplete is ignored, and its values are computed again.
 
 Try: `ls runs/*/evaluations/`
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class KeptAnswers:
-    """The answers that were generated so far, by number of the sample; kept in `path`, or in memory alone if that is
+    """The answers generated so far, by the sample's number; kept in the file `path`, or in memory alone if that is
     None."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -24,7 +24,7 @@ class KeptAnswers:
         self.texts: dict[int, str] = {int(row["sample"]): str(row["answer"]) for row in _rows(path)}
 
     def add(self, texts: Mapping[int, str]) -> None:
-        """Add answers by number of the sample. Raises OSError if they cannot be written."""
+        """Add `texts`, answers by the sample's number. Raises OSError if they cannot be written."""
         self.texts |= texts
         _append(self._path, [{"sample": sample, "answer": text} for sample, text in texts.items()])
 

@@ -1,6 +1,7 @@
 """A user's own score: a function in a Python file, which `--scorer FILE.py:FUNCTION` names.
 
-It runs in this process with the user's rights. A recipe cannot name one, because recipes come from other people.
+The function runs in this process with the user's rights. A recipe cannot name such a function, because recipes come
+from other people.
 
 Try: `tunedeck eval last --scorer my_scores.py:smatch`
 """

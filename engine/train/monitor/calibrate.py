@@ -2,9 +2,9 @@
 
 The size of the CUDA context is what the driver counts for this process minus what torch reserved; if NVML does not
 report this count, nothing is recorded. cuBLAS takes its workspace from torch's allocator, so it is measured by freeing
-it. Fragmentation is measured in the probe, which runs the most expensive micro-batch with caches released before: later
-torch also holds what evaluation, saving and micro-batches of other shapes have left, and would give it back if it ran
-short.
+it. Fragmentation is measured in the probe, which runs the most expensive micro-batch with caches released before:
+later, torch's allocator also holds memory that evaluation, saving and micro-batches of other shapes have left, which it
+would give back if memory ran short.
 
 Runs on CUDA only; `engine.budget.calibration` reads what is recorded here.
 """

@@ -1,7 +1,8 @@
 """Reserves host memory for checkpoints, so that a run that ends out of memory can still write its last one.
 
 The libraries that write files are partly Rust, which ends the process when an allocation fails (seen under a limit on
-address space); no `except` helps against that. So room is reserved from the start, and released before they are called.
+address space); Python code cannot catch that. So memory is reserved from the start, and released before these libraries
+are called.
 
 Try: `pytest tests/train/recovery/test_host_memory_limits.py`
 """

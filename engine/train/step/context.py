@@ -47,7 +47,7 @@ class StepContext:
     max_grad_norm: float
     may_grow: bool
     measures: bool
-    """The device's readings are exact (CUDA, metered), so the budget may learn from them."""
+    """Whether the device's readings are exact (CUDA, metered), so that the budget may learn from them."""
     report: Callable[[RecoveredOom], None]
     """Records a failure that all ranks know of."""
     local_recoveries: LocalRecoveries

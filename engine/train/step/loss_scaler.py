@@ -1,4 +1,5 @@
-"""Loss scaling for fp16: two numbers, which roll back and are saved with the run state.
+"""Loss scaling for fp16: the scale and the number of clean steps, which are restored when a step is undone and are
+saved with the run state.
 
 Same rule as torch.amp.GradScaler (start 2^16, halve on overflow, double after 2000 clean steps), without its tensors on
 the device: the gradient norm, computed for clipping anyway, says whether a gradient overflowed.

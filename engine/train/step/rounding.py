@@ -80,7 +80,7 @@ def noise_(bits: Tensor, spare: Tensor, *, seed: int, step: int, name: str, firs
 
 
 def round_stochastically_(bits: Tensor, noise: Tensor, result: Tensor) -> None:
-    """Round fp32 numbers up or down to bf16 by chance, without bias. Numbers that bf16 has are unchanged.
+    """Round fp32 numbers up or down to bf16 by chance, without bias. Numbers that bf16 can represent are unchanged.
 
     Args:
         bits: int32 view of the fp32 numbers; overwritten.
