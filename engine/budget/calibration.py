@@ -6,9 +6,9 @@ combination of GPU, driver, torch version, number of ranks, and expandable segme
 entry's last runs count. A run on CUDA adds its measurement when it ends (`engine.train.monitor.calibrate`). Runs in
 host memory are not calibrated.
 
-Fragmentation is a share of the peak, and only runs that used half of the card or more say anything about it. torch
-takes memory from the driver in segments of 2 and 20 MiB, so a run of 100 MiB that leaves three of them half empty has a
-share of 30 %; applied to a plan for 24 GB, that would be 7 GiB. Plans are decided near capacity.
+Fragmentation is a share of the peak, and only runs that used half of the card or more count for it. torch takes
+memory from the driver in segments of 2 and 20 MiB, so a run of 100 MiB that leaves three of them half empty has a share
+of 30 %; applied to a plan for 24 GB, that would be 7 GiB. Plans are decided near capacity.
 
 Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
 """
@@ -86,12 +86,12 @@ def record(key: CalibrationKey, residuals: Residuals) -> None:
 
 
 def calibration_file() -> Path:
-    """The calibration file, in the user's state folder."""
+    """The path of the calibration file, in the user's state folder, whether or not the file exists."""
     return state_folder() / FILE
 
 
 def is_expandable(allocator: str | None) -> bool:
-    """Whether PYTORCH_CUDA_ALLOC_CONF lets segments grow, which leaves smaller gaps."""
+    """Whether `allocator`, a value of PYTORCH_CUDA_ALLOC_CONF, lets segments grow, which leaves smaller gaps."""
     return "expandable_segments:True" in (allocator or "")
 
 
@@ -123,7 +123,8 @@ def _worst(found: list[Residuals]) -> Residuals:
 
 @lru_cache(maxsize=4)
 def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
-    """Each key of the file with the largest values of its runs; `_stamp` makes the cache miss when the file changes."""
+    """Each key of the file with the largest values of its runs. Cached; `_stamp` is the file's modification time, so
+    that a changed file is read again."""
     return [
         (CalibrationKey(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
         for entry in _read(path)

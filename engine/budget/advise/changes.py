@@ -24,7 +24,8 @@ Changes = Mapping[str, Any]
 
 
 def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
-    """A copy of the run spec with `changes` applied. The copy is not checked."""
+    """A copy of the run spec in which each dotted key of `changes` has its new value. Neither keys nor values are
+    checked."""
     for key, value in changes.items():
         table, _, name = key.partition(".")
         file = "profile" if is_of_profile(key) else "recipe"
@@ -35,20 +36,21 @@ def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
 
 
 def value_of(spec: RunSpec, key: str) -> Any:
-    """The value of a dotted recipe or profile key."""
+    """The value of a dotted recipe or profile key in a run spec. Raises AttributeError for an unknown key."""
     table, _, name = key.partition(".")
     owner = spec.profile if is_of_profile(key) else spec.recipe
     return getattr(getattr(owner, table), name)
 
 
 def is_of_profile(key: str) -> bool:
-    """Whether a dotted key belongs to the profile, not to the recipe."""
+    """Whether the first part of a dotted key, such as "device" or "parallel", is a table of the profile; if not, the
+    key is taken as the recipe's."""
     return key.partition(".")[0] in Profile.model_fields
 
 
 def breaks_a_rule(spec: RunSpec) -> bool:
-    """Whether the tables of a run spec contradict each other or the hardware: the rules of `recipes check`, `profiles
-    check`, and those of both files together."""
+    """Whether a run spec violates a rule of `recipes check` or `profiles check`, or a rule about its recipe and profile
+    together."""
     of_files = any(problems_of_recipe(spec.recipe)) or any(problems_of_profile(spec.profile))
     return of_files or any(problems_on_device(spec.profile, spec.recipe))
 

@@ -33,19 +33,20 @@ class EvaluationPlan:
     phases: dict[str, dict[str, int]]
     """Bytes by component of each phase: load, evaluate, and generate if answers are generated."""
     device_bytes: int
-    """Bytes of the capacity in use at the peak, with what torch does not allocate."""
+    """Bytes of the capacity in use at the peak: tensors, workspaces, fragmentation, and the part of the CUDA context
+    that exceeds the profile's reserve."""
     length: int
-    """Tokens of the longest sequence or prompt."""
+    """Tokens of the longest sequence; prompts are assumed to be as long."""
     evaluate_rows: int
-    """Sequences per forward pass of the loss, to start with."""
+    """Sequences per forward pass of the loss at the start of the evaluation."""
     generate_rows: int
-    """Answers that are generated at once, to start with; 0 if none are."""
+    """Answers generated at once at the start of the evaluation; 0 if none are generated."""
     cache_bytes: int
     """Bytes of the key-value cache of these answers at their last token; part of the activations."""
 
     @property
     def deciding_phase(self) -> str:
-        """The phase with the most bytes."""
+        """The name of the phase with the most bytes."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -54,7 +55,7 @@ class EvaluationPlan:
         return self.device_bytes <= self.capacity_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The document of `tunedeck plan --eval --json`."""
+        """The plan as the JSON object that `tunedeck plan --eval --json` prints."""
         return {"verdict": "fits" if self.fits else "does_not_fit", "deciding_phase": self.deciding_phase,
                 **asdict(self)}  # fmt: skip
 

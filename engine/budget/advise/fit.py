@@ -31,7 +31,7 @@ class Suggestion:
 
     levers: Levers
     changes: dict[str, tuple[Any, Any]]
-    """Recipe or profile key = (before, after)."""
+    """Maps each changed recipe or profile key to its values (before, after)."""
     plan: Plan
 
     @property
@@ -74,8 +74,8 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan of a run, `suggestions` that make it fit, and `room`: suggestions that use the unused memory of a run
-    that fits. One of the two lists is always empty."""
+    """The plan of a run, and suggestions. `suggestions` make the run fit, and are empty if it fits already; those in
+    `room` use the unused memory of a run that fits, and are empty if it does not fit."""
 
     plan: Plan
     suggestions: list[Suggestion]
@@ -91,8 +91,8 @@ class Advice:
 
 
 def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
-    """Plan a run and search for suggestions. `longest`: tokens of the longest sequence; by default as recorded when the
-    data were last read. Raises the errors of `make_plan`."""
+    """Plan a run and search for suggestions. `longest`: tokens of the longest sequence; None: the length recorded when
+    the data were last read, else data.max_length. Raises the errors of `make_plan`."""
     longest = longest or known_longest(spec.recipe)
     plan = make_plan(spec, longest=longest)
     if fits(plan):
@@ -107,8 +107,8 @@ def fits(plan: Plan) -> bool:
 
 
 def possible_levers(spec: RunSpec, plan: Plan) -> list[Lever]:
-    """The levers with which `train` would not refuse the run, alone or together with the lever from full fine-tuning to
-    LoRA."""
+    """The levers after which `train` would accept the run, either alone or together with the lever that turns full
+    fine-tuning into LoRA."""
     levers = levers_of(spec, plan)
     adapters = [lever for lever in levers if "method.kind" in lever.keys]
     return [
@@ -120,7 +120,7 @@ def possible_levers(spec: RunSpec, plan: Plan) -> list[Lever]:
 
 
 def changed(spec: RunSpec, levers: Levers) -> RunSpec:
-    """The run spec with the changes of these levers."""
+    """A copy of the run spec with the changes of these levers; the copy is not checked."""
     return with_changes(spec, {key: value for lever in levers for key, value in lever.changes})
 
 
@@ -154,8 +154,8 @@ def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> It
 
 
 def _simulated(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion | None:
-    """The suggestion of these levers; None if `train` would refuse the changed run, which in some cases only its
-    simulation shows. Raises NotSimulatedError if the simulation is missing."""
+    """The suggestion that applies `levers`; None if `train` would refuse the changed run. Some refusals are found only
+    by the changed run's simulation: raises NotSimulatedError if it has not been run."""
     if is_refused(changed(spec, levers)):
         return None
     try:
@@ -167,7 +167,8 @@ def _simulated(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion
 
 
 def _suggestion(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestion:
-    """Apply these levers and plan the run again."""
+    """Apply `levers` and plan the changed run; returns the suggestion, whether or not the run fits. `longest`: tokens
+    of the longest sequence; None: as in `make_plan`. Raises the errors of `make_plan`."""
     after = changed(spec, levers)
     length = min(longest, after.recipe.data.max_length) if longest else None
     in_order = sorted(levers, key=lambda lever: lever.cost)

@@ -24,8 +24,8 @@ LAST_RESORT = "a smaller model.id, or a device with more memory"
 
 
 class _Offer(NamedTuple):
-    """A change of keys and its text for the user. `rows`: sequences of a micro-batch after the change; None: as in the
-    plan."""
+    """A change of keys that may lower the peak, and its text for the user. `rows`: sequences of a micro-batch with the
+    change; None: as many as in the plan."""
 
     text: str
     changes: Changes
@@ -33,8 +33,8 @@ class _Offer(NamedTuple):
 
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
-    """Text that names up to MOST_NAMED changes. They lower the largest component of the peak for which a change is
-    known; LAST_RESORT if there is none.
+    """Text for the user that names up to MOST_NAMED changes. All of them lower one component of the peak: the largest
+    for which a change is known. If there is none, the text is LAST_RESORT.
 
     Weights are tried first if they alone exceed capacity, or if adapters or buffers are the largest other component;
     else last.
@@ -47,7 +47,7 @@ def lever_of(plan: Plan, spec: RunSpec) -> str:
 
 
 def _components(plan: Plan) -> list[str]:
-    """The components to lower, in the order to try them."""
+    """The names of the components of the peak that changes may lower, in the order to try them."""
     row = plan.prediction.phases[plan.prediction.deciding_phase]
     if plan.prediction.deciding_phase == "generate":
         return ["answers", "weights"]

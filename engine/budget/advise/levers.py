@@ -41,7 +41,7 @@ class Lever:
     """The lever lowers the precision of numbers or changes how they are rounded: results differ by more than the order
     of summation explains."""
     quality: float = 0.0
-    """Rough estimate of lost quality, in the unit of `slower_percent`, to which it is added."""
+    """Rough estimate of lost quality, as percent that `cost` adds to `slower_percent`."""
 
     @property
     def cost(self) -> float:
@@ -171,7 +171,7 @@ def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def room_levers(spec: RunSpec) -> Iterator[Lever]:
-    """Yield the levers that use unused memory; each is meant to be applied alone."""
+    """Yield levers that use the unused memory of a run that fits; each is meant to be applied without the others."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")

@@ -47,7 +47,8 @@ def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | No
 
 
 def _full_names(arch: Architecture, method: Method) -> list[str]:
-    """Names of the parameters that full fine-tuning trains by its patterns."""
+    """Names of the parameters that full fine-tuning trains by `train_only` and `freeze`. Raises UsageError for a
+    pattern without a match."""
     names = parameter_names(arch)
     frozen = set(_matched(method.freeze, names, "method.freeze", matches))
     chosen = _matched(method.train_only, names, "method.train_only", matches) if method.train_only else names
@@ -55,8 +56,9 @@ def _full_names(arch: Architecture, method: Method) -> list[str]:
 
 
 def _lora_names(arch: Architecture, method: Method) -> list[str]:
-    """Names of the modules that get adapters, and of the parameters trained beside them; empty if method.targets is a
-    word, because such adapters are in the language model."""
+    """Names of the modules that get adapters, then those of the parameters that `also_train` trains beside them. Empty
+    if method.targets is "all-linear" or "attention": such adapters are in the language model. Raises UsageError for a
+    pattern without a match."""
     targets = method.targets if isinstance(method.targets, list) else []
     adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
     excluded = set(_matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end))
@@ -66,7 +68,7 @@ def _lora_names(arch: Architecture, method: Method) -> list[str]:
 
 @lru_cache(maxsize=16)
 def parameter_names(arch: Architecture) -> tuple[str, ...]:
-    """Dotted names of all parameters; a tied head is included, because patterns may name it."""
+    """Dotted names of all parameters. A tied head is listed beside the embedding, because patterns may name either."""
     names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
     return (*names, HEAD) if arch.tied else tuple(names)
 
@@ -84,7 +86,7 @@ def adaptable_names(arch: Architecture) -> tuple[str, ...]:
 
 
 def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
-    """Yield (prefix, parameter) for every parameter of the model."""
+    """Yield (prefix, parameter) for every parameter of the model; prefix + parameter.name is the dotted name."""
     for layer in range(arch.layers):
         for parameter in layer_parameters(arch, arch.is_dense(layer)):
             yield layer_prefix(arch, layer), parameter
@@ -99,8 +101,8 @@ def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
 def _matched(
     patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]
 ) -> list[str]:
-    """The names that any pattern matches. Raises UsageError, which names the recipe key, for a pattern without a
-    match."""
+    """The names that any of `patterns` matches by `test(pattern, name)`. Raises UsageError for a pattern that matches
+    none; `key`, the recipe key of the patterns, is for its message."""
     chosen: list[str] = []
     for pattern in patterns:
         hits = [name for name in names if test(pattern, name)]

@@ -44,15 +44,17 @@ class Plan:
     image_tokens: int
     """Tokens of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
-    """Recipe keys that would make a plan of verdict fits_smaller fit, without changing what is learned."""
+    """Maps recipe keys to the values with which a run of verdict fits_smaller fits, without changing what is learned;
+    empty for other verdicts."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes that offloads take on the host of one machine, by what is offloaded (activations, optimizer)."""
     host_capacity_bytes: int = 0
-    """Host memory of one machine: the profile's, else that of this machine."""
+    """Bytes of host memory of one machine: the profile's value, else that of the machine that plans."""
     generation_rows: int = 0
-    """Answers that evaluations generate at once; 0 where they generate none."""
+    """Answers that an evaluation during training generates at once; 0 if none are generated."""
     parallel: str = ""
-    """`provenance.parallel`: how strategy and sequence were decided, and which keys of the profile were replaced."""
+    """The text `provenance.parallel` of the run spec: how strategy and sequence were decided, and which keys of the
+    profile were replaced."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
@@ -78,7 +80,7 @@ class Plan:
 
     @property
     def host_fits(self) -> bool:
-        """Whether the host's memory holds what is offloaded; always if nothing is."""
+        """Whether the host's memory holds what is offloaded; True if nothing is."""
         return not self.host or self.host_bytes <= self.host_capacity_bytes
 
     @property
@@ -88,8 +90,8 @@ class Plan:
 
     @property
     def generate_adds_bytes(self) -> int:
-        """Bytes by which generation inside training raises the peak; 0 if there is none, or it needs less than the
-        steps."""
+        """Bytes by which generation during training raises the peak; 0 if nothing is generated, or if generation needs
+        less memory than the optimizer steps."""
         sums = {name: sum(row.values()) for name, row in self.prediction.phases.items()}
         return max(0, sums.pop("generate", 0) - max(sums.values()))
 
@@ -170,9 +172,11 @@ def find_predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
 
 
 def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -> int:
-    """The largest number of sequences, at most the batch, whose peak is within capacity; 0 if even one is too many.
+    """The largest number of sequences of `length` tokens, at most the batch, that fit on the device as one micro-batch;
+    0 if not even one does.
 
-    What they offload must fit on the host too, unless the host cannot hold that of one sequence.
+    Tensors that are offloaded must fit on the host, too. This condition is dropped if the host cannot hold those of one
+    sequence.
     """
     limited = predictor.host_fits(1, length)
 
@@ -195,7 +199,9 @@ def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -
 def _verdict(
     planner: Predictor | SimulatedPredictor, spec: RunSpec, planned: Prediction, rows: int, length: int
 ) -> tuple[Verdict, dict[str, Any]]:
-    """The verdict, and for "fits_smaller" the cheapest set of remedies with which the run fits."""
+    """Return the verdict and, for "fits_smaller", the cheapest remedies with which the run fits: recipe keys with their
+    values, empty for other verdicts. `planned` is the prediction for micro-batches of `rows` sequences of `length`
+    tokens."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
         return "fits", {}
     for changes in _remedies(spec):
@@ -212,13 +218,14 @@ def _verdict(
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec with ever more remedies that do not change what is learned, cheapest first; the first is the spec
-    itself."""
+    """Yield the run spec itself, then copies of it, each with one remedy more than the one before, cheapest first. The
+    remedies do not change what is learned."""
     return (_with_train(spec, changes) for changes in _remedies(spec))
 
 
 def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """Yield the remedies as changes of the recipe's train table, cheapest first; each includes those before it."""
+    """Yield changes of the recipe's train table (key to value): first none, then each with one remedy more than the one
+    before, cheapest first."""
     changes: dict[str, Any] = {}
     yield {}
     if not spec.recipe.train.gradient_checkpointing:

@@ -235,8 +235,9 @@ def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _generation(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of generation inside training, unless answers are short. A token takes at least the time in which the device
-    reads all weights once, whatever the number of answers written at once."""
+    """Warn if evaluations during training generate answers of more than SHORT_ANSWER_TOKENS tokens. If the profile has
+    the device's bandwidth, the warning names the least seconds for a batch of answers: each token reads all weights
+    once."""
     new_tokens, bandwidth_gbs = spec.recipe.generate.max_new_tokens, spec.profile.device.bandwidth_gbs
     if not generates(spec.recipe) or new_tokens <= SHORT_ANSWER_TOKENS:
         return

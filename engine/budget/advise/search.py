@@ -58,8 +58,8 @@ class Trial:
 
 
 def fitting_sets(levers: Sequence[Lever], trial: Trial, offered: Callable[[Levers], bool]) -> Iterator[Levers]:
-    """Yield the sets of levers with which the run fits and which `offered` accepts, in the order of their cost, without
-    sets that contain a set that was yielded before."""
+    """Yield the sets of levers with which the run fits by `trial` and for which `offered` returns True, in the order of
+    their cost. Sets that contain a set yielded before are left out."""
     dearest_first = sorted(levers, key=lambda lever: -lever.cost)
     order, found = count(), list[frozenset[Lever]]()
     waiting: list[tuple[float, int, int, int, Levers]] = []

@@ -84,8 +84,8 @@ def _longest_fits(spec: RunSpec) -> bool:
 
 
 def recorded(spec: RunSpec, key: str, line: str) -> RunSpec:
-    """The run spec with the decision of `key` written to `provenance.parallel` as `line`; replaces an earlier line of
-    that key there."""
+    """A copy of the run spec in which `provenance.parallel` has the entry `line` about the decision of `key`, instead
+    of an earlier entry about that key. `line` must be without commas, which separate the entries."""
     lines = {part.partition(" =")[0]: part for part in spec.provenance.parallel.split(", ") if part} | {key: line}
     provenance = spec.provenance.model_copy(update={"parallel": ", ".join(lines.values())})
     return spec.model_copy(update={"provenance": provenance})

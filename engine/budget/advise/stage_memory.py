@@ -40,8 +40,8 @@ def disk_bytes_of_training(arch: Architecture, spec: RunSpec) -> int:
 
 
 def _total(arch: Architecture, spec: RunSpec) -> Tensors:
-    """Bytes of the model's tensors, optimizer state included wherever it is. A gradient is as large as its weight, so
-    all gradients together have the size of all trained weights."""
+    """Bytes of the model's tensors by component. Optimizer state is counted even if it is offloaded; `gradients` is
+    also the size of the trained weights."""
     return static_bytes(arch, replace(memory_config_of(arch, spec), optimizer_offload=False)).total
 
 
@@ -67,8 +67,8 @@ def disk_bytes_of_assembly(arch: Architecture, spec: RunSpec, experts: int, *, s
 
 
 def device_bytes_of_hidden_router(arch: Architecture, spec: RunSpec) -> int:
-    """Bytes of device memory that router = "hidden" takes: those of an evaluation of the recipe's own model `arch` on
-    one sequence of data.max_length tokens."""
+    """Bytes of device memory that an assembly takes if the stage's key `router` is "hidden": those of an evaluation of
+    the recipe's own model `arch` on one sequence of data.max_length tokens."""
     config = memory_config_of(arch, spec)
     shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens, patches=config.image_patches)
     peak_bytes = static_bytes(arch, config).total.weights + highest_value(evaluation(arch, config), shape)

@@ -37,11 +37,11 @@ class StagePlan:
     name: str
     kind: str
     spec: RunSpec
-    """The stage's run spec with the model it is planned on."""
+    """The stage's run spec, with the model that the plan is made for (`planning_spec`)."""
     plan: Plan | None = None
     """None for a stage that assembles, and where the model's memory cannot be predicted."""
     unknown: str = ""
-    """Why nothing can be predicted."""
+    """Why the stage's memory cannot be predicted; empty if it can."""
     verdict: Verdict | None = None
     peak_bytes: int | None = None
     """Bytes of the device at the peak; of a stage that trains, those that torch allocates."""
@@ -71,7 +71,7 @@ class StagedPlan:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of any stage; stages without a plan do not count."""
+        """The worst verdict of any stage, without stages that have none; "fits" if no stage has one."""
         verdicts = [stage.verdict for stage in self.stages if stage.verdict]
         return max(verdicts, key=WORST.__getitem__, default="fits")
 
@@ -132,8 +132,9 @@ def _plan_training(unplanned: StagePlan, _stage: Stage) -> StagePlan:
 
 
 def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
-    """Complete the plan of a stage that assembles a mixture. It uses the device only for router = "hidden", which runs
-    the recipe's own model there. Raises UnknownArchitectureError or ConfigNotHereError."""
+    """A copy of `unplanned`, the plan of a stage that assembles a mixture, with verdict and bytes filled in. Such a
+    stage needs the device only for router = "hidden", which runs the recipe's own model there. Raises
+    UnknownArchitectureError or ConfigNotHereError."""
     _, _, own = parse_assembled(unplanned.spec.recipe.model.id)
     spec = with_model(unplanned.spec, {"id": own})
     arch, config = find_architecture(spec), find_config(own, spec.recipe.model.revision)
@@ -150,7 +151,8 @@ def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
 
 
 def planning_specs(spec: RunSpec) -> list[RunSpec]:
-    """The run spec to plan; of a staged run, that of each enabled stage that trains."""
+    """The run specs to plan: of a staged run, those of the enabled stages that train; of any other run, only its
+    own."""
     if not spec.recipe.stages:
         return [spec]
     return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]

@@ -29,7 +29,8 @@ IN_WORDS: dict[Verdict, str] = {
 
 
 class _Chosen(NamedTuple):
-    """A strategy, the run spec with it, notices, and the reason, without commas: `provenance.parallel` is a list."""
+    """A strategy, the run spec with it and notices (`settled`), and the reason for the choice. The reason contains no
+    commas, because commas separate the entries of `provenance.parallel`."""
 
     strategy: Choice
     settled: Settled
@@ -40,8 +41,9 @@ def settle_parallel(spec: RunSpec) -> Settled:
     """Decide `parallel.strategy` and `parallel.sequence` where they are "auto"; any other run spec is returned
     unchanged.
 
-    Weights are replicated if the run fits so as it is written, or fits no better sharded. A model whose memory cannot
-    be predicted is sharded, which needs less memory. Raises UsageError where `parallel.sequence` cannot be decided.
+    Weights are replicated if the run then fits without changes, if it fits in both ways and sharding brings no better
+    verdict, or if it uses a feature that needs whole weights. Else they are sharded, also for a model whose memory
+    cannot be predicted, because that needs less memory. Raises UsageError where `parallel.sequence` cannot be decided.
     """
     if device_count(spec.profile) == 1 or "auto" not in (spec.profile.parallel.strategy, spec.recipe.parallel.strategy):
         return settle_sequence(spec)

@@ -35,14 +35,16 @@ class MixtureFamily:
     router: str
     """Name of a layer's router weight, below "model.layers.L."."""
     experts: str
-    """Name below "model.layers.L." of the weights of expert {expert}, for each of `projections`."""
+    """Name of an expert's module below "model.layers.L."; {expert} stands for its number. The names of its weights
+    below that are in `projections`."""
     projections: Mapping[str, str]
-    """Dense projection = its name in an expert."""
+    """Maps the name of a feed-forward projection in the dense model to its name in an expert."""
     defaults: Mapping[str, Any]
-    """Keys that a config of the dense family may leave out, with the dense family's defaults: those of the mixture
-    family differ."""
+    """Keys that a config of the dense family may leave out, with the dense family's defaults. They are written into the
+    mixture's config, because the mixture family has other defaults."""
     own_keys: Callable[[Config, int, int], Config]
-    """(dense config, experts, experts per token) to the keys that only the mixture family has."""
+    """Called with (dense config, experts, experts per token); returns the config keys that only the mixture family
+    has."""
 
 
 def _mixtral_keys(dense: Config, experts: int, per_token: int) -> Config:
@@ -110,8 +112,8 @@ SAME_IN_ALL = (
 
 
 def assembled_config(dense: Config, experts: int, per_token: int) -> Config:
-    """The config of the mixture of `experts` models with the config `dense`. Raises KeyError for a family that
-    `problems_of_experts` refuses."""
+    """The config of the mixture of `experts` models with the config `dense`, in which each token is routed to
+    `per_token` experts. Raises KeyError for a family that `problems_of_experts` refuses."""
     family = MIXTURES[dense["model_type"]]
     kept = {key: value for key, value in dense.items() if key not in DENSE_ONLY}
     defaults = dict(family.defaults)
@@ -123,7 +125,8 @@ def assembled_config(dense: Config, experts: int, per_token: int) -> Config:
 
 
 def problems_of_experts(names: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Every reason why models with these configs cannot be assembled; empty if they can."""
+    """Every reason why models with these configs cannot be assembled, each as a line for the user; empty if they can.
+    `names` are the models' names in these lines."""
     problems = []
     for name, config in zip(names, configs, strict=True):
         problems += [f"{name}: {reason}" for reason in _problems_of_one(config)]
@@ -153,6 +156,7 @@ def _problems_of_one(config: Config) -> list[str]:
 
 
 def parse_assembled(model: str) -> tuple[int, int, str]:
-    """Split "assembled:EXPERTS:PER_TOKEN:MODEL"; returns (experts, experts per token, model)."""
+    """Split "assembled:EXPERTS:PER_TOKEN:MODEL"; returns (experts, experts per token, model). Raises ValueError for a
+    text of another form."""
     _, experts, per_token, dense = model.split(":", 3)
     return int(experts), int(per_token), dense

@@ -32,7 +32,7 @@ class Experts:
     count: int
     per_token: int
     intermediate: int
-    """Width of one expert."""
+    """Intermediate size of one expert's feed-forward block."""
     auxiliary_loss: bool = True
     """Whether the model's own weight of the auxiliary loss (router_aux_loss_coef) is above 0."""
 
@@ -62,7 +62,7 @@ class Architecture:
     sliding_layers: tuple[bool, ...] = ()
     """For each layer, whether it attends within the window only; empty without one."""
     rotary_share: float = 1.0
-    """Share of each head that the rotary embedding rotates."""
+    """Share of each head's dimensions that the rotary embedding rotates, from 0 to 1."""
     rotary_tables: int = 1
     """Pairs of rotary tables that a forward pass makes: one for all layers, or one for each kind of layer."""
     buffers: int = 2
@@ -94,7 +94,7 @@ class Architecture:
 
     @property
     def root(self) -> str:
-        """Dotted name of the decoder's body."""
+        """Dotted name of the module that contains the decoder's layers, such as "model"."""
         return "model.language_model" if self.vision_encoder else "model"
 
     @property
@@ -236,16 +236,16 @@ def _rotary_share(facts: Mapping[str, Any]) -> float:
 
 
 def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers have no experts: Qwen3-MoE names them in mlp_only_layers, and has experts only in every
-    decoder_sparse_step-th layer."""
+    """For each layer, whether it has no experts: Qwen3-MoE names such layers in mlp_only_layers, and has experts only
+    in every decoder_sparse_step-th layer."""
     named, step = facts.get("mlp_only_layers", ()), int(facts.get("decoder_sparse_step", 1))
     dense = tuple(layer in named or (layer + 1) % step != 0 for layer in range(int(facts["num_hidden_layers"])))
     return dense if any(dense) else ()
 
 
 def _experts(layout: Layout, facts: Mapping[str, Any]) -> Experts:
-    """The experts. Mixtral and gpt-oss call their number num_local_experts and their width intermediate_size; Qwen3-MoE
-    has num_experts and moe_intermediate_size."""
+    """Read the experts of a config. Mixtral and gpt-oss have the number of experts in num_local_experts and the width
+    of one in intermediate_size; Qwen3-MoE has them in num_experts and moe_intermediate_size."""
     count, width = EXPERT_LAYOUTS[layout]
     return Experts(
         count=int(facts[count] if count in facts else facts["num_local_experts"]),

@@ -1,4 +1,4 @@
-"""Where the config of a model is found: built in, a local folder, the hub cache on this machine, or shipped with us.
+"""Where the config of a model is found: built in, a local folder, this machine's hub cache, or shipped with Tunedeck.
 
 Nothing is downloaded here (`engine.budget.architecture.hub` does that) and no weights are read. The facts in a config
 are read in `engine.budget.architecture.facts`.
@@ -65,8 +65,8 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """The config of the mixture of `experts` models with the config `dense`, which is not assembled yet. Raises
-    UsageError if it cannot be assembled."""
+    """The config of the mixture of `experts` models with the config `dense`, with `per_token` experts for each token,
+    before it is assembled. Raises UsageError if it cannot be assembled."""
     problems = problems_of_experts(["the recipe's model"], [dense])
     if problems:
         raise UsageError("no mixture can be assembled: " + "; ".join(problems), fix="choose another model.id")
@@ -74,7 +74,8 @@ def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str,
 
 
 def _config_file(model: str, revision: str | None) -> Path | None:
-    """The file of a model's config; None for a built-in model, and for one that only a shipped entry describes."""
+    """The path of a model's config.json: in the model's folder, where it may be missing, or in the hub cache. None for
+    a built-in model, and for a hub model that is not cached. Raises UsageError if a model folder does not exist."""
     if model.startswith(BUILTIN_PREFIX):
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
@@ -133,7 +134,8 @@ def _starts(model: str) -> Iterator[Model]:
 
 
 def builtin_config(name: str) -> dict[str, Any]:
-    """The config of "builtin:NAME", read from profiles/models/builtin-NAME.toml."""
+    """The config of "builtin:NAME", read from profiles/models/builtin-NAME.toml. Raises UsageError if there is no such
+    model."""
     config = shipped_configs().get(name)
     if config is None or not name.startswith(BUILTIN_PREFIX):
         known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
@@ -152,7 +154,7 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 
 def shipped_entries() -> Iterator[dict[str, Any]]:
-    """The parsed files of profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    """Yield the content of each file in profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
     for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
         if path.name.endswith(".toml"):
             yield tomli.loads(path.read_text(encoding="utf-8"))

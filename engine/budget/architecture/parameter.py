@@ -32,5 +32,5 @@ def linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
 
 
 def vectors(name: str, size: int, *, bias: bool) -> list[Parameter]:
-    """The parameters of a norm: weight and, if `bias`, the bias of a layer norm."""
+    """The parameters of a norm: the weight [size] and, if `bias` (a layer norm), the bias [size]."""
     return [Parameter(f"{name}.{part}", (size,)) for part in (("weight", "bias") if bias else ("weight",))]

@@ -44,7 +44,7 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
-    """The prefix of a layer's parameter names."""
+    """The prefix of a layer's parameter names, such as "model.layers.3.", with the dot at its end."""
     return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"{arch.root}.layers.{layer}."
 
 
@@ -84,7 +84,8 @@ def _attention(arch: Architecture) -> list[Parameter]:
 
 
 def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
-    """Parameters of a gated feed-forward block, or of a router and its experts (fused in transformers 5)."""
+    """Parameters of a layer's gated feed-forward block or, unless `dense`, of its router and experts (fused in
+    transformers 5)."""
     hidden, width = arch.hidden, arch.intermediate
     if arch.layout == "phi3":
         return [

@@ -191,7 +191,8 @@ def _is_known(model_type: str, models: Path) -> bool:
 
 
 def refuse_own_code(facts: Mapping[str, Any], model: str, *, trusted: bool) -> None:
-    """Raise UsageError if a model needs code that comes with it, and the command line does not allow it."""
+    """Raise UsageError if a model needs code that comes with it, unless it is `trusted`: the command line allows such
+    code."""
     if not trusted and needs_own_code(facts):
         raise own_code(model)
 

@@ -82,7 +82,8 @@ QWEN_MOST_PIXELS = 12_845_056
 
 
 def _siglip(vision: Mapping[str, Any], config: Mapping[str, Any], output: int) -> VisionEncoder:
-    """Read Gemma 3's encoder: images of one size, pooled to mm_tokens_per_image tokens, then projected."""
+    """Read Gemma 3's encoder from `vision`, the vision_config of `config`: images of one size, pooled to
+    mm_tokens_per_image tokens, then projected to the width `output`."""
     patch, channels = int(vision.get("patch_size", 16)), int(vision.get("num_channels", 3))
     across, tokens = int(vision.get("image_size", 224)) // patch, int(config.get("mm_tokens_per_image", 256))
     return VisionEncoder(
@@ -127,7 +128,8 @@ def _qwen2_5_vl(vision: Mapping[str, Any], config: Mapping[str, Any], output: in
 
 
 def _qwen_patches(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that Qwen2-VL and Qwen2.5-VL configs give under the same keys; in_chans is unused by transformers."""
+    """Fields of `VisionEncoder` that Qwen2-VL and Qwen2.5-VL configs give under the same keys. The key in_chans is not
+    read, because transformers does not use it."""
     patch = int(vision.get("patch_size", 14))
     return {
         "layers": int(vision.get("depth", 32)),

@@ -22,7 +22,7 @@ def in_vision_encoder(name: str) -> bool:
 
 
 def vision_layer_prefix(encoder: VisionEncoder, layer: int) -> str:
-    """The prefix of a vision layer's parameter names."""
+    """The prefix of a vision layer's parameter names, such as "model.visual.blocks.3.", with the dot at its end."""
     return (
         f"model.vision_tower.encoder.layers.{layer}." if encoder.kind == "siglip" else f"model.visual.blocks.{layer}."
     )

@@ -46,7 +46,8 @@ def generates(recipe: Recipe) -> bool:
 
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Live bytes above the static bytes of a forward pass and its loss, at each moment that may be the peak."""
+    """Live bytes of a forward pass and its loss, above the static bytes, at each moment that may be the peak, as
+    polynomials of the micro-batch's shape."""
     stack = layer_stack(arch, config)
     passes = {kind: inference_forward(arch, config, kind) for kind in stack.kinds}
     config = inference_config(config)
@@ -55,7 +56,8 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
         around += embeddings_held(arch, config, learning=False)
 
     def casts(layer: int) -> BytesPolynomial:
-        """Bytes of the cast weights of all layers before `layer`, which autocast caches until the pass is over."""
+        """Bytes of the half-precision copies of weights in all layers before `layer`; autocast caches them until the
+        pass is over."""
         return sum([count * passes[kind].casts for kind, count in stack.counts(0, layer).items()], NO_BYTES)
 
     kinds = [kind for kind in stack.kinds if not stack.larger(kind)]
@@ -76,22 +78,24 @@ def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPo
 
 
 def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, prompt: int, generate: Generate) -> int:
-    """Peak bytes, above the static bytes, of full answers to `rows` prompts of `prompt` tokens."""
+    """Peak bytes, above the static bytes, of generating answers of full length (generate.max_new_tokens) to `rows`
+    prompts of `prompt` tokens."""
     return max(_prefill(arch, config, rows, prompt), _decoding(arch, config, rows, prompt, generate))
 
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
-    """Peak bytes of the forward pass over the prompts."""
+    """Peak bytes, above the static bytes, of the forward pass over `rows` prompts of `prompt` tokens."""
     shape = shape_of(rows, prompt + 1, config.chunk_tokens, patches=rows * config.image_patches)
     return highest_value(_prefilling(arch, config, rows > 1), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 
 @lru_cache(maxsize=256)
 def _prefilling(arch: Architecture, config: MemoryConfig, padded: bool) -> Sizes:
-    """Live bytes of the forward pass over the prompts, at each moment that may be the peak.
+    """Live bytes of the forward pass over the prompts, at each moment that may be the peak, as polynomials of the
+    prompts' shape.
 
-    Of each kind only the last layer counts: the key-value cache of all earlier layers exists by then. Several prompts
-    are padded on the left and therefore masked; a single one is not.
+    Of each kind of layer only the last one counts, because the key-value cache of all earlier layers exists by then.
+    `padded`: there are several prompts, which are padded on the left and therefore masked; a single one is not.
     """
     # Text is generated in the weights' own dtype. (Under autocast with flash attention, where it takes less.)
     config = replace(inference_config(config), packed=padded, autocast=False)
@@ -148,7 +152,8 @@ def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
 
 
 def _scores_bytes(generate: Generate) -> int:
-    """Bytes per token of the vocabulary that choosing a row's next token takes beside the model's own logits.
+    """Bytes that the choice of one row's next token takes for each token of the vocabulary, beside the model's own
+    logits.
 
     - greedy: fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
     - sampling: this token's logits, the scores of the previous and of this token, their softmax and its sums.
@@ -171,7 +176,8 @@ def most_answers(recipe: Recipe) -> int:
 
 
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:
-    """How many answers the engine generates at once: `most_answers`, halved until they fit into `room_bytes`."""
+    """How many answers to prompts of `length` tokens the engine generates at once: `most_answers`, halved until they
+    fit into `room_bytes`; one answer is generated even if it does not fit."""
     rows = most_answers(recipe)
     while rows > 1:
         if generation_bytes(arch, config, rows=rows, prompt=length, generate=recipe.generate) <= room_bytes:

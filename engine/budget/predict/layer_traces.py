@@ -45,7 +45,8 @@ def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> 
 
 
 def layer_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
-    """Live bytes at the local maxima of a layer's backward pass, including recomputation if it is checkpointed."""
+    """Live bytes at the local maxima of a layer's backward pass, including recomputation if it is checkpointed.
+    `accumulating`: gradients of an earlier micro-batch of the same step exist."""
     config = layer_config(config)
     return _settled_backward(arch, config, _layer_view(config, kind), accumulating)
 
@@ -66,7 +67,8 @@ class LayerStep(NamedTuple):
 
     forward: ForwardTrace
     backward: Sizes
-    """Live bytes at the local maxima of the backward pass, before `BytesPolynomial.settled`."""
+    """Live bytes at the local maxima of the backward pass. Gradients of trained weights are still a coefficient of
+    their own, as `BytesPolynomial.settled` expects."""
 
 
 @lru_cache(maxsize=256)
@@ -121,7 +123,8 @@ def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -
 def _forward_alone(
     trace: MemoryTrace, layer: Layer, arch: Architecture, config: MemoryConfig, kind: LayerKind
 ) -> tuple[Sizes, BytesPolynomial]:
-    """Trace a forward pass without backward; return its local maxima, and the bytes of weights that autocast cast."""
+    """Trace a forward pass without backward; returns the live bytes at its local maxima, and the bytes of the
+    half-precision copies of weights that autocast made."""
     arguments = [layer_input(trace, arch, config, kind.follows)]
     output = layer.forward(arguments.pop())
     del output
@@ -129,12 +132,14 @@ def _forward_alone(
 
 
 def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
-    """The kind with facts that do not matter to a trace removed; a mask matters only to sdpa."""
+    """The kind without the facts that do not change a layer's trace, so that more kinds share a trace: the sliding
+    window, and the mask unless attention is sdpa."""
     return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
 
 
 def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
-    """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient."""
+    """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient.
+    `accumulating`: gradients of an earlier micro-batch of the same step exist."""
     return maxima(_head_step(arch, head_config(config))[0], accumulating)
 
 
@@ -145,7 +150,8 @@ def head_offloaded(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
 
 @lru_cache(maxsize=256)
 def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPolynomial]:
-    """Live bytes at the local maxima of the model's end, and the bytes that it saves on the host."""
+    """Live bytes at the local maxima of the model's end (final norm, head, loss), forward and backward, and the bytes
+    that it saves on the host."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
     arguments = [layer_input(trace, arch, config, body_learns(arch, config))]
     loss = Head(trace, arch, config).forward(arguments.pop())
@@ -179,7 +185,8 @@ def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gr
 
 @lru_cache(maxsize=256)
 def step_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that only the optimizer's step depends on set to fixed values."""
+    """The config with choices that matter only to the optimizer's step set to fixed values, so that more configs share
+    a trace."""
     return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
 
 
@@ -202,7 +209,8 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
 
 @lru_cache(maxsize=256)
 def inference_config(config: MemoryConfig) -> MemoryConfig:
-    """The config of a pass without gradients, which one rank runs alone on whole sequences."""
+    """The config of a pass without gradients: without checkpointing and dropout, and with whole sequences, because one
+    rank runs the pass alone."""
     return replace(
         config,
         checkpointing=False,
@@ -216,7 +224,8 @@ def inference_config(config: MemoryConfig) -> MemoryConfig:
 
 @lru_cache(maxsize=256)
 def head_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that do not matter to the trace of the model's end set to fixed values."""
+    """The config with choices that do not matter to the trace of the model's end set to fixed values, so that more
+    configs share a trace."""
     return replace(
         layer_config(config),
         loss=config.loss,

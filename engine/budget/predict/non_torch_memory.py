@@ -79,6 +79,7 @@ def non_torch_memory(spec: RunSpec) -> NonTorchMemory:
 
 
 def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, share: float) -> NonTorchMemory:
-    """Non-torch memory with a CUDA context of `context_bytes`, which fills the profile's reserve first."""
+    """Non-torch memory with a CUDA context of `context_bytes`, which fills the profile's reserve first. `share`:
+    fragmentation as a share of the bytes that tensors take."""
     held = min(context_bytes, int(profile.device.reserve_gib * 2**30))
     return NonTorchMemory(workspace_bytes, context_bytes - held, share, held)

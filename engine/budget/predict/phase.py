@@ -21,25 +21,25 @@ class PhaseCost:
     working: tuple[BytesPolynomial, ...]
     """Bytes of all other tensors, at each local maximum that may be the largest for some shape."""
     label: str
-    """The component that the working bytes are shown as."""
+    """The component under which `components` reports the working bytes."""
     inputs: BytesPolynomial
     """The batch, its positions and masks."""
     buffers: int = 0
     """Gather and reduce buffers of several devices."""
 
     def sizes(self) -> list[BytesPolynomial]:
-        """All live bytes of the phase, for each of `working`."""
+        """All live bytes of the phase above the static bytes: one polynomial for each entry of `working`."""
         around = self.saved + self.inputs + (self.gradients + self.buffers) * BYTE
         return [around + working for working in self.working]
 
     def at(self, shape: Shape) -> int:
-        """The phase's peak bytes at a shape."""
+        """The phase's peak bytes at a shape, above the static bytes."""
         around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
         return around + highest_value(self.working, shape)
 
     def components(self, shape: Shape) -> dict[str, int]:
-        """The phase's peak bytes at a shape, by component; components of zero bytes are left out. The scratch of
-        attention's backward pass counts as a buffer."""
+        """The phase's peak bytes at a shape, above the static bytes, by component; components of zero bytes are left
+        out. The scratch of attention's backward pass is counted under `buffers`."""
         working = max(self.working, key=lambda size: size.at(shape), default=NO_BYTES)
         scratch = working.per_block_token * shape.blocks
         buffers = self.inputs.at(shape) + self.buffers + scratch

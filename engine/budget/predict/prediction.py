@@ -130,7 +130,8 @@ class MicroBatchShape(NamedTuple):
     targets: int | None = None
     """Tokens that count in the loss; None: all, which is the largest case."""
     accumulating: bool | None = None
-    """Whether gradients of an earlier micro-batch of the step exist; None: if the step has more rows than this."""
+    """Whether gradients of an earlier micro-batch of the step exist; None: they do if the rank's part of a step has
+    more sequences than `rows`."""
     patches: int | None = None
     """Patches of all images; None: each row has the largest image, which plans assume."""
 
@@ -149,7 +150,8 @@ class Predictor:
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
     def host(self, rows: int, length: int) -> dict[str, int]:
-        """Bytes that offloads take on the host of one machine (`host_bytes`)."""
+        """Bytes that offloads take on the host of one machine, by what is offloaded (activations, optimizer), for
+        micro-batches of `rows` sequences padded to `length` tokens."""
         return host_bytes(self.arch, self.config, self._profile, rows, length)
 
     def host_fits(self, rows: int, length: int) -> bool:
@@ -167,7 +169,7 @@ class Predictor:
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
-        """Predict all phases for a micro-batch."""
+        """Predict the memory of every phase for a micro-batch of this shape."""
         rows, length, targets, accumulating, patches = micro_batch
         accumulating = rows < self.batch if accumulating is None else accumulating
         config = self._with_images_of(for_rows(self.arch, step_config(self.config), rows), rows, patches)
@@ -207,7 +209,7 @@ class Predictor:
         return row
 
     def _update(self) -> dict[str, int]:
-        """Bytes of the optimizer's step by component, above the static bytes."""
+        """Bytes that exist during the optimizer's step, above the static bytes, by component."""
         parts = {"gradients": self.total.gradients, "optimizer": optimizer_scratch(self.arch, self.config)}
         scratch_bytes = update_scratch(self.arch, self.config, self.layout)
         return parts | ({"buffers": scratch_bytes} if scratch_bytes else {})
@@ -240,14 +242,16 @@ class Predictor:
         return next(fitting, 1)
 
     def _generation(self, length: int) -> dict[str, int]:
-        """Bytes of generation by component, above the static bytes, with as many answers at once as capacity allows."""
+        """Bytes of generation by component, above the static bytes, for as many answers at once as `generation_rows`
+        tells, to prompts of `length` tokens."""
         rows, generate = self.generation_rows(length), self.recipe.generate
         spread = shards(self.arch, self.config, self.layout)
         size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, generate=generate)
         return {"activations": size, "buffers": spread.generate() if spread else 0}
 
     def generation_rows(self, length: int) -> int:
-        """How many answers to prompts of `length` tokens the engine generates at once."""
+        """How many answers to prompts of `length` tokens the engine generates at once: as many as the recipe asks for,
+        halved until they fit into the capacity."""
         spread = shards(self.arch, self.config, self.layout)
         around_bytes = self.total.static + self._bucket_bytes + (spread.generate() if spread else 0)
         room_bytes = self._non_torch.room_bytes(self.capacity_bytes) - around_bytes

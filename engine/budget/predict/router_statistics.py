@@ -36,16 +36,16 @@ class RouterStatistics:
     """Whether the auxiliary loss is computed."""
 
     def forward(self, layer: int) -> BytesPolynomial:
-        """Bytes kept while the forward pass is at `layer`."""
+        """Bytes kept while the forward pass is at `layer`: the logits of the layers before it."""
         return sum(self.logits[:layer]) * TOKEN
 
     def reading(self) -> BytesPolynomial:
-        """Additional bytes while the counts and the auxiliary loss are computed from the logits."""
+        """Bytes beside those of the logits while the counts and the auxiliary loss are computed from them."""
         largest = max(self.probabilities)
         return (sum(self.probabilities) + largest if self.balances else 2 * largest) * TOKEN
 
     def loss(self) -> BytesPolynomial:
-        """Bytes kept while the loss is computed."""
+        """Bytes kept while the loss is computed: the probabilities of all layers, or 0 without the auxiliary loss."""
         return (sum(self.probabilities) if self.balances else 0) * TOKEN
 
     def backward(self, layer: int) -> BytesPolynomial:

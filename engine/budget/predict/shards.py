@@ -44,13 +44,14 @@ class Group:
     """Bytes of one group: weights that are gathered together."""
 
     held: Tensors
-    """Tensors of the rank with the largest part; its gradients are one flat tensor."""
+    """Bytes by component of the rank with the largest part of the group; the gradients of that part are one flat
+    tensor."""
     gathered: int
-    """The gathered weights as separate tensors."""
+    """Bytes of the gathered weights as separate tensors."""
     flat: int
-    """The flat buffer that weights are gathered in."""
+    """Bytes of the flat buffer that the weights are gathered in."""
     reduced: int
-    """The buffer that gradients are reduced in."""
+    """Bytes of the buffer that the gradients are reduced in."""
 
 
 @dataclass(frozen=True)
@@ -69,38 +70,38 @@ class Shards:
 
     @property
     def outer(self) -> tuple[Group, ...]:
-        """All groups but the layers."""
+        """All groups except those of the layers: embedding, small modules, and the head if it is not tied."""
         return (self.table, *self.small, *([self.head] if self.head else []))
 
     def forward(self, layer: int) -> int:
-        """Gathered bytes and buffers while a layer's forward pass runs."""
+        """Bytes of gathered weights and of buffers while the forward pass of `layer` runs."""
         return self._kept_up_to(layer) + self.layers[layer].flat + self._table_held
 
     def loss(self) -> int:
-        """Gathered bytes and buffers while the loss is computed."""
+        """Bytes of gathered weights and of buffers while the loss is computed."""
         kept = sum(group.gathered for group in (*self.layers, *self.small)) if self.keeps else 0
         ends = self.head.flat + self.head.gathered if self.head else self.small[-1].flat
         return kept + ends + self._table_held
 
     def backward(self, layer: int) -> int:
-        """Gathered bytes and buffers while a layer's backward pass runs."""
+        """Bytes of gathered weights and of buffers while the backward pass of `layer` runs."""
         behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.small[-1].reduced
         coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
         return self._kept_up_to(layer) + coming + behind + self._table_held
 
     def embedding(self) -> int:
-        """Gathered bytes and buffers while the embedding's gradient is computed or reduced."""
+        """Bytes of gathered weights and of buffers while the embedding's gradient is computed or reduced."""
         return max(self.layers[0].reduced + self._table_held, self.table.reduced)
 
     def evaluate(self) -> int:
-        """Peak gathered bytes and buffers of an evaluation."""
+        """Peak bytes of gathered weights and of buffers during an evaluation."""
         layer = max(group.flat + group.gathered for group in self.layers)
         if self.head is None:
             return self.table.gathered + layer
         return max(layer, self.head.flat + self.head.gathered)
 
     def generate(self) -> int:
-        """Peak gathered bytes and buffers of generation, during which the head stays gathered."""
+        """Peak bytes of gathered weights and of buffers during generation, in which the head stays gathered."""
         ends = self.head or self.table
         return ends.gathered + max(group.flat + group.gathered for group in self.layers)
 
@@ -133,7 +134,8 @@ def recovers_with(torch_version: str) -> bool:
 
 @lru_cache(maxsize=256)
 def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bool) -> Shards:
-    """The groups into which `engine.distributed.sharded` divides a model."""
+    """The groups into which `engine.distributed.sharded` divides a model over `ranks` ranks. `keeps`: gathered weights
+    stay allocated from forward to backward (ZeRO-2)."""
     stack = layer_stack(arch, config)
     of_kind = {kind: _group(_layer_values(arch, config, kind), config, ranks) for kind in stack.kinds}
     outer = {p.name: p for p in outer_parameters(arch)}

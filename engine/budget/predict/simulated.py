@@ -110,12 +110,12 @@ def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
 
 
 def simulated_predictor(spec: RunSpec, unknown: UnknownArchitectureError) -> SimulatedPredictor:
-    """The predictor of a run whose model family has no closed form. `unknown` is the error that reported this; it is
-    the basis of errors raised here.
+    """The predictor of a run whose model family has no closed form. `unknown` is the error that said so; its text is
+    part of the errors raised here.
 
     Raises:
         NotSimulatedError: no simulation of this run is kept on this machine.
-        UnknownArchitectureError: the run cannot be simulated, or was refused there, with the reason.
+        UnknownArchitectureError: the run cannot be simulated, or its simulation refused it or failed, with the reason.
     """
     refuse_simulation(spec, unknown)
     document = _read(simulation_file(spec))
@@ -147,7 +147,7 @@ class SimulatedCostModel:
 
     predictor: SimulatedPredictor
     known: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Cache: (rows, length) = bytes. A run asks for the same shapes in every step."""
+    """Cache that maps (rows, length) to bytes, because a run asks for the same shapes in every step."""
 
     def bytes(self, rows: int, length: int, _patches: int | None = None) -> int:
         """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
@@ -194,11 +194,12 @@ class SimulatedPredictor:
         return SimulatedCostModel(self)
 
     def host(self, rows: int, length: int) -> dict[str, int]:
-        """Bytes that offloaded optimizer state takes on the host; what offloaded activations take is not simulated."""
+        """Bytes of offloaded optimizer state on the host of one machine, by what is offloaded; the same for every
+        shape. What offloaded activations take is not simulated."""
         return dict(self._document["host"])
 
     def host_fits(self, rows: int, length: int) -> bool:
-        """Whether the host's memory holds the offloaded optimizer state."""
+        """Whether the host's memory holds the offloaded optimizer state; the same for every shape."""
         return sum(self.host(rows, length).values()) <= host_capacity_bytes(self._profile)
 
     def fits(self, rows: int, length: int) -> bool:
@@ -210,7 +211,7 @@ class SimulatedPredictor:
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
-        """Predict all phases for a micro-batch."""
+        """Predict the memory of every phase for a micro-batch of this shape."""
         weights = {name: self._static[name] for name in ("weights", "adapters")}
         phases = {"load": weights} | self.step_phases(micro_batch)
         if evaluates(self.recipe):
@@ -226,7 +227,7 @@ class SimulatedPredictor:
         return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
 
     def step_phases(self, micro_batch: MicroBatchShape) -> dict[str, dict[str, int]]:
-        """Bytes of each phase of an optimizer step, by component."""
+        """Bytes of each phase of a step with micro-batches of this shape, by component."""
         accumulating = micro_batch.accumulating
         if accumulating is None:
             accumulating = micro_batch.rows < self.batch
@@ -243,7 +244,8 @@ class SimulatedPredictor:
         return phases
 
     def generation_rows(self, length: int) -> int:
-        """How many answers to prompts of `length` tokens the engine generates at once: halved until they fit."""
+        """How many answers to prompts of `length` tokens the engine generates at once: as many as the recipe asks for,
+        halved until they fit into the capacity."""
         rows = most_answers(self.recipe)
         room_bytes = self._non_torch.room_bytes(self.capacity_bytes)
         while rows > 1 and self._generation(rows, length) > room_bytes:
@@ -251,8 +253,9 @@ class SimulatedPredictor:
         return rows
 
     def _passes(self, name: str, micro_batch: MicroBatchShape) -> dict[str, tuple[Mapping[str, Any], tuple[int, ...]]]:
-        """For each phase of the pass `name`: its curve (`gradients` in bytes, and `sizes`, the coefficients of its
-        levels) and the values of UNITS for the micro-batch."""
+        """For each phase of the pass `name` ("first" or "later" for the micro-batches of a step, or "evaluate"): its
+        curve (`gradients` in bytes, and `sizes`, the coefficients of its levels), and the values of UNITS for the
+        micro-batch."""
         several = self._targets(micro_batch) > self.config.chunk_tokens
         passes = self._document["passes"]
         found = {phase: (curve, self._units(micro_batch)) for phase, curve in passes[name].items()}

@@ -55,7 +55,7 @@ class Tensors(NamedTuple):
 
     @property
     def static(self) -> int:
-        """Bytes that are live at every moment of the run."""
+        """Bytes that are live at every moment of the run: weights, adapters and optimizer state."""
         return self.weights + self.adapters + self.optimizer
 
 
@@ -82,7 +82,7 @@ def static_config(config: MemoryConfig) -> MemoryConfig:
 
 
 def static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
-    """Count every tensor of the run once."""
+    """The bytes of all tensors that a run keeps on one device without sharding, and of its gradients."""
     return _static_bytes(arch, static_config(config))
 
 
@@ -117,12 +117,13 @@ def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
 
 @lru_cache(maxsize=256)
 def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, trainable: Trainable) -> Tensors:
-    """Bytes of one layer of a vision encoder."""
+    """Bytes of one layer of a vision encoder, by component; `trainable` tells which of its weights are trained or
+    adapted."""
     return _tensors(vision_layer_parameters(vision), trainable, config)
 
 
 def layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:
-    """Bytes of one layer."""
+    """Bytes of one decoder layer, by component; `trainable` tells which of its weights are trained or adapted."""
     return _layer_tensors(arch, static_config(config), trainable)
 
 
@@ -173,12 +174,12 @@ def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
 
 
 def _update_bytes(dtype: str, config: MemoryConfig) -> int:
-    """Bytes per element of an update as the optimizer computes it."""
+    """Bytes per element of the update that the optimizer computes for a trained tensor of this dtype."""
     return FLOAT if config.updates_in_scratch(dtype) else DTYPE_BYTES[dtype]
 
 
 def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
-    """The different shapes and dtypes of trained tensors."""
+    """The different (shape, dtype) of trained tensors, those of adapters included."""
     outer = trainable_outer(arch, config.patterns)
     full = [p.shape for p in outer_parameters(arch) if p.name in outer]
     adapted: list[Parameter] = []

@@ -71,7 +71,8 @@ class _Step:
         self.label = "recompute" if config.checkpointing else "activations"
 
     def _prefetched(self) -> BytesPolynomial:
-        """Bytes of the offloaded tensor that is on its way back while another one is used."""
+        """Bytes of the offloaded tensor that is copied back to the device while the one needed before it is used; 0 if
+        the device does not prefetch."""
         if not self.config.prefetches:
             return NO_BYTES
         if self.config.checkpointing:
@@ -86,7 +87,8 @@ class _Step:
         return phases
 
     def _forward(self) -> tuple[PhaseCost, ...]:
-        """The forward pass of the last layer of each kind, when all layers before it have saved their tensors."""
+        """The costs of forward: one for the last layer of each kind, when all layers before it have saved their
+        tensors."""
         batch = inputs(self.arch, self.config, masks_of(self.config, self.stack.kinds))
         embeddings = embeddings_held(self.arch, self.config)
         return tuple(
@@ -103,7 +105,7 @@ class _Step:
         )
 
     def _reading(self) -> tuple[PhaseCost, ...]:
-        """The moment after the last layer when router logits are read; nothing if they are not."""
+        """The cost of the moment after the last layer when router logits are read; empty if the model keeps none."""
         if not any(self.routers.logits):
             return ()
         layers, arch, config = self.arch.layers, self.arch, self.config
@@ -113,7 +115,7 @@ class _Step:
         return (PhaseCost(self.held, kept, (output + self.routers.reading(),), self.label, batch),)
 
     def _head(self) -> PhaseCost:
-        """The phase from the last layer's output to the loss and back to that output's gradient."""
+        """The cost of the phase from the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
         kept = self._kept(layers) + self._casts(layers) + self.routers.loss() + self.prefetched
         working = head_step(self.arch, self.config, self.adding)
@@ -121,10 +123,10 @@ class _Step:
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
 
     def _backward(self) -> Phases:
-        """The backward passes that may be the peak (`LayerStack.ends`).
+        """The costs of the layers whose backward pass may be the peak (`LayerStack.ends`), by phase.
 
-        With sharded weights, also those one layer further into backward: there the previous layer's gradients are still
-        in the reduce buffer.
+        With sharded weights, the layers that run backward right after them are included, because the reduce buffer then
+        still has the gradients of the layer before.
         """
         ends = self.stack.ends(checkpointed=self.config.checkpointing)
         if self.shards:
@@ -136,7 +138,7 @@ class _Step:
         return phases
 
     def _backward_of(self, layer: int) -> PhaseCost:
-        """The backward pass of one layer, when the head and all layers after it have their gradients."""
+        """The cost of one layer's backward pass, when the head and all layers after it have their gradients."""
         gradients = self.held + self.waiting
         if not self.accumulating:
             gradients += self._made_after(layer)
@@ -155,7 +157,8 @@ class _Step:
         return self.static.head_gradient + sum(made)
 
     def _embedding(self) -> PhaseCost:
-        """The backward pass of the embedding; if tied, the head's gradient, the embedding's and their sum coexist."""
+        """The cost of the embedding's backward pass. If head and embedding are tied, the head's gradient, the
+        embedding's and their sum coexist."""
         arch, table = self.arch, self.static.embedding_gradient
         before = self.everything - (self.shards.table.held.gradients if self.shards else table)
         if self.accumulating:
@@ -176,7 +179,8 @@ class _Step:
         return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
 
     def _casts(self, layer: int) -> BytesPolynomial:
-        """Bytes of the cast weights of all layers before `layer`, which autocast caches until the loss."""
+        """Bytes of the half-precision copies of weights in all layers before `layer`; autocast caches them until the
+        loss."""
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
 
@@ -229,7 +233,8 @@ def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool 
     """Bytes of the embedding's output, which stays allocated until all layers are done, because a local variable of the
     model's forward refers to it.
 
-    Zero if the first layer saves it for backward, where it is already counted.
+    Zero if the first layer saves it for backward, where it is already counted. Without `learning`, no layer saves
+    anything.
     """
     follows = layer_stack(arch, config).layers[0].follows
     saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))

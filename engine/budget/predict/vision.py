@@ -56,8 +56,8 @@ class VisionCost:
 
 @lru_cache(maxsize=256)
 def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *, learning: bool = True) -> VisionCost:
-    """The cost of the encoder of `arch`, where images have at most `config.image_patches` patches; without `learning`,
-    nothing is saved for backward."""
+    """The cost of the encoder of `arch`, where images have at most `config.image_patches` patches. `accumulating`:
+    gradients of an earlier micro-batch exist; without `learning`, nothing is saved for backward."""
     encoder = arch.vision_encoder
     assert encoder is not None
     by_layer = vision_trainable_by_layer(encoder, config.patterns)
@@ -100,7 +100,12 @@ def _backward(
     kept: BytesPolynomial,
     layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]],
 ) -> tuple[VisionBackward, ...]:
-    """The backward passes of the merger, then of the layers from the last to the first that backward reaches."""
+    """The moments of the encoder's backward pass: the merger, then the layers from the last to the first that backward
+    reaches.
+
+    `ends`: what is trained outside the layers; `kept`: bytes saved when the merger runs backward; `layers`: each
+    layer's trace, the bytes saved before it, and the bytes of its gradients.
+    """
     moments = [VisionBackward(0, kept, merger.backward)]
     gradients = sum(p.elements * config.base_bytes for p in vision_end_parameters(encoder) if p.name in ends.trained)
     for found, below, made in reversed(layers):
@@ -121,7 +126,8 @@ def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
 def _kept_around(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable]
 ) -> BytesPolynomial:
-    """Bytes saved for backward outside the layers: pixels for the patch embedding, tables for the rotary embedding."""
+    """Bytes saved for backward outside the layers: pixels for the patch embedding, tables for the rotary embedding.
+    `ends` and `layers` tell what is trained outside the layers and in each of them."""
     first = vision_end_parameters(encoder)[0].name in ends.trained
     kept = _cast_pixels(encoder, config) if first else NO_BYTES
     turned = encoder.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in layers))
@@ -231,7 +237,11 @@ def _merger_trace(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, follows: bool, accumulating: bool, learning: bool
 ) -> MergerTrace:
     """Trace the merger's forward and backward pass; the gradient of its output is copied out of the gradient of the
-    decoder's input."""
+    decoder's input.
+
+    `ends`: what is trained outside the layers; `follows`: the merger's input needs a gradient; `accumulating` and
+    `learning`: as in `vision_cost`.
+    """
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
     weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
     merge = _siglip_merger if encoder.kind == "siglip" else _qwen_merger

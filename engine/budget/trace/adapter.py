@@ -1,6 +1,7 @@
 """LoRA beside a linear layer: plain as `engine.model.adapted_linear` computes it, DoRA as peft 0.19 does.
 
-The local variables are those of that file, and of `peft/tuners/lora/layer.py`, `bnb.py` and `dora.py`.
+The local variables are those of `engine.model.adapted_linear`, and of `layer.py`, `bnb.py` and `dora.py` in
+`peft/tuners/lora/`.
 
 Try: `python -m pytest tests/budget/test_accuracy.py`
 """
@@ -24,7 +25,7 @@ class AdaptedLayer(NamedTuple):
     inputs: int
     biased: bool
     merged: int = 1
-    """Tokens that are joined into one input of the layer."""
+    """Tokens whose hidden states are concatenated to one input vector of the layer; 1 in most layers."""
     unpacked: int = 0
     """Bytes of the dequantised copy of a quantised weight, which exists during a product with it."""
 
@@ -93,7 +94,7 @@ def dora(
 
 
 def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
-    """Trace B(A(x))."""
+    """Trace B(A(x)), where A and B are the two matrices of the adapter."""
     rank, itemsize = config.rank, config.adapter_bytes
     first = linear(trace, x, -(-rank // layer.merged), round_to_blocks(rank * layer.inputs * itemsize), True)
     del x

@@ -46,30 +46,34 @@ def rotary(trace: MemoryTrace, arch: Architecture, x: TracedTensor, width: int) 
 
 
 def _rotary(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved for backward."""
+    """Trace `x * cos + rotate_half(x) * sin`; cos and sin need no gradient, so x is not saved for backward. `itemsize`:
+    bytes per value of cos and sin."""
     return add(trace, _times_table(trace, x, itemsize), _times_table(trace, _rotate_half(trace, x), itemsize))
 
 
 def _rotate_half(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `cat(-x2, x1)`."""
+    """Trace `cat(-x2, x1)`, where x1 and x2 are the halves of `x`."""
     x1, x2 = narrow(trace, x, x.elements // 2), narrow(trace, x, x.elements // 2)
     return concatenate(trace, [scale(trace, x2), x1])
 
 
 def _times_table(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `x * cos`, promoted to the wider dtype; cos itself costs nothing here, because all layers share it."""
+    """Trace `x * cos`, promoted to the wider dtype; cos itself, of `itemsize` bytes per value, costs nothing here,
+    because all layers share it."""
     return multiply(trace, x, trace.new(NO_BYTES, itemsize))
 
 
 def _rotary_in_part(trace: MemoryTrace, x: TracedTensor, share: float, width: int) -> TracedTensor:
-    """Trace Phi-3's rotary embedding: a share of each head is rotated, then concatenated with the rest of the head."""
+    """Trace Phi-3's rotary embedding: the part `share` of each head is rotated, then concatenated with the rest of the
+    head. `width`: bytes per value of the cos and sin tables."""
     turned = x if share == 1.0 else narrow(trace, x, int(x.elements.per_token * share) * TOKEN)
     passed = narrow(trace, x, x.elements - turned.elements)
     return concatenate(trace, [_rotary(trace, turned, width), passed])
 
 
 def _rotary_in_halves(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace gpt-oss' rotary embedding: `cat(first * cos - second * sin, second * cos + first * sin)`."""
+    """Trace gpt-oss' rotary embedding: `cat(first * cos - second * sin, second * cos + first * sin)`, where first and
+    second are the halves of `x`. `itemsize`: bytes per value of cos and sin."""
     first, second = halves(trace, x)
     left = subtract(trace, _times_table(trace, first, itemsize), _times_table(trace, second, itemsize))
     right = add(trace, _times_table(trace, second, itemsize), _times_table(trace, first, itemsize))
@@ -95,7 +99,8 @@ def flash(
     value: TracedTensor,
     mask: TracedTensor | None = None,
 ) -> TracedTensor:
-    """Trace a flash kernel: query, key, value, output and the log-sum-exp (fp32 per token and head) are saved.
+    """Trace a flash kernel: query, key, value, output and the log-sum-exp (fp32 per token and head) are saved for
+    backward, and `mask` if there is one. Returns the output, of the query's size.
 
     The output has the query's memory layout. If that is head by head, the layer copies it to token by token.
     """
@@ -113,7 +118,8 @@ def _kernel(
     value: TracedTensor,
     mask: TracedTensor | None,
 ) -> TracedTensor:
-    """Trace the flash kernel itself, once its inputs have one dtype."""
+    """Trace the flash kernel on query, key and value of one dtype, with what `flash` saves for backward; returns the
+    output."""
     sizes, scratch = [query.size, key.size, value.size], backward_scratch(arch, config, query, key)
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -138,8 +144,8 @@ def _factor(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def backward_scratch(
     arch: Architecture, config: MemoryConfig, query: TracedTensor, key: TracedTensor
 ) -> BytesPolynomial:
-    """Bytes that the backward pass of attention takes beside the gradients that it returns; none but on CUDA, in half
-    precision."""
+    """Bytes that attention's backward pass allocates in addition to the gradients that it returns; 0 except on CUDA in
+    half precision."""
     if not config.attention_scratch or query.itemsize != HALF:
         return NO_BYTES
     heads, kv_heads = (tensor.elements.per_token // arch.head_dim for tensor in (query, key))
@@ -259,7 +265,8 @@ def _softmax_with_sinks(
 
 
 def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """Trace `x.max(-1, keepdim=True)`: the index of each maximum is saved; backward scatters into zeros of x's size."""
+    """Trace `x.max(-1, keepdim=True)`, with `rows` maxima: the index of each maximum is saved; backward scatters into
+    zeros of x's size."""
     index = trace.new(rows, INDEX)
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, rows, x.itemsize, saved)
@@ -305,7 +312,8 @@ def attend(
     key: TracedTensor,
     value: TracedTensor,
 ) -> tuple[TracedTensor, TracedTensor | None]:
-    """Trace the run's attention kernel; return its output and, in eager attention, the attention weights."""
+    """Trace the run's attention kernel; return its output and, in eager attention, the attention weights (else None).
+    `masked`: the kernel gets an attention mask."""
     if config.sequence > 1:
         return _attend_shared(trace, arch, config, query, key, value), None
     if config.attention == "eager":

@@ -93,7 +93,11 @@ def _grouped_experts(
     scores: TracedTensor,
     gradients: dict[str, int],
 ) -> TracedTensor:
-    """Trace `grouped_mm_experts_forward`."""
+    """Trace `grouped_mm_experts_forward`: the copies of each token are gathered by expert, pass the experts' layers,
+    are multiplied by `scores` and summed per token.
+
+    `gradients`: bytes of the gradient of each trained parameter of the layer, by name.
+    """
     rows, biased = experts.per_token * TOKEN, arch.layout == "gpt_oss"
     width, hidden = rows * experts.intermediate, rows * arch.hidden
     expert_ids, permutation = trace.new(rows, INDEX), trace.new(rows, INDEX)
@@ -118,9 +122,10 @@ def _grouped_experts(
 def _biases(
     trace: MemoryTrace, expert_ids: TracedTensor, elements: BytesPolynomial, x: TracedTensor, weight: int, biased: bool
 ) -> TracedTensor | None:
-    """Trace the gathering of the bias of each row's expert: a tensor of the size of the output it is added to.
+    """Trace the gathering of the bias of each row's expert, into a tensor of `elements` values, as many as the output
+    that it is added to. Returns None unless the experts have biases (`biased`).
 
-    `weight`: bytes of the biases' gradient, 0 if they are not trained. None if the experts have no biases.
+    `weight`: bytes of the biases' gradient, 0 if they are not trained.
     """
     if not biased:
         return None
@@ -136,7 +141,8 @@ def _biases(
 def _grouped(
     trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial, weight: int, biases: TracedTensor | None
 ) -> TracedTensor:
-    """Trace `grouped_mm`, a linear layer of all experts at once, to whose output `biases` are added in place.
+    """Trace `grouped_mm`, a linear layer of all experts at once with `elements` values of output, to which `biases` are
+    added in place.
 
     `weight`: bytes of the weight's gradient, 0 if the weight is not trained.
     """
@@ -168,7 +174,8 @@ def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
 
 
 def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
-    """Trace `clamp`: the input is saved; backward makes a bool mask for each bound and zeroes clamped gradients."""
+    """Trace `clamp` with one or two `bounds`: the input is saved; backward makes a bool mask for each bound and zeroes
+    the gradients of clamped values."""
     size, elements = x.size, x.elements
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -182,5 +189,6 @@ def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
 
 
 def _sum_copies(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace the sum over each token's experts; backward makes a contiguous copy of the expanded gradient."""
+    """Trace the sum over each token's experts, with `elements` values of output; backward makes a contiguous copy of
+    the expanded gradient."""
     return trace.unary(x, elements, x.itemsize)

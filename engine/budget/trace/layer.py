@@ -76,7 +76,8 @@ class Layer(Weights):
         return add(self.trace, residual, hidden)
 
     def norm(self, name: str, x: TracedTensor, rows: BytesPolynomial = TOKEN) -> TracedTensor:
-        """Trace an RMSNorm: in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
+        """Trace the RMSNorm `name` of `rows` vectors: in fp32, cast back, then times the weight; Gemma and gpt-oss
+        multiply before the cast."""
         trace, (size, trained) = self.trace, self.weight(name)
         return rms_norm(trace, x, rows, size, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
@@ -119,7 +120,8 @@ class Layer(Weights):
     def _joint_attention(
         self, x: TracedTensor, projection: str, output_projection: str
     ) -> tuple[TracedTensor, TracedTensor | None]:
-        """Trace attention with one projection, of whose output query, key and value are slices."""
+        """Trace attention in which one linear layer, `projection`, computes query, key and value together. Returns the
+        output and the attention weights, as `attention` does."""
         arch, trace = self.arch, self.trace
         joint = self.linear(projection, x)
         parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]

@@ -82,7 +82,7 @@ class MemoryConfig:
     """Sequences may be longer than the model's sliding window."""
     quantized: bool
     autocast: bool
-    """fp32 weights are multiplied in fp16: full fine-tuning in float16."""
+    """Full fine-tuning in float16: weights are kept in fp32, and autocast multiplies fp16 copies of them."""
     image_patches: int
     """Patches of the image that each sequence is planned with; 0 for text alone."""
     sequence: int
@@ -98,7 +98,7 @@ class MemoryConfig:
     fused_dropout: bool = False
     """Dropout draws its masks inside one kernel, which allocates no memory for them; true on CUDA."""
     prefetches: bool = False
-    """Offloaded activations come back one ahead of their use, beside the computation; true on CUDA."""
+    """While one offloaded activation is used, the next one is already copied back to the device; true on CUDA."""
     attention_scratch: bool = False
     """The backward pass of attention in half precision has scratch of its own; true on CUDA, except in eager
     attention."""

@@ -69,7 +69,8 @@ Backward = Callable[[Storage], list[Storage | None]]
 
 
 class Node:
-    """An operation on the autograd tape."""
+    """An operation on the autograd tape: its inputs' nodes, its saved tensors, and the function that computes its
+    inputs' gradients."""
 
     __slots__ = ("backward", "gradient", "inputs", "joined", "saved", "size")
 
@@ -189,8 +190,8 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Allocate an operation's output and record the operation on the tape; `trains`: one of its weights is
-        trained."""
+        """Allocate an operation's output, of `elements` values with `itemsize` bytes each, record the operation as
+        `on_tape` does, and return the output."""
         return self.on_tape(self.new(elements, itemsize), inputs, backward, saved, trains=trains)
 
     def on_tape(
@@ -202,8 +203,12 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Record the operation that made `output` on the tape, if an input or one of its weights (`trains`) needs a
-        gradient. Returns `output`."""
+        """Record the operation that made `output` on the tape, if one of `inputs` or one of its weights (`trains`)
+        needs a gradient. Returns `output`.
+
+        `backward` gets the gradient of the output and returns those of the inputs; `saved` is what `save` returned for
+        the tensors that it needs.
+        """
         nodes = [tensor.node for tensor in inputs]
         if self.learning and (trains or any(nodes)):
             output.node = Node(output.size, nodes, backward, saved)
@@ -218,11 +223,12 @@ class MemoryTrace:
         itemsize: int,
         saved: list[SavedTensor] | None = None,
     ) -> TracedTensor:
-        """Trace an operation on `x` whose backward allocates the gradient of `x` and nothing else."""
+        """Trace an operation on `x` whose backward allocates the gradient of `x` and nothing else. The output has
+        `elements` values of `itemsize` bytes."""
         return self.result(elements, itemsize, [x], self.new_gradient(x), saved)
 
     def view(self, x: TracedTensor, elements: BytesPolynomial, backward: Backward) -> TracedTensor:
-        """Trace an operation whose output shares the storage of `x`."""
+        """Trace an operation whose output, of `elements` values, shares the storage of `x`."""
         return self.on_tape(TracedTensor(x.storage, elements, x.itemsize), [x], backward)
 
     def new_gradient(self, x: TracedTensor) -> Backward:
@@ -262,8 +268,9 @@ class MemoryTrace:
         self.adopt_gradient(self.allocate(size_bytes * BYTE))
 
     def adopt_gradient(self, storage: Storage) -> None:
-        """Make a storage the gradient of a trained weight. When the storage is freed, its fixed bytes stay live as
-        `TRAINED_GRADS`: bytes that only the first micro-batch of a step adds (`BytesPolynomial.settled`)."""
+        """Make a storage the gradient of a trained weight. When the storage is freed, its fixed bytes are still
+        counted, as the coefficient `TRAINED_GRADS`: only the first micro-batch of a step adds them
+        (`BytesPolynomial.settled`)."""
         storage.size -= storage.size.fixed * TRAINED_GRADS
 
     def backward(self, node: Node, gradient: Storage) -> None:

@@ -68,7 +68,8 @@ def half_linear(
     bias: int = 0,
     row: BytesPolynomial = TOKEN,
 ) -> TracedTensor:
-    """Trace `F.linear` under autocast: input and fp32 weight (of `elements` values) are cast to half precision."""
+    """Trace `F.linear` under autocast, with `outputs` values per `row`: input and fp32 weight (of `elements` values)
+    are cast to half precision. `bias`: bytes of the bias's gradient, 0 if it gets none."""
     x = cast(trace, x, HALF)
     size, wanted, weight = x.size, x.node is not None, _half_weight(trace, elements, trained)
 
@@ -156,8 +157,8 @@ def copy(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 
 
 def gather(trace: MemoryTrace, x: TracedTensor, index: TracedTensor | None, elements: BytesPolynomial) -> TracedTensor:
-    """Trace `x[index]`: the index is saved for backward (None: the index is allocated elsewhere and adds no bytes);
-    backward adds the gradient into zeros of x's size."""
+    """Trace `x[index]` with `elements` values of output: the index is saved for backward (None: the index is allocated
+    elsewhere and adds no bytes); backward adds the gradient into zeros of x's size."""
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)
 
@@ -247,8 +248,8 @@ def rms_norm(
 ) -> TracedTensor:
     """Trace `Qwen2RMSNorm.forward`; with `wide`, Gemma's and gpt-oss' variant, which multiplies by the weight in fp32.
 
-    `rows`: number of vectors that are normalised; `weight`: bytes of the weight's gradient; `itemsize`: bytes per value
-    of the weight.
+    `rows`: number of vectors that are normalised; `weight`: bytes of the weight's gradient, which exists if `trained`;
+    `itemsize`: bytes per value of the weight.
     """
     input_itemsize = x.itemsize
     x = cast(trace, x, FLOAT)

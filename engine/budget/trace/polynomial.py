@@ -166,7 +166,7 @@ def highest(sizes: Iterable[BytesPolynomial]) -> tuple[BytesPolynomial, ...]:
 
 
 def maxima(sizes: Iterable[BytesPolynomial], accumulating: bool = False) -> tuple[BytesPolynomial, ...]:
-    """The `highest` of several sizes, after `BytesPolynomial.settled`."""
+    """The `highest` of several sizes, each replaced by its `BytesPolynomial.settled(accumulating)`."""
     return highest([size.settled(accumulating) for size in sizes])
 
 

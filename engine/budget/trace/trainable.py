@@ -41,7 +41,7 @@ class Trainable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainable, ...]:
-    """Apply the recipe's patterns to the parameters of every decoder layer."""
+    """What the recipe's patterns train and adapt in each decoder layer, in the order of the layers."""
     dense = [arch.is_dense(layer) for layer in range(arch.layers)]
     return tuple(
         _trainable(layer_prefix(arch, layer), _adaptable(arch, each), patterns)._replace(dense=each)
@@ -61,7 +61,7 @@ def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
 
 @lru_cache(maxsize=256)
 def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tuple[Trainable, ...]:
-    """Apply the recipe's patterns to every layer of a vision encoder."""
+    """What the recipe's patterns train and adapt in each layer of a vision encoder, in the order of the layers."""
     parameters = vision_layer_parameters(encoder)
     return tuple(
         _trainable(vision_layer_prefix(encoder, layer), parameters, patterns) for layer in range(encoder.layers)
@@ -70,7 +70,7 @@ def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tup
 
 @lru_cache(maxsize=256)
 def trainable_vision_ends(encoder: VisionEncoder, patterns: Patterns) -> Trainable:
-    """Apply the recipe's patterns to the parameters of a vision encoder that lie outside its layers."""
+    """What the recipe's patterns train and adapt in a vision encoder outside its layers."""
     return _trainable("", vision_end_parameters(encoder), patterns)
 
 
@@ -96,8 +96,8 @@ def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 def _trained_test(patterns: Patterns) -> Callable[..., bool]:
     """Return a function that takes all names of a base parameter and returns whether the parameter is trained.
 
-    With LoRA it is if `also_train` matches; in full fine-tuning if `train_only` matches or is empty, and `freeze` does
-    not match.
+    With LoRA, a parameter is trained if `also_train` matches one of its names; in full fine-tuning, if `train_only`
+    matches one or is empty, and `freeze` matches none.
     """
     if patterns.lora:
         meant, frozen = compile_patterns(patterns.also_train).fullmatch, compile_patterns(()).fullmatch
@@ -119,7 +119,8 @@ def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
-    """Select the linear layers that get an adapter; in a vision encoder only those that `targets` lists by name."""
+    """Those of the linear layers in `linear` that get an adapter by `targets` and `exclude`; `prefix` completes their
+    names. In a vision encoder, only those that `targets` lists by name."""
     targets = patterns.targets
     if not isinstance(targets, str):
         named = _named(targets)

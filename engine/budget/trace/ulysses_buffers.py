@@ -18,9 +18,11 @@ from engine.budget.trace.polynomial import NO_BYTES, BytesPolynomial
 def to_heads(
     trace: MemoryTrace, arch: Architecture, sequence: int, query: TracedTensor, key: TracedTensor, value: TracedTensor
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """Trace the all-to-all before attention: query, key and value are sent in one buffer and received in another.
+    """Trace the all-to-all before attention, among `sequence` ranks: query, key and value are sent in one buffer and
+    received in another.
 
-    Returns views of the receive buffer. Keys and values of too few heads for all ranks are sent several times.
+    Returns views of the receive buffer. If there are fewer key heads than ranks, keys and values are sent several
+    times.
     """
     times = max(1, sequence // arch.kv_heads)
     parents, elements = [query, key, value], [query.elements, key.elements * times, value.elements * times]

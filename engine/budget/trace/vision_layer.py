@@ -58,7 +58,8 @@ class VisionLayer(Weights):
         return norm_of(self, name, x)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
-        """Trace projections, rotary embedding in fp32, the kernel and the output projection; like `Layer.attention`."""
+        """Trace projections, rotary embedding in fp32, the kernel and the output projection; returns what
+        `Layer.attention` returns."""
         trace, elements = self.trace, self.encoder.hidden * TOKEN
         if self.encoder.kind == "siglip":
             query = self.linear("self_attn.q_proj", x)
