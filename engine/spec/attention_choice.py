@@ -34,15 +34,15 @@ class AttentionNeeds(NamedTuple):
     model_type: str
     head_dim: int
     has_flash: bool
-    """Whether transformers offers flash attention for it."""
+    """Whether transformers offers flash attention for the model."""
     flash_only: tuple[str, ...] | None
     """The only flash kernels with which transformers can compute the model; None if any will do."""
     has_sdpa: bool
-    """Whether transformers offers sdpa for it."""
+    """Whether transformers offers sdpa for the model."""
     softcap: bool
     """Whether attention scores are soft-capped, which sdpa and varlen do not support."""
     dropout: str
-    """The config's key and value if the attention weights have dropout, else empty."""
+    """The key and value in the model's config, as text, if its attention weights have dropout; else empty."""
 
 
 class AttentionCard(NamedTuple):
@@ -70,7 +70,7 @@ class KernelChoice(NamedTuple):
     name: str | None
     """The kernel's name in transformers' attention interface; None if flash attention was asked for and cannot run."""
     obstacles: dict[str, Obstacle]
-    """Name of each kernel that would have been preferred = why it cannot be used."""
+    """Maps the name of each kernel that is preferred to the chosen one to the reason why it cannot be used."""
 
 
 def choose_kernel(
@@ -83,9 +83,10 @@ def choose_kernel(
     deterministic: bool,
 ) -> KernelChoice:
     """Choose the kernel for `model.attention = asked`. `obstacle_here(name)` returns what prevents a kernel on this
-    machine, or None.
+    machine, or None. `packing`: rows hold several documents; `deterministic`: the backward pass must be deterministic.
 
-    "auto" chooses torch's own varlen kernel only for packed data: without packing, sdpa runs the same kernel.
+    "auto" chooses torch's own varlen kernel only for packed data: without packing, sdpa runs the same kernel. "sdpa" is
+    returned where it is asked for, even if it cannot compute the model; the caller must refuse it.
     """
     if asked == "eager":
         return KernelChoice("eager", {})
@@ -104,7 +105,7 @@ def choose_kernel(
 
 def flash_candidates(asked: AttentionChoice, card: AttentionCard, *, packing: bool) -> list[str]:
     """The names of the flash kernels to try, the best first. Empty for "sdpa", and empty without CUDA unless a kernel
-    is asked for by name."""
+    is asked for by name. Without `packing`, "auto" leaves out varlen."""
     if asked in FLASH_KERNELS:
         return [asked]
     if asked == "sdpa" or not card.is_cuda or card.capability is None:
@@ -113,7 +114,8 @@ def flash_candidates(asked: AttentionChoice, card: AttentionCard, *, packing: bo
 
 
 def _obstacle(kernel: str, model: AttentionNeeds, card: AttentionCard, deterministic: bool) -> Obstacle | None:
-    """Why a kernel cannot compute the model on this card even if it is installed; None if it can."""
+    """Why a kernel cannot compute the model on this card even if it is installed; None if it can. `deterministic`: its
+    backward pass must be deterministic."""
     reason = _obstacle_on_card(kernel, card) or _obstacle_in_model(kernel, model, card)
     consumer_card = (card.capability or 0) >= CONSUMER_BLACKWELL
     if reason is None and deterministic and kernel == "flash_attention_4" and consumer_card:

@@ -24,9 +24,9 @@ class FlashKernel(NamedTuple):
     module: str
     """The module that transformers or the engine imports the kernel from."""
     first: float
-    """The lowest compute capability whose forward and backward pass it has."""
+    """The lowest compute capability on which the kernel's forward and backward pass run."""
     below: float
-    """The lowest compute capability above the supported ones."""
+    """The lowest compute capability that is too high for the kernel."""
 
 
 FLASH_KERNELS = {

@@ -159,7 +159,12 @@ def resolve(
     limits: Limits = Limits(),  # noqa: B008  (frozen)
     cwd: Path | None = None,
 ) -> Resolved:
-    """Resolve a profile, a recipe and overrides to a run spec. Raises one SpecError with the problems of all three."""
+    """Resolve a profile, a recipe and overrides to a run spec. `profile` and `recipe` are names or paths. `name`: the
+    run's name, by default the recipe's; `cwd`: where names and relative paths are searched, by default the working
+    directory.
+
+    Raises one SpecError with the problems of all three.
+    """
     cwd = (cwd or working_directory()).absolute()
     profile_file, recipe_file = _both(
         lambda: find_spec_file("profile", profile, cwd), lambda: find_spec_file("recipe", recipe, cwd)
@@ -195,7 +200,8 @@ def override(
     limits: Limits | None = None,
     cwd: Path | None = None,
 ) -> Resolved:
-    """Apply further overrides to a run spec and, where given, another profile, name or limits.
+    """Apply further overrides to a run spec and, where given, another profile (name or path), name or limits. `cwd`:
+    the folder that relative paths start from, by default the working directory.
 
     Without another profile, the profile's own [overrides] are not applied a second time, because the recorded recipe
     already contains them. Raises SpecError as `resolve` does.
@@ -291,7 +297,7 @@ def _run_name_problems(name: str | None) -> list[str]:
 
 def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
     """Write the profile's [overrides] into `recipe`. Returns a sentence for each override that changes what is learned,
-    except for the keys `on_command_line`: `--set` names these, and is applied later."""
+    except for the dotted keys in `on_command_line`, which `--set` changes afterwards."""
     table = profile.data.get("overrides")
     notices = []
     for key, value in leaf_items(table) if isinstance(table, dict) else ():

@@ -17,13 +17,13 @@ from engine.errors import UsageError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` names `name` itself or a module that `name` is part of."""
+    """Whether `pattern` matches the dotted name `name`, or a module that contains `name`."""
     return compile_patterns((pattern,)).fullmatch(name) is not None
 
 
 def matches_end(pattern: str, name: str) -> bool:
-    """Whether `pattern` names `name`, a module that `name` is part of, or the last parts of `name` ("q_proj"), as the
-    targets of adapters may."""
+    """Whether `pattern` matches the dotted name `name`, a module that contains `name`, or the last parts of either
+    ("q_proj"), as the targets of adapters may."""
     return matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name) is not None
 
 

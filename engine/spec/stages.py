@@ -35,7 +35,7 @@ Data = dict[str, Any]
 
 
 def origins(stage: Stage) -> list[str]:
-    """The names in `from`, as a list."""
+    """The names in the stage's key `from`, as a list; empty if the key is not set."""
     return [stage.from_] if isinstance(stage.from_, str) else list(stage.from_ or [])
 
 
@@ -61,7 +61,8 @@ def enabled_stages(recipe: Recipe) -> list[tuple[int, Stage]]:
 
 
 def last_training_stage(recipe: Recipe) -> tuple[int, Stage]:
-    """(number, stage) of the last enabled stage that trains: its result is the result of the whole run."""
+    """(number, stage) of the last enabled stage that trains: its result is the result of the whole run. Raises
+    IndexError if no enabled stage trains."""
     return [(number, stage) for number, stage in enabled_stages(recipe) if stage.kind == "train"][-1]
 
 

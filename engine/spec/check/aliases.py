@@ -233,7 +233,9 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
-    """Translate another tool's key; returns (the tool, "our.key = value"), or None if no known tool has this key."""
+    """Translate another tool's key; returns (the tool, "our.key = value"), or None if no known tool has this key.
+    `value` is the key's value, `siblings` are all keys of the same table: some of our keys follow from several of
+    theirs."""
     folded = key.lower().replace("-", "_")
     if folded in PER_DEVICE or folded in ACCUMULATION:
         return HF, _batch(siblings)
@@ -259,9 +261,9 @@ def _shard(value: Any) -> str:
 
 
 def _batch(siblings: Siblings) -> str:
-    """Return, as "train.micro_batch = …, train.batch_size = …", what equals transformers' Trainer's batch size per
-    device and gradient accumulation, which `siblings` (all keys of the same table) hold. Without accumulation, 1 is
-    assumed."""
+    """Translate the batch size per device and the gradient accumulation of transformers' Trainer, which are in
+    `siblings` (all keys of the same table), to "train.micro_batch = …, train.batch_size = …". Without accumulation, 1
+    is assumed; without a batch size, the text says how to compute train.batch_size."""
     rows = _first_number(siblings, PER_DEVICE)
     accumulation = _first_number(siblings, ACCUMULATION)
     if rows is None:

@@ -143,7 +143,8 @@ def _validated(model: type[CheckedTable], data: Data) -> tuple[CheckedTable | No
 
 
 def _place(location: Place, data: Any, kind: str) -> Place:
-    """Convert the location in a pydantic error to a place in the file: names of union members are removed."""
+    """Convert the location in a pydantic error to a place in the file: names of union members are removed. `kind` is
+    the error's type: for "missing", the last part is kept although the file does not have it."""
     place: list[str | int] = []
     for index, part in enumerate(location):
         node = value_at(data, tuple(place))
@@ -286,7 +287,8 @@ def _without(data: Data, place: Place) -> Data:
 
 
 def _changed(node: Any, place: Place, change: Any) -> Any:
-    """A copy of `node` in which the function `change` was applied to the table that contains the key at `place`."""
+    """A copy of `node` in which the function `change` was applied to the table that contains the key at `place`; an
+    unchanged copy if there is no such table."""
     copy: Any = dict(node) if isinstance(node, dict) else list(node)
     if len(place) <= 1:
         if isinstance(copy, dict):

@@ -45,7 +45,8 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
 
 
 def detection_is_described(recipe: Recipe) -> Problems:
-    """Yield a problem for each key that format = "detection" needs, and for each of its keys beside other formats."""
+    """Yield a problem for each key that a source of format = "detection" needs and lacks, and for each key that only
+    "detection" has in a source of another format."""
     for place, source in sources_of(recipe):
         values = {key: getattr(source, key) for key in ("prompt", "box_order", "box_scale", "box_text")}
         if source.format != "detection":

@@ -36,7 +36,8 @@ UNSET = object()
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set K=V`: the key's parts, and the value (UNSET restores the default)."""
+    """One `--set K=V`: the parts of the dotted key, and the value; the value UNSET, for an empty V, restores the
+    default."""
 
     key: tuple[str, ...]
     value: Any
@@ -86,7 +87,8 @@ def parse_value(text: str) -> Any:
 
 
 def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Override]) -> list[str]:
-    """Write overrides over the profile and the recipe; returns a problem for each key that does not exist."""
+    """Write overrides over the profile and the recipe, in place; returns a problem, as text, for each key that does not
+    exist."""
     problems = []
     for override in overrides:
         document = profile if override.key[0] in PROFILE_TABLES and not _is_automatic(override) else recipe
@@ -103,8 +105,8 @@ def _is_automatic(override: Override) -> bool:
 
 
 def _remove_from_recipe(recipe: Document, override: Override) -> None:
-    """Remove the keys that `override` sets from the recipe's [parallel], which would otherwise replace the
-    profile's."""
+    """Remove the keys that `override` sets from the recipe's [parallel], whose values would otherwise replace those in
+    the profile's."""
     inner = override.value if isinstance(override.value, dict) else {}
     for key in [(*override.key, *rest) for rest, _ in leaf_items(inner)] or [override.key]:
         if value_at(recipe.data, key) is not None:
@@ -112,9 +114,11 @@ def _remove_from_recipe(recipe: Document, override: Override) -> None:
 
 
 def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) -> str:
-    """Set a key of a document, and of each of its stages that also sets this key; a table is merged.
+    """Set a key of a document, in place, and of each of its stages that also sets this key. A table as `value` is
+    merged with the table that is there.
 
-    `label` records where the value came from. Returns an error message for a key that does not exist, else "".
+    `label` records where the value came from. Returns an error message for a key that does not exist, else an empty
+    text.
     """
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
         results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
@@ -136,8 +140,8 @@ def _found(data: dict[str, Any], key: tuple[str, ...]) -> Place | None:
 
 
 def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]:
-    """Find the place of a dotted key in `data`; returns the place, and an error message or "". A list entry is
-    addressed by its `name` or its index."""
+    """Find the place of a dotted key in `data`, where a list entry is addressed by its `name` or its index. Returns the
+    place, and an error message if a list has no such entry, else an empty text."""
     place: Place = ()
     rest = key
     node: Any = data

@@ -159,7 +159,8 @@ def momentum_is_sgd(recipe: Recipe) -> Problems:
 
 
 def state_has_a_dtype(recipe: Recipe) -> Problems:
-    """Yield a problem for train.state_dtype = "bfloat16" beside an optimizer without state of that kind."""
+    """Yield a problem for train.state_dtype = "bfloat16" with an optimizer whose state cannot have this dtype:
+    adamw_8bit, adafactor, or sgd without momentum."""
     train = recipe.train
     why = {
         "adamw_8bit": "whose state has 8 bits",

@@ -38,8 +38,8 @@ FROM_COMMAND_LINE = "--set"
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its place, what was found, what is allowed; `beside` lists other places that contribute to the
-    problem."""
+    """One problem: its place (the keys and list indices that lead to it), what was found, what is allowed; `beside`
+    lists other places that contribute to the problem."""
 
     place: Place
     found: str
@@ -121,7 +121,8 @@ def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
 
 
 def parse_document(text: str, label: str, sha256: str = "") -> Document:
-    """Parse the text of a TOML file that is called `label`. Raises SpecError as `read_document` does."""
+    """Parse the text of a TOML file that messages call `label`; `sha256`, the hash of the file, is stored in the
+    document. Raises SpecError as `read_document` does."""
     try:
         data = _copied(tomli.loads(text))
     except tomli.TOMLDecodeError as error:
@@ -200,7 +201,7 @@ def _child(node: Any, part: str | int) -> Any:
 
 
 def value_at(data: Any, place: Place) -> Any:
-    """The value at a place in nested tables and lists; None if there is none."""
+    """The value at a place (keys and list indices) in nested tables and lists; None if there is none."""
     for part in place:
         data = _child(data, part)
     return data

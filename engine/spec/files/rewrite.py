@@ -31,7 +31,8 @@ def rewrite_text(
     *,
     cwd: Path | None = None,
 ) -> str:
-    """The text of `source` (a name or path) with overrides and `changes` (dotted key = value) applied.
+    """The text of `source` (a name or path) with overrides and `changes` (dotted key = value) applied. `target` is the
+    file that the caller will write the text to.
 
     Overrides of keys that belong to the other kind of file are left out; [parallel] belongs to a recipe that has it.
     Raises SpecError for an override of a key that does not exist, UsageError for a target whose name is not a valid
@@ -71,7 +72,7 @@ def _problem_of(text: str) -> list[str]:
 
 
 def kind_of_table(table: str) -> SpecKind:
-    """The kind of file that has this first-level key."""
+    """The kind of file that has this first-level key: "profile" for the keys of a profile, "recipe" for all others."""
     return "profile" if table in Profile.model_fields else "recipe"
 
 

@@ -55,7 +55,8 @@ def require_name(name: str) -> None:
 
 
 def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
-    """Write a file whole or not at all; replace an existing one only with `force`. Raises UsageError."""
+    """Write `content` to `target`, whole or not at all, and return `target`; missing folders are created. Raises
+    UsageError if the file exists, unless `force` is given to replace it, or cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -37,7 +37,7 @@ SOURCE: Values = {"name": "main", "path": "data/train.jsonl", "format": "auto"}
 
 
 def new_recipe(name: str) -> str:
-    """The text of a commented recipe."""
+    """The text of a commented recipe with this name."""
     document = _head("recipe", name, "My recipe", Recipe)
     for key, model, values in RECIPE_TABLES:
         document[key] = _table(model, values)
@@ -51,7 +51,7 @@ def new_recipe(name: str) -> str:
 
 
 def new_profile(name: str, device: Values, *, title: str, notes: str) -> str:
-    """The text of a commented hardware profile with these device facts."""
+    """The text of a commented hardware profile with this name; `device` has the keys of its [device] table."""
     document = _head("profile", name, title, Profile)
     document["notes"] = notes
     document["device"] = _table(Device, device)

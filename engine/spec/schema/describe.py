@@ -39,7 +39,8 @@ def description_of(model: type[BaseModel], key: str) -> str:
 
 
 def type_at(model: Any, place: Place) -> tuple[Any, list[Any]] | None:
-    """Annotation and constraints of the value at `place` inside `model`; None where the model has no such place."""
+    """The annotation and the constraints (pydantic metadata) of the value at `place` inside the table type `model`;
+    None where it has no such place."""
     annotation: Any = model
     metadata: list[Any] = []
     for part in place:
@@ -76,7 +77,7 @@ def table_at(model: Any, place: Place) -> type[BaseModel] | None:
 
 
 def members_of(annotation: Any) -> list[Any]:
-    """The types that a value may have, without None."""
+    """The types that a value of this annotation may have, without None."""
     bare, _ = _unwrap(annotation, [])
     if get_origin(bare) in (Union, types.UnionType):
         return [member for member in get_args(bare) if member is not type(None)]
@@ -135,7 +136,7 @@ def _kind(annotation: Any) -> str:
 def _limits(notes: list[Any]) -> dict[str, str]:
     """Read the constraints of a field from its pydantic metadata `notes`, as {kind: words}: {"ge": "1 or more"}.
 
-    A field that must be a valid name gets the kind "name" without words, because the caller words it.
+    A field that must be a valid name gets the kind "name" with empty words; `allowed` has the words for it.
     """
     limits: dict[str, str] = {}
     words = {
