@@ -65,16 +65,18 @@ class Checkpoint:
 
     @property
     def weights(self) -> Path:
-        """The trained weights, as `LoadedModel.save` wrote them."""
+        """The folder of the trained weights, as `LoadedModel.save` wrote them."""
         return self.path / "weights"
 
     def state(self) -> dict[str, Any]:
-        """The content of its `state.json`: counters, learned budget, memory settings."""
+        """The content of the checkpoint's `state.json`: counters, learned budget, memory settings. Raises OSError or
+        ValueError if the file cannot be read."""
         return dict(json.loads((self.path / "state.json").read_text("utf-8")))
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """All checkpoints that look complete, newest first; their contents are not checked yet."""
+    """All checkpoints in `folder` by the names of their folders, newest first; their contents are not checked (see
+    `damage`)."""
     numbered = ((path.name.removeprefix(PREFIX), path) for path in folder.glob(f"{PREFIX}*"))
     found = [Checkpoint(int(name), path) for name, path in numbered if name.isascii() and name.isdigit()]
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
@@ -101,7 +103,8 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def removed_checkpoints(folder: Path) -> RemovedCheckpoints | None:
-    """The checkpoints that `remove_checkpoints` removed from `folder`; None if it never did."""
+    """The checkpoints that `remove_checkpoints` removed from `folder`; None if it removed none, or its record cannot be
+    read."""
     try:
         said = json.loads((folder / REMOVED).read_text("utf-8"))
         return RemovedCheckpoints([int(step) for step in said["steps"]], said["best"])
@@ -167,7 +170,8 @@ def learned_memory(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def hashes_of(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file, several files at once if they are large: one thread hashes 1 to 2 GB a second."""
+    """The SHA-256 of each file in hexadecimal, in the order of `paths`; large files are hashed several at once, because
+    one thread hashes 1 to 2 GB a second. Raises OSError if a file cannot be read."""
     threads = min(MOST_THREADS, len(paths), os.cpu_count() or 1)
     if threads < 2 or sum(path.stat().st_size for path in paths) < LARGE_BYTES:
         return [sha256(path) for path in paths]
@@ -176,6 +180,6 @@ def hashes_of(paths: Sequence[Path]) -> list[str]:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal."""
+    """The file's SHA-256 in hexadecimal. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

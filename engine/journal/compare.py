@@ -136,8 +136,8 @@ def format_compared_score(key: str, value: float | None, best: bool) -> str:
 
 
 def score_rows(comparison: Comparison, metric: str | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yield (label, cell for each run) for each score of `tunedeck eval`; before each group of samples a heading
-    without cells. With `metric`, also its value at each checkpoint."""
+    """Yield (label, one cell for each run) for each score of `tunedeck eval`. Each group of samples starts with a
+    heading, which has no cells. With `metric`, a group ends with rows of its value at each checkpoint."""
     runs = comparison.runs
     for group in comparison.groups:
         yield f"scored on {group.title}", []

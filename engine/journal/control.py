@@ -44,7 +44,7 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
 
 
 def was_requested(directory: RunDirectory, name: str) -> bool:
-    """Whether request `name` was sent to the present engine, even if the engine has read and deleted the request file.
+    """Whether request `name` was sent since `clear_requests`, even if the engine has read and deleted the request file.
 
     A separate file records this, because no event reports a request before the engine answers it.
     """
@@ -52,7 +52,7 @@ def was_requested(directory: RunDirectory, name: str) -> bool:
 
 
 def clear_requests(directory: RunDirectory) -> None:
-    """Remove every request: requests to an engine that has ended are not meant for its successor."""
+    """Remove all requests, so that a new engine does not read those that were sent to the one before."""
     for path in (*directory.control.glob("[0-9]*-*.json"), *directory.control.glob("*.asked")):
         path.unlink(missing_ok=True)
 

@@ -143,8 +143,8 @@ class RunDirectory:
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
-    """Create the run directory `TIMESTAMP-NAME` (with `-2` and so on if the name is taken); the directory appears
-    complete or not at all.
+    """Create the run directory `TIMESTAMP-NAME` (with `-2` and so on if the name is taken), with `run.toml` and
+    `plan.json`; the directory appears complete or not at all.
 
     Raises EnvironmentProblem where `runs_dir` cannot be written.
     """
@@ -165,8 +165,9 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
 def create_stage_directory(
     stage: RunDirectory, run_toml_text: str, plan: dict[str, Any], assembly: dict[str, Any] | None = None
 ) -> None:
-    """Create the run directory of a stage, inside its run; it appears complete or not at all. `assembly` is the
-    content of `assembly.json`, for a stage that assembles a mixture of experts; None for others. Raises OSError."""
+    """Create the run directory of a stage, inside its run, with `run.toml` and `plan.json`; the directory appears
+    complete or not at all. `assembly` is the content of `assembly.json`, for a stage that assembles a mixture of
+    experts; None for others. Raises OSError."""
     stage.path.parent.mkdir(exist_ok=True)
     draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
     _fill(draft, run_toml_text, plan)

@@ -29,7 +29,7 @@ class Evaluation:
     """The scores of one checkpoint of a run."""
 
     time: str
-    """When it was scored, in ISO 8601."""
+    """When the checkpoint was scored, in ISO 8601."""
     step: int
     """Step of the checkpoint; 0 for the model that the run started from."""
     metrics: dict[str, float]
@@ -51,23 +51,25 @@ class Evaluation:
     scorer: str | None = None
     """The user's own scorer, FILE.py:FUNCTION."""
     values: str = ""
-    """Path of the file, relative to the run directory, with the value of each sample by metric."""
+    """Path of the file, relative to the run directory, with the value of each sample by metric; empty if there is
+    none."""
 
     @property
     def key(self) -> tuple[int, str, int, str]:
-        """What a later evaluation replaces this one by: checkpoint, data, number of samples, settings of generation."""
+        """The identity of an evaluation: step of the checkpoint, fingerprint of the samples, number of samples,
+        settings of generation as JSON. A later evaluation with the same key replaces this one."""
         return self.step, self.data, self.count, json.dumps(self.generate, sort_keys=True)
 
 
 def now() -> str:
-    """The present time in ISO 8601."""
+    """The present time in UTC, ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @contextmanager
 def scoring(directory: RunDirectory, notify: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a run's scores: one process scores a run at a time, a second one waits and says so. Raises
-    EnvironmentProblem if the run directory cannot be written."""
+    """Hold the lock of a run's scores until the block ends. If another process holds it, call `notify` with a message
+    and wait, without a limit. Raises EnvironmentProblem if the run directory cannot be written."""
     with ExitStack() as held:
         try:
             directory.kept_scores.mkdir(exist_ok=True)
@@ -86,7 +88,8 @@ def scoring(directory: RunDirectory, notify: Callable[[str], None]) -> Iterator[
 
 
 def append_evaluation(directory: RunDirectory, evaluation: Evaluation, values: dict[str, list[float]]) -> None:
-    """Append an evaluation, with the value of each sample by metric, inside `scoring`. Raises OSError."""
+    """Append an evaluation to `evaluations.jsonl`. `values` has the value of each sample by metric and goes into a file
+    in `evaluations/`. The caller must hold the lock (`scoring`). Raises OSError."""
     if values:
         path = directory.kept_scores / f"values-{zlib.crc32(json.dumps(evaluation.key).encode('ascii')):08x}.json"
         known = _read_values(path) if _merges(read_evaluations(directory), evaluation) else {}
@@ -105,8 +108,9 @@ def _merges(known: list[Evaluation], new: Evaluation) -> bool:
 
 
 def read_evaluations(directory: RunDirectory) -> list[Evaluation]:
-    """The newest evaluation for each key, by data and step; metrics of earlier ones of the same weights are kept. Lines
-    that cannot be read are left out; no file is an empty list."""
+    """Read the evaluations of a run, sorted by data and step. Of those with the same key only the newest is returned,
+    with the metrics of earlier ones added if their weights were the same. Lines that cannot be read are left out; no
+    file is an empty list."""
     try:
         lines = directory.evaluations.read_bytes().splitlines()
     except OSError:
@@ -140,7 +144,8 @@ def _decoded(line: bytes) -> Evaluation | None:
 
 
 def values_of(directory: RunDirectory, evaluation: Evaluation, metric: str) -> list[float] | None:
-    """The value of each sample for a metric, in data order; None if it is not a mean over samples."""
+    """The value of each sample for a metric, in data order; None if none are stored, as for a metric that is not a mean
+    over samples."""
     found = _read_values(directory.path / evaluation.values).get(metric) if evaluation.values else None
     return found if found is not None and len(found) == evaluation.count else None
 

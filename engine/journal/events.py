@@ -39,7 +39,8 @@ class EventWriter:
     """Appends events to a run's `events.jsonl`. Thread-safe; only rank 0 of the engine that holds the claim has one."""
 
     def __init__(self, directory: RunDirectory, *, stage: str = "", rank: int = 0) -> None:
-        """Open the file, remove a torn tail and continue `seq`. Raises OSError where the file cannot be written."""
+        """Open the file, remove a torn tail and continue `seq`. `stage` and `rank` are written into every event. Raises
+        OSError where the file cannot be written."""
         self.stage = stage
         self._rank = rank
         self._lock = threading.Lock()

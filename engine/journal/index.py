@@ -88,7 +88,8 @@ def list_runs(runs_dir: Path) -> list[RunDirectory]:
 
 
 def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
-    """The run a user means: a path, a directory name, the newest with that --name, a unique prefix, or `last`.
+    """The run a user means by `text`: a path, a directory name, the newest run with that --name, a unique prefix of a
+    directory name, or `last`.
 
     `runs_dir` is searched first, the user's recorded runs next, so that a project's own runs come first. Raises
     UsageError when no run matches, or several do.
@@ -152,7 +153,8 @@ def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
 
 
 def _stage_of(text: str, runs_dir: Path | None) -> RunDirectory | None:
-    """The stage that "RUN/NAME" means; None if the text is a path. Raises UsageError if the run has no such stage."""
+    """The stage that "RUN/NAME" means; None if the text is a path, or RUN names no run. Raises UsageError if the run
+    has no such stage."""
     if Path(text).expanduser().exists() or text.startswith((".", "/", "~")):
         return None
     name, _, stage = text.rstrip(os.sep).rpartition(os.sep)

@@ -76,8 +76,8 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
-    """The recorded engine, which works on the run or was killed while it did. None if the last engine ended
-    normally."""
+    """The recorded engine, which works on the run or was killed while it did. None if the last engine ended normally.
+    Raises EnvironmentProblem if the record is damaged."""
     try:
         found = json.loads(directory.engine.read_text("utf-8"))
         return ProcessIdentity(int(found["pid"]), str(found["started"]), str(found["host"]))
@@ -90,7 +90,8 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
 
 
 def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
-    """Record which process works on the run, so that others can check whether it is alive and, if need be, kill it."""
+    """Record which process works on the run, so that others can check whether it is alive and, if need be, kill it.
+    Raises OSError if the record cannot be written."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 

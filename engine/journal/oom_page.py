@@ -30,7 +30,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
 
 
 def report_lines(report: dict[str, Any], *, bar: str = "█") -> list[str]:
-    """The lines of the report's page, without line breaks."""
+    """The lines of the report's page, without line breaks. `bar`: the character that bars of memory are drawn with."""
     return [visible(line) for line in _lines(report, bar)]
 
 

@@ -45,11 +45,12 @@ class Queue:
         return self.folder / "worker.log"
 
     def run(self, name: str) -> RunDirectory:
-        """The directory of a run in this queue."""
+        """The run directory with this name in the queue's folder of runs, whether it exists or not."""
         return RunDirectory(self.runs_dir / name)
 
     def read(self) -> QueueState:
-        """Read the queue, without runs that are gone or were started by hand, and without a dead worker."""
+        """Read the queue, without runs that are gone or were started by hand, and without a worker that is dead; the
+        file is not changed."""
         state = self._load()
         state.waiting = [name for name in state.waiting if self._still_waits(name)]
         if state.worker is not None and not is_alive(state.worker):
@@ -90,7 +91,8 @@ class Queue:
             state.waiting.insert(max(0, position - 1), name)
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """Make the first waiting run the current one and return it; if no run waits, return None and record no worker.
+        """Make the first waiting run the current one, record `worker` as the process that works the queue, and return
+        the run. If no run waits, return None and record that no process works the queue.
 
         Raises EnvironmentProblem when another worker is alive.
         """

@@ -29,7 +29,8 @@ RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
 
 @dataclass(frozen=True)
 class ScoreGroup:
-    """The scores of several runs on the same samples. Lists have one entry per run, None where it is not scored."""
+    """The scores of several runs on the same samples. Lists have one entry per run, None for a run without scores on
+    them."""
 
     data: str
     """Fingerprint of the samples."""
@@ -45,23 +46,25 @@ class ScoreGroup:
 
     @property
     def title(self) -> str:
-        """What the samples are, for a heading."""
+        """The samples in words, for a heading: the names of their sources, and their number."""
         return f"{', '.join(self.sources) or 'samples'} ({self.count} samples)"
 
 
 def headline_metric(group: ScoreGroup) -> str:
-    """The metric to show first: the first that is not the loss, since the others say what the task is about."""
+    """The name of the metric to show first: the group's first one other than loss and perplexity, which say less about
+    the task; "loss" if there is no other."""
     return next((name for name in group.metrics if name not in ("loss", "perplexity")), "loss")
 
 
 class Gain(NamedTuple):
-    """The difference of a run's metric from the reference's; positive is better."""
+    """How much better a run's metric is than the reference's: the difference, negative if the run is worse."""
 
     run: str
     value: float
     gain: float
     low: float | None
-    """Ends of the interval of the gain; None for a metric that is not a mean over samples."""
+    """Lower end of the 95 % interval of the gain, as `high` is the upper; None for a metric that is not a mean over
+    samples."""
     high: float | None
 
 
@@ -121,7 +124,8 @@ def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> l
 
 
 def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
-    """The steps with the best value of a metric, without step 0; none if fewer than two steps have one."""
+    """The steps with the best value of a metric; `values` maps steps to values. Step 0, the model before training, does
+    not count; empty if fewer than two other steps have a value."""
     trained = {step: value for step, value in values.items() if step}
     if len(trained) < 2:
         return set()
@@ -189,7 +193,8 @@ def _gain(
 
 
 def bootstrap(differences: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """The percentile interval of the mean of paired differences, by resampling samples with a fixed seed.
+    """The ends of the 95 % percentile interval of the mean of paired differences, by resampling samples with a fixed
+    seed.
 
     Source: Efron 1979, "Bootstrap methods: another look at the jackknife".
     """
@@ -200,7 +205,9 @@ def bootstrap(differences: Sequence[float], resamples: int = RESAMPLES) -> tuple
 
 
 def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain], count: int) -> str:
-    """Name the best, its gain over the reference, and whether the interval says that it is one."""
+    """The sentence that names the run with the largest gain, its gain over `against`, and the interval, with a remark
+    if the interval includes 0; or that no run is better. `reference`: the value of `against`; `count`: number of
+    samples."""
     best = max(rows, key=lambda row: row.gain)
     if best.gain <= 0:
         return f"none is better than {against} by {metric}, which has {reference:.4g} on {count} samples"

@@ -67,8 +67,8 @@ def result_run(run: RunDirectory) -> RunDirectory:
 
 
 def copied_so_far(run: RunDirectory) -> dict[str, int]:
-    """For each stage by name, the `seq` of the last event in the stage's own journal that was copied into the run's
-    journal."""
+    """Maps the name of each stage to the `seq` of the last event in the stage's own journal that was copied into the
+    run's journal; 0 for a stage that was started again from its beginning."""
     copied: dict[str, int] = {}
     for event in EventTail(run.events).poll():
         if "stage_seq" in event:

@@ -68,7 +68,7 @@ class RunSummary:
     started: str | None
     updated: str | None
     seconds: float | None
-    """Seconds since the engine was last started, or until it ended."""
+    """Seconds from the last start of an engine to its end or, if it has not ended, to the newest event."""
     reason: str
     """Why the run ended, where the engine recorded it: early stopping, a request, or --max-hours."""
     last_error: str | None
@@ -177,7 +177,8 @@ def summarise(directory: RunDirectory) -> RunSummary:
 
 
 def status_of(directory: RunDirectory, state: JournalState) -> str:
-    """The run's status: queued, running, stale, or the final status that its engine recorded."""
+    """The run's status: queued, running, paused, the final status that its engine recorded, or stale: the engine is
+    gone, or not visible from this machine, and the run's files have not changed for too long."""
     engine = engine_process(directory)
     process = "gone" if engine is None else process_state(engine)
     if process == "alive":
@@ -248,8 +249,8 @@ def _stage_row(name: str, stage: StageState, state: JournalState) -> dict[str, A
 
 
 def _metrics(state: JournalState) -> dict[str, Any]:
-    """Maps names to the latest scores, training loss and speed; the entry `first` contains the first scores and
-    loss."""
+    """Maps names to the latest scores, training loss and speed (tokens per second); the entry `first` maps names to the
+    first scores and loss."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
     if state.first_step is not None:

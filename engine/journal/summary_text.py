@@ -102,7 +102,8 @@ def detail_rows(summary: RunSummary) -> Rows:
 
 
 def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] | None) -> Rows:
-    """Rows with the steps of the checkpoints on disk, and the micro-batch budget in the newest one."""
+    """Rows with the `steps` of the checkpoints on disk, the `best` one marked, and with the micro-batch budget in the
+    newest one; `learned` is what `learned_memory` returned. Empty without checkpoints."""
     if not steps:
         return []
     rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
