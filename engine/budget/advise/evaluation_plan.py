@@ -51,7 +51,7 @@ class EvaluationPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the capacity."""
+        """Whether the bytes at the peak (`device_bytes`) are within the capacity."""
         return self.device_bytes <= self.capacity_bytes
 
     def as_json(self) -> dict[str, Any]:
@@ -63,7 +63,8 @@ class EvaluationPlan:
 def plan_evaluation(spec: RunSpec) -> EvaluationPlan:
     """Plan the evaluation of a run's checkpoints after training, as `tunedeck eval` starts it.
 
-    Raises the errors of `make_plan`, and UnknownArchitectureError for a family without a closed form.
+    Raises the errors of `make_plan`, and UnknownArchitectureError for a family without a closed form, which is not
+    simulated here.
     """
     spec = on_one_device(spec)
     arch = find_architecture(spec)  # first: a family without a closed form is refused, not simulated

@@ -58,7 +58,7 @@ class Suggestion:
         return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of `tunedeck fit --json`."""
+        """The suggestion as a JSON object, an entry of what `tunedeck fit --json` prints."""
         return {
             "changes": {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()},
             "peak_bytes": self.plan.peak_bytes,
@@ -82,7 +82,7 @@ class Advice:
     room: list[Suggestion]
 
     def as_json(self) -> dict[str, Any]:
-        """The document of `tunedeck fit --json`."""
+        """The plan and all suggestions as the JSON object that `tunedeck fit --json` prints."""
         return {
             "plan": self.plan.as_json(),
             "suggestions": [suggestion.as_json() for suggestion in self.suggestions],
@@ -102,7 +102,7 @@ def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether the planned run fits without changes, on its device and on its host."""
+    """Whether a run fits as it was planned: its peak on the device, and its offloads on the host."""
     return plan.verdict == "fits" and plan.host_fits
 
 

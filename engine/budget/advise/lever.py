@@ -58,7 +58,7 @@ def _components(plan: Plan) -> list[str]:
 
 
 def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
-    """Yield the changes that may lower a component, the cheapest first."""
+    """Yield the changes that may lower `component`, the cheapest first; whether they do is not checked here."""
     if component == "answers":
         yield from _of_answers(spec)
     elif component == "weights":
@@ -109,8 +109,8 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
 
 
 def _lowers(offer: _Offer, plan: Plan, spec: RunSpec) -> bool:
-    """Whether a change changes anything, `train` would not refuse it, and it lowers the predicted peak of the plan's
-    micro-batch."""
+    """Whether an offer is worth showing: it changes something, `train` would accept the changed run, and that run has a
+    lower predicted peak with the offer's micro-batch (else the plan's) and offloads that fit on the host."""
     changed = with_changes(spec, offer.changes)
     if (offer.changes and changed == spec) or is_refused(changed):
         return False

@@ -51,12 +51,12 @@ class Lever:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys that the lever changes."""
+        """The dotted keys that the lever changes."""
         return frozenset(key for key, _ in self.changes)
 
 
 def levers_of(spec: RunSpec, plan: Plan) -> list[Lever]:
-    """All levers for a run, including those that its other settings or its hardware do not allow."""
+    """All levers for a run, including some that its other settings or its hardware rule out; the search tests each."""
     return [
         *_micro_batch_levers(spec, plan), *_offload_levers(spec, plan), *_parallel_levers(spec),
         *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan),

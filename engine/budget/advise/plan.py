@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Padded tokens of one micro-batch at the longest length."""
+        """Tokens of one micro-batch at the longest length, padding included."""
         return self.micro_batch * self.length
 
     @property
@@ -96,7 +96,7 @@ class Plan:
         return max(0, sums.pop("generate", 0) - max(sums.values()))
 
     def as_json(self) -> dict[str, Any]:
-        """The document of `tunedeck plan --json` and of plan.json."""
+        """The plan as a JSON object: the content of plan.json, and what `tunedeck plan --json` prints."""
         return {
             "verdict": self.verdict,
             "capacity_bytes": self.capacity_bytes,
@@ -243,6 +243,7 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
-    """The run spec with these changes of its train table."""
+    """A copy of the run spec in which keys of the recipe's train table have the values in `changes`; the copy is not
+    checked."""
     train = spec.recipe.train.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})

@@ -102,8 +102,8 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of offloading on a CPU, where device memory is host memory; and beside checkpointing, where it saves
-    little."""
+    """Warn of offloading on a CPU, where device memory is host memory; else of activation offload beside gradient
+    checkpointing, if the run fits without it."""
     train = spec.recipe.train
     asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
     if asked and spec.profile.device.kind == "cpu":
@@ -223,8 +223,8 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn if the attention kernel draws the masks of attention dropout, because they then depend on the
-    micro-batch."""
+    """Warn if the attention kernel itself draws the masks of attention dropout: the masks, and what is learned, then
+    depend on the division into micro-batches."""
     if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
         return
     if memory_config_of(arch, spec).attention != "eager":
@@ -260,7 +260,7 @@ def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free bytes of the disk of `folder`, which need not exist yet; None if unknown."""
+    """Free bytes of the disk of `folder`, even if the folder does not exist yet; None if unknown."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         return shutil.disk_usage(existing).free

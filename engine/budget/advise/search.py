@@ -40,8 +40,8 @@ class Trial:
         self._known: dict[frozenset[Lever], bool] = {}
 
     def fits(self, chosen: Levers) -> bool:
-        """Whether no rule forbids these levers together, and one sequence (or train.micro_batch sequences, unless that
-        is "auto") fits on device and host with them."""
+        """Whether the rules allow these levers together, and with them one sequence fits on device and host (or
+        train.micro_batch sequences, if that is a number)."""
         key = frozenset(chosen)
         if key not in self._known:
             self._known[key] = self._fits(chosen)

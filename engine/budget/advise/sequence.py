@@ -58,15 +58,15 @@ def with_sequence(spec: RunSpec, size: int) -> RunSpec:
 
 
 def _parts(spec: RunSpec) -> list[RunSpec]:
-    """The run specs to plan: the spec itself, or one for each enabled training stage, with the model that the stage is
-    planned with."""
+    """The run specs to plan: the spec itself, or one for each enabled training stage, with the model that
+    `planning_spec` gives it."""
     if not spec.recipe.stages:
         return [spec]
     return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
 
 
 def _is_possible(spec: RunSpec, size: int) -> bool:
-    """Whether `size` devices can share the sequences of this model and recipe."""
+    """Whether the model and the recipe allow that `size` devices share each sequence."""
     try:
         for part in _parts(with_sequence(spec, size)):
             refuse_sequence_parallel(find_config(part.recipe.model.id, part.recipe.model.revision), part)
@@ -76,7 +76,7 @@ def _is_possible(spec: RunSpec, size: int) -> bool:
 
 
 def _longest_fits(spec: RunSpec) -> bool:
-    """Whether one sequence of the longest length fits, in every stage."""
+    """Whether a micro-batch of one sequence of the longest length fits, in every stage."""
     return all(
         Predictor(find_architecture(part), part).fits(1, known_longest(part.recipe) or part.recipe.data.max_length)
         for part in _parts(spec)

@@ -82,12 +82,13 @@ class StagedPlan:
 
     @property
     def worst(self) -> StagePlan | None:
-        """The stage with the least memory left; None if no stage has a plan."""
+        """The stage with the least capacity left at its peak; None if no stage has a plan."""
         planned = [stage for stage in self.stages if stage.plan]
         return min(planned, key=lambda stage: stage.plan.margin_bytes if stage.plan else 0, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """The document of plan.json and of `tunedeck plan --json`."""
+        """The plans of all stages as a JSON object: the content of plan.json, and what `tunedeck plan --json`
+        prints."""
         return {"verdict": self.verdict, "stages": [stage.as_json() for stage in self.stages]}
 
 
@@ -171,6 +172,6 @@ def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
 
 
 def with_model(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
-    """The run spec with these keys of [model] changed."""
+    """A copy of the run spec in which keys of [model] have the values in `changes`; the copy is not checked."""
     model = spec.recipe.model.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})

@@ -78,7 +78,8 @@ def _with_strategy(spec: RunSpec, strategy: Choice) -> RunSpec:
 
 
 def _obstacle_to_shards(spec: RunSpec) -> str:
-    """Why this run cannot shard its weights: a feature that needs whole weights, or an old torch; empty if it can."""
+    """Why this run cannot shard its weights, as text for a notice: a feature that needs whole weights, or an old torch;
+    empty if it can."""
     anyway = _refused(_with_strategy(spec, "replicated"))
     for problem in _refused(_with_strategy(spec, "sharded")):
         if problem not in anyway:

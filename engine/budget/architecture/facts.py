@@ -99,12 +99,12 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
-        """Output width of the query projection."""
+        """Output width of the query projection: query heads × head_dim."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Output width of the key projection, and of the value projection."""
+        """Output width of the key projection, and of the value projection: key heads × head_dim."""
         return self.kv_heads * self.head_dim
 
 
@@ -136,10 +136,11 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architecture:
-    """Read a vision-language config.
+    """Read a vision-language config: the decoder and its vision encoder.
 
     Published Qwen configs keep the decoder's keys at the top; Gemma's, and those saved by transformers 5, in a table of
-    their own. Tied embeddings are declared in either place."""
+    their own. Tied embeddings are declared in either place.
+    """
     text = dict(config.get("text_config") or {})
     decoder = from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))

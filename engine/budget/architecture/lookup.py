@@ -145,7 +145,8 @@ def builtin_config(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def shipped_configs() -> dict[str, dict[str, Any]]:
-    """Lower-case model id = config, over every `profiles/models/*.toml` (one file may describe several ids)."""
+    """Maps each lower-case model id to its config, over every `profiles/models/*.toml` (one file may describe several
+    ids)."""
     configs: dict[str, dict[str, Any]] = {}
     for entry in shipped_entries():
         for model in entry["ids"]:

@@ -21,7 +21,7 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """Dotted name of the module that the parameter belongs to."""
+        """Dotted name of the module that the parameter belongs to: the parameter's name without its last part."""
         return self.name.rpartition(".")[0]
 
 

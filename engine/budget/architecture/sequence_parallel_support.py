@@ -33,7 +33,7 @@ SLICEABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 class Obstacle(NamedTuple):
-    """A reason why sequences cannot be shared, and how to fix it."""
+    """A reason why sequences cannot be shared, and how to fix it, both as text for a message."""
 
     found: str
     fix: str

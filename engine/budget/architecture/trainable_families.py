@@ -136,7 +136,8 @@ def _refuse_targets(model_type: str, method: Method) -> None:
 
 
 def no_adapter_on(target: str, reason: str) -> UsageError:
-    """Create the error for a target that cannot have an adapter."""
+    """Create the error for `target`, a name in method.targets that cannot have an adapter; `reason` completes its
+    message."""
     return UsageError(
         f"method.targets: no adapter on {target!r}: {reason}",
         expected='other targets, or "all-linear", which leaves such layers out',
@@ -198,7 +199,7 @@ def refuse_own_code(facts: Mapping[str, Any], model: str, *, trusted: bool) -> N
 
 
 def own_code(model: str) -> UsageError:
-    """Create the error for a model whose own code is needed and not allowed."""
+    """Create the error for a model, by its id, that needs its own code and is not allowed to use it."""
     return UsageError(
         f"{model} needs Python code that comes with it, which is not run unasked",
         fix="if you trust its author, add --trust-remote-code to the command",

@@ -47,7 +47,7 @@ class VisionEncoder:
 
     @property
     def patch_values(self) -> int:
-        """Number of values in a patch."""
+        """Number of values in a patch: the product of `patch_shape`."""
         return prod(self.patch_shape)
 
     @property
@@ -58,7 +58,7 @@ class VisionEncoder:
 
     @property
     def pixels_per_token(self) -> int:
-        """Pixels per token of an encoder that takes images of any size."""
+        """Pixels of an image that become one token, in an encoder that takes images of any size."""
         return (self.patch_side * self.merge) ** 2
 
     def patches_of(self, max_pixels: int | None) -> int:
@@ -73,7 +73,7 @@ class VisionEncoder:
         return max(1, pixels // self.pixels_per_token) * self.merge**2
 
     def tokens_of(self, max_pixels: int | None) -> int:
-        """Tokens that the largest image allowed takes in a sequence."""
+        """Tokens in a sequence of the largest image that `max_pixels` allows (None: that the processor allows)."""
         return self.patches_of(max_pixels) // self.merge**2
 
 

@@ -23,7 +23,7 @@ from engine.spec.schema.profile import Profile
 
 
 def host_capacity_bytes(profile: Profile) -> int:
-    """Host memory of one machine: the profile's, else that of this machine."""
+    """Bytes of host memory of one machine: the profile's value, else that of this machine."""
     if profile.device.host_memory_gib is not None:
         return int(profile.device.host_memory_gib * 2**30)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -54,5 +54,5 @@ def _activations(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
 
 
 def _optimizer(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
-    """Bytes of one rank's optimizer state."""
+    """Bytes of one rank's optimizer state, which lies on the host if it is offloaded."""
     return static_of_a_rank(arch, replace(config, optimizer_offload=False), layout).optimizer

@@ -144,7 +144,7 @@ def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> S
 
 
 def head_offloaded(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes that the model's end saves for backward on the host."""
+    """Bytes that the model's end (final norm, head, loss) saves for backward on the host, with activation offload."""
     return _head_step(arch, head_config(config))[1]
 
 

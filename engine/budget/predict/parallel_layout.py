@@ -40,7 +40,7 @@ class ParallelLayout(NamedTuple):
 
     @property
     def sequence_groups(self) -> int:
-        """Groups of ranks that work on different sequences."""
+        """Number of groups of ranks that work on different sequences; the ranks of one group share theirs."""
         return max(1, self.ranks // self.sequence)
 
     def part(self, size_bytes: int) -> int:
@@ -48,7 +48,7 @@ class ParallelLayout(NamedTuple):
         return -(-size_bytes // self.ranks) if self.sharded else size_bytes
 
     def positions(self, length: int) -> int:
-        """Tokens that one rank has of a sequence of `length` tokens."""
+        """Tokens that one rank gets of a sequence of `length` tokens, rounded up."""
         return -(-length // self.sequence)
 
 

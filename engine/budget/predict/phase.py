@@ -53,5 +53,5 @@ Phases = dict[str, tuple[PhaseCost, ...]]
 
 
 def costliest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
-    """The cost with the most bytes at a shape."""
+    """The one of several costs of a phase that has the most bytes at a shape."""
     return max(costs, key=lambda cost: cost.at(shape))

@@ -137,7 +137,7 @@ class MicroBatchShape(NamedTuple):
 
 
 class Predictor:
-    """Predictions for micro-batches of one run."""
+    """Predicts the memory of micro-batches of one run, by the closed form of its model's family."""
 
     def __init__(self, arch: Architecture, spec: RunSpec) -> None:
         self.arch, self.recipe, self.layout = arch, spec.recipe, layout_of(spec.profile)

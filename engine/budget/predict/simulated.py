@@ -274,7 +274,8 @@ class SimulatedPredictor:
         return units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
 
     def _peak(self, curve: Mapping[str, Any], units: tuple[int, ...]) -> int:
-        """The highest level of a phase in bytes; `units` are the values of UNITS."""
+        """The largest level of a phase in bytes: `curve` has the coefficients of the levels, `units` the values of
+        UNITS."""
         return round(max(_value(size, units) for size in curve["sizes"]))
 
     def _generation(self, rows: int, prompt: int) -> int:

@@ -153,7 +153,7 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 
 def widened_bytes(learning: Iterable[Trained], config: MemoryConfig) -> int:
-    """Total bytes that the trained tensors which are updated in scratch take in fp32."""
+    """Total bytes in fp32 of those trained tensors that are updated in scratch."""
     return sum(round_to_blocks(FLOAT * prod(shape)) for shape, dtype in learning if config.updates_in_scratch(dtype))
 
 

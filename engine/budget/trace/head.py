@@ -42,7 +42,7 @@ class Head:
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the loss of a micro-batch, from the last layer's output."""
+        """Trace the end of the model from the last layer's output; returns the traced loss of the micro-batch."""
         hidden = self.norm(hidden)
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
@@ -67,7 +67,7 @@ class Head:
         return self.config.lora and self.table_name in self.trained
 
     def norm(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the norm after the last layer."""
+        """Trace the norm after the last layer; returns its output."""
         weight = round_to_blocks(self.arch.hidden * self.config.base_bytes)
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
@@ -92,7 +92,8 @@ class Head:
         return negative_log_likelihood(trace, saves_output(trace, logits))
 
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace `engine.model.chunked`: the forward pass computes logits and their gradients, chunk by chunk."""
+        """Trace `engine.model.chunked`: the forward pass computes logits and the gradients of hidden states and head,
+        chunk by chunk; these gradients are kept until backward."""
         trace, vocab, size = self.trace, self.arch.vocab, hidden.size
         trained = self.table_name in self.trained
         saved = [trace.allocate(size)] if trace.learning else []

@@ -62,7 +62,7 @@ class LayerStack:
 
     @cached_property
     def spans(self) -> dict[LayerKind, tuple[int, int]]:
-        """The index of the first and of the last layer of each kind."""
+        """Maps each kind to the index of its first layer and that of its last layer."""
         last = len(self.layers) - 1
         return {kind: (self.layers.index(kind), last - self.layers[::-1].index(kind)) for kind in self.kinds}
 
@@ -71,7 +71,7 @@ class LayerStack:
         return [other for other in self.kinds if other.holds_more_than(kind)]
 
     def counts(self, start: int, stop: int) -> dict[LayerKind, int]:
-        """The number of layers of each kind in `layers[start:stop]`."""
+        """Maps each kind to the number of its layers in `layers[start:stop]`."""
         return Counter(self.layers[start:stop])
 
     def ends(self, *, checkpointed: bool) -> dict[int, str]:

@@ -112,7 +112,7 @@ class MemoryConfig:
 
     @property
     def lora(self) -> bool:
-        """Whether adapters are trained beside a frozen base."""
+        """Whether the method is LoRA: adapters are trained beside a frozen base."""
         return self.patterns.lora
 
     @property

@@ -156,7 +156,7 @@ class MemoryTrace:
         return peaks
 
     def new(self, elements: BytesPolynomial, itemsize: int) -> TracedTensor:
-        """Allocate a tensor that needs no gradient."""
+        """Allocate a tensor of `elements` values with `itemsize` bytes each; it needs no gradient."""
         size = elements * itemsize
         return TracedTensor(Storage(self, size), elements, itemsize, size)
 
@@ -299,7 +299,8 @@ class MemoryTrace:
         return [self.allocate(size) for size in saved if isinstance(size, BytesPolynomial)]
 
     def _accumulate_grad(self, target: Node | None, gradient: Storage | None) -> None:
-        """Set the gradient of `target`, or add to the gradient that it already has."""
+        """Set the gradient of `target`, or add to the gradient that it already has; nothing is done if one of both is
+        None."""
         if gradient is None or target is None:
             return
         if target.joined is not None:

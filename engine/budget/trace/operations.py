@@ -239,7 +239,7 @@ def pieces(trace: MemoryTrace, whole: TracedTensor, parts: Sequence[BytesPolynom
 
 
 def halves(trace: MemoryTrace, x: TracedTensor) -> list[TracedTensor]:
-    """Trace `x.chunk(2)`."""
+    """Trace `x.chunk(2)`; returns two views of half the size."""
     return split(trace, x, [x.elements // 2] * 2)
 
 

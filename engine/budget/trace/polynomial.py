@@ -54,7 +54,8 @@ def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = No
 
 
 class BytesPolynomial:
-    """A number of bytes, or of elements, for each unit of a `Shape`; immutable."""
+    """A polynomial of a micro-batch's shape: a number of bytes, or of elements, for each unit of a `Shape`;
+    immutable."""
 
     __slots__ = ("coefficients",)
 
@@ -94,26 +95,27 @@ class BytesPolynomial:
 
     @property
     def per_token(self) -> int:
-        """The coefficient of `TOKEN`."""
+        """The coefficient of `TOKEN`: bytes per token of the padded micro-batch."""
         return self.coefficients[1]
 
     @property
     def per_square(self) -> int:
-        """The coefficient of `SQUARE`."""
+        """The coefficient of `SQUARE`: bytes per row × length²."""
         return self.coefficients[2]
 
     @property
     def per_position(self) -> int:
-        """The coefficient of `POSITION`."""
+        """The coefficient of `POSITION`: bytes per token of one row, whatever the number of rows."""
         return self.coefficients[5]
 
     @property
     def per_block_token(self) -> int:
-        """The coefficient of `BLOCK_TOKEN`."""
+        """The coefficient of `BLOCK_TOKEN`: bytes per token, with each length rounded up to whole ATTENTION_BLOCKs."""
         return self.coefficients[9]
 
     def at(self, shape: Shape) -> int:
-        """The polynomial's value at a shape; call `settled` first."""
+        """The polynomial's value, in bytes or elements, at a shape. Call `settled` first: the coefficient
+        `TRAINED_GRADS` would not be counted."""
         return sum(map(mul, self.coefficients, shape))
 
     def settled(self, accumulating: bool) -> BytesPolynomial:
