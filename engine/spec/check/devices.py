@@ -20,7 +20,8 @@ def parse_device_indices(text: str | None) -> list[int]:
 
 
 def require_matching_devices(spec: RunSpec) -> None:
-    """Raise UsageError where the chosen devices do not match the profile's kind or number of devices."""
+    """Raise UsageError where the devices chosen by `--devices` do not match the kind or the number of the profile's
+    devices."""
     given, count = spec.limits.devices, spec.profile.device.count
     if given and spec.profile.device.kind != "cuda":
         raise UsageError(

@@ -26,7 +26,7 @@ class MergedParallel(NamedTuple):
 
 
 def device_count(profile: Profile) -> int:
-    """The devices of a profile, on all its machines."""
+    """The number of devices of a profile, on all its machines together."""
     return profile.device.count * profile.nodes.count
 
 

@@ -46,7 +46,8 @@ class SpecFile:
 
 
 def user_folder() -> Path:
-    """The user's own profiles: $TUNEDECK_CONFIG/profiles, else the platform's configuration folder. Absolute."""
+    """The user's own folder of profiles and recipes: $TUNEDECK_CONFIG/profiles, else one in the platform's
+    configuration folder. Absolute."""
     if configured := os.environ.get("TUNEDECK_CONFIG"):
         return Path(configured).expanduser().absolute() / "profiles"
     import platformdirs
@@ -62,7 +63,7 @@ def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
 
 
 def search_path(kind: SpecKind, cwd: Path) -> dict[str, Path]:
-    """The folders to search, in order, by origin ("project", "user", "shipped")."""
+    """Maps each origin ("project", "user", "shipped") to its folder, in the order in which the folders are searched."""
     folder = KIND_FOLDERS[kind]
     return {"project": cwd / "profiles" / folder, "user": user_folder() / folder, "shipped": SHIPPED_FOLDER / folder}
 

@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[^,\]}\n#]*")
 
 
 def key_lines(text: str) -> dict[Place, int]:
-    """Line (from 1) of every table, key and list entry of a valid TOML text."""
+    """Maps the place of every table, key and list entry of a valid TOML text to its line, counted from 1."""
     return _Scanner(text).scan()
 
 
@@ -55,7 +55,7 @@ class _Scanner:
         return self.lines
 
     def _pair(self, table: Place) -> None:
-        """Scan `a.b = value` inside `table`."""
+        """Scan `a.b = value` inside `table` and record the lines of its keys."""
         line = self._line_here()
         place = self._walk(self._key(), table, line)
         self._skip(_SPACE)

@@ -28,7 +28,7 @@ def _escape(character: str) -> str:
 
 
 def quoted(value: Any, limit: int = 60) -> str:
-    """Write a TOML value on one line as in a file, cut at `limit` characters."""
+    """Write a TOML value on one line as in a file, without unsafe characters, cut at `limit` characters."""
     text = _literal(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

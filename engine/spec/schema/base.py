@@ -62,7 +62,7 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 def _describe_properties(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Add the attribute docstrings to a table's JSON Schema as descriptions."""
+    """Add the attribute docstrings to a table's JSON Schema `schema`, in place, as descriptions."""
     docstrings = attribute_docstrings(model)
     for name, field in model.model_fields.items():
         written = schema["properties"].get(field.alias or name)

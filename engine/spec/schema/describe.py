@@ -105,7 +105,7 @@ def choices_at(model: Any, place: Place) -> list[str]:
 
 
 def allowed_at(model: Any, place: Place) -> str:
-    """What is allowed at `place`, in words."""
+    """What is allowed as the value at `place`, in words; "nothing" if the table type `model` has no such place."""
     found = type_at(model, place)
     return allowed(*found) if found else "nothing"
 
