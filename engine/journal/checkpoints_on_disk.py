@@ -51,7 +51,7 @@ class RemovedCheckpoints:
     """Which of them was marked as the best."""
 
     def explain(self, stage: str) -> str:
-        """A sentence about the removed checkpoints of the stage with this name."""
+        """A sentence for the user: which checkpoints of the stage with this name were removed, and when."""
         steps = ", ".join(map(str, sorted(self.steps)))
         return f"the checkpoints of stage {stage} (steps {steps}) were removed when the run was done"
 

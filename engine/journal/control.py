@@ -58,14 +58,14 @@ def clear_requests(directory: RunDirectory) -> None:
 
 
 class ControlInbox:
-    """Reads the requests to this engine; each is returned once."""
+    """Reads the requests to the engine of one run; each is returned once."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._folder = directory.control
 
     def poll(self) -> list[Request]:
-        """Return the requests since the last call, oldest first. Lists one folder, which is cheap enough for every
-        step."""
+        """Return the requests since the last call, oldest first, and delete their files. Lists one folder, which is
+        cheap enough for every step."""
         return list(self._taken())
 
     def _taken(self) -> Iterator[Request]:

@@ -113,7 +113,7 @@ class RunDirectory:
 
     @property
     def adapter(self) -> Path:
-        """The folder of a LoRA run's result."""
+        """The folder of the trained adapter, which is the result of a LoRA run."""
         return self.path / "adapter"
 
     @property

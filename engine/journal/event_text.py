@@ -68,7 +68,8 @@ def format_share(used: float, total: float) -> str:
 
 
 def format_number(value: object, digits: int = 4) -> str:
-    """Format a number; None becomes "not finite", because the journal records a loss that is not finite as null."""
+    """Format a number with `digits` significant digits; None becomes "not finite", because the journal records a loss
+    that is not finite as null."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
     whole = isinstance(value, int) or abs(value) >= 10**digits

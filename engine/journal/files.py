@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees the old file or the new one. Raises OSError; no temporary file
-    is left behind."""
+    """Write `text` to `path` whole or not at all: a reader, or a crash, finds the old content or the new. Raises
+    OSError; no temporary file is left behind."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

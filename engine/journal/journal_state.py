@@ -55,8 +55,8 @@ class JournalState:
     peak_bytes: int = 0
 
     def folder_of(self, event: Event) -> str:
-        """The folder, with a slash at its end, that paths in an event are relative to: "" for the run directory, that
-        of the stage for an event that a stage's engine wrote."""
+        """The folder, with a slash at its end, that paths in an event are relative to: empty for the run directory, the
+        stage's folder for an event that a stage's engine wrote."""
         stage = self.stages.get(event["stage"]) if "stage_seq" in event else None
         return f"{stage.started['path']}/" if stage is not None and stage.started is not None else ""
 
@@ -134,7 +134,7 @@ def _paused(state: JournalState, _event: Event) -> None:
 
 
 def _resumed(state: JournalState, event: Event) -> None:
-    """Discard what happened after the step from which the run is resumed."""
+    """Discard from the state what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
         kept[:] = [

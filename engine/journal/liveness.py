@@ -71,7 +71,7 @@ def process_state(identity: ProcessIdentity) -> ProcessState:
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether exactly this process is alive on this machine."""
+    """Whether exactly this process is alive on this machine; False for a process of another machine."""
     return process_state(identity) == "alive"
 
 
@@ -134,7 +134,8 @@ def refuse_if_claimed(directory: RunDirectory) -> None:
 @contextmanager
 def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Iterator[None]:
     """Lock the run's lock file inside the block. Waits up to a second by default, because `refuse_if_claimed` in
-    another process may hold the lock for microseconds."""
+    another process may hold the lock for microseconds. Raises EnvironmentProblem if another process holds the lock
+    longer."""
     lock = ExitStack()
     try:
         lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))

@@ -70,7 +70,7 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Gains:
-    """The gains of runs over a reference by one metric, and the best run in a sentence."""
+    """The gains of several runs over a reference by one metric; `sentence` names the best run."""
 
     metric: str
     against: str
@@ -134,8 +134,9 @@ def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
 
 
 def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, resamples: int = RESAMPLES) -> Gains:
-    """The gains of runs over the run `against`, or over the model they started from for "base", by one metric on the
-    samples that most of them are scored on. Intervals are computed with `resamples` resamples, not at all with 0.
+    """The gains of runs over the run `against`, or over the model that they started from if `against` is "base", by one
+    metric. They are compared on the samples that most runs are scored on. `resamples`: number of resamples for the
+    intervals; with 0 there are none.
 
     Raises UsageError if the reference is not scored, or no run is scored by the metric on the same samples.
     """
@@ -164,7 +165,8 @@ def _scored_by(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | N
 def _reference(
     directories: Sequence[RunDirectory], evaluations: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> tuple[RunDirectory, Evaluation] | None:
-    """The evaluation that the others are compared with, and the run it belongs to; None if there is none."""
+    """The run `against`, or for "base" a run with scores of the model that it started from, and its evaluation by the
+    metric, with which the others are compared; None if there is none."""
     for directory, one in zip(directories, evaluations, strict=True):
         if against == BASE:
             for each in one:

@@ -43,7 +43,8 @@ def result_rows(summary: RunSummary) -> Rows:
 
 
 def status_text(summary: RunSummary) -> str:
-    """The status, followed by a note if the device is simulated, and the recorded reason why the run ended."""
+    """The status, followed by a note if the device is simulated, and by the reason why the run ended, if one is
+    recorded."""
     reason = f": {clean(summary.reason)}" if summary.reason else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
 
