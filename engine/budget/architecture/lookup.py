@@ -106,9 +106,9 @@ def _shipped_architecture(model: str) -> Architecture:
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Resolve "run:RUN" to the (model, revision) that the run, or its first predecessor, started from; that model has
-    the same shapes. If a predecessor assembled a mixture, the mixture is returned. Other names are returned
-    unchanged."""
+    """Resolve "run:RUN" to the (model, revision) at the start of its chain of runs: RUN, the run that RUN started from,
+    and so on. That model has the same shapes. If a run of the chain assembled a mixture, the mixture is returned. Other
+    names are returned unchanged."""
     for start in _starts(model):
         model, revision = start.id, start.revision
     return model, revision

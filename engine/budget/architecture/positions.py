@@ -59,7 +59,7 @@ def positions_of(facts: Mapping[str, Any]) -> int | None:
 
 
 def table_of_positions(facts: Mapping[str, Any]) -> int | None:
-    """The number of positions of a model that has a table of them (GPT-2, OPT, GPT-J), and so computes no others; None
+    """The number of positions of a model that has a table of them (GPT-2, OPT, GPT-J) and can compute no others; None
     for rotary positions, which have no end, and for models without positions."""
     rotary = can_be_scaled(facts) or text_of(facts).get("model_type") in OWN_SCALING
     return None if rotary else positions_of(facts)

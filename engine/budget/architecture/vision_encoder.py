@@ -52,8 +52,8 @@ class VisionEncoder:
 
     @property
     def bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions in the decoder, which then needs an
-        attention mask."""
+        """Whether the tokens of an image attend to each other in both directions in the decoder; if so, the decoder
+        needs an attention mask."""
         return self.kind == "siglip"
 
     @property
@@ -62,10 +62,11 @@ class VisionEncoder:
         return (self.patch_side * self.merge) ** 2
 
     def patches_of(self, max_pixels: int | None) -> int:
-        """Patches of the largest image allowed: of `data.image_max_pixels`, or else of the processor's own limit.
+        """Patches of the largest image that `max_pixels` allows (`data.image_max_pixels`; None: the processor's own
+        limit).
 
-        A Qwen processor brings both sides to multiples of patch × merge and stays within the limit
-        (`smart_resize` in transformers' image_processing_qwen2_vl.py).
+        A Qwen processor brings both sides to multiples of patch × merge and stays within the limit (`smart_resize` in
+        transformers' image_processing_qwen2_vl.py).
         """
         if self.patches is not None:
             return self.patches

@@ -111,7 +111,8 @@ def _prefilling(arch: Architecture, config: MemoryConfig, padded: bool) -> Sizes
 
 
 def _decoding(arch: Architecture, config: MemoryConfig, rows: int, prompt: int, generate: Generate) -> int:
-    """Bytes at the last token of an answer: the whole key-value cache, plus the largest of four moments.
+    """Bytes above the static bytes at the last token of an answer: all of the key-value cache, plus the largest of four
+    moments.
 
     1. The cache grows: one layer's keys or values exist twice (keys and values if the layer has a sliding window), and
        so do the previous token's fp32 logits.

@@ -36,8 +36,8 @@ class ForwardTrace(NamedTuple):
 
 
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """Trace the forward pass of one layer. A layer that backward does not reach saves nothing, a checkpointed layer
-    its input."""
+    """Trace the forward pass of one layer. A layer that backward does not reach saves nothing; a checkpointed layer
+    saves only its input."""
     config = layer_config(config)
     if not kind.learns:
         return inference_forward(arch, config, kind)
@@ -176,7 +176,7 @@ def _inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gradient: bool) -> TracedTensor:
-    """Allocate the hidden states that go into a layer; `gradient`: they need a gradient."""
+    """Allocate the hidden states that go into a layer; `gradient`: whether they need a gradient."""
     hidden = trace.new(arch.hidden * TOKEN, config.base_bytes)
     if gradient:
         hidden.node = Node(hidden.size)

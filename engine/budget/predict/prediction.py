@@ -52,8 +52,8 @@ fragmentation. The scratch of attention's backward pass and of the optimizer's u
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory of one device in bytes: `phases` and `peak_bytes` for tensors, `device_bytes` with what is
-    beside them."""
+    """The predicted memory of one device in bytes: `phases` and `peak_bytes` count tensors, `device_bytes` also
+    workspaces, fragmentation and CUDA context."""
 
     phases: dict[str, dict[str, int]]
     peak_bytes: int
@@ -100,7 +100,8 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
-    """Sequences per step of one rank; with sequence parallelism, of the group of ranks that share its sequences."""
+    """Sequences that one rank computes per optimizer step; with sequence parallelism, those that its group of ranks
+    computes together."""
     return -(-spec.recipe.train.batch_size // layout.sequence_groups)
 
 
@@ -156,7 +157,7 @@ class Predictor:
 
     def host_fits(self, rows: int, length: int) -> bool:
         """Whether the host's memory holds what is offloaded for micro-batches of `rows` sequences of `length` tokens;
-        always if nothing is."""
+        True if nothing is."""
         found = self.host(rows, length)
         return not found or sum(found.values()) <= host_capacity_bytes(self._profile)
 
@@ -165,7 +166,8 @@ class Predictor:
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of them targets."""
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of which count in the
+        loss."""
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:

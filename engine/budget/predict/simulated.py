@@ -207,7 +207,8 @@ class SimulatedPredictor:
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of them targets."""
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of which count in the
+        loss."""
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:

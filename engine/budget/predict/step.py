@@ -44,7 +44,8 @@ INPUT_BYTES = 16 * TOKEN + 8 * TARGET
 def step_cost(
     arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout = SINGLE_DEVICE
 ) -> Phases:
-    """The phases of one micro-batch; `accumulating`: gradients of an earlier micro-batch of the same step exist."""
+    """The costs of one micro-batch by phase; `accumulating`: gradients of an earlier micro-batch of the same step
+    exist."""
     phases = _Step(arch, config, accumulating, layout).phases()
     if config.image_patches:
         phases = _with_vision(phases, arch, config, accumulating, layout)
@@ -80,7 +81,7 @@ class _Step:
         return next(iter(highest(trace.largest_offloaded for trace in self.ahead.values())), NO_BYTES)
 
     def phases(self) -> Phases:
-        """All phases of the micro-batch, from forward to the embedding's backward pass."""
+        """The costs of all phases of the micro-batch, by phase, from forward to the embedding's backward pass."""
         phases = {"forward": (*self._forward(), *self._reading()), "loss_backward": (self._head(),)} | self._backward()
         if self.static.embedding_gradient:
             phases["embedding_backward"] = (self._embedding(),)
@@ -185,7 +186,7 @@ class _Step:
         return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
 
     def _batch(self, layers: int) -> BytesPolynomial:
-        """Bytes of the batch, and of the masks that the first `layers` layers need for recomputation."""
+        """Bytes of the batch, and of the masks that the first `layers` layers need when backward recomputes them."""
         again = self.stack.layers[:layers] if self.config.checkpointing else ()
         return inputs(self.arch, self.config, masks_of(self.config, {kind for kind in again if kind.learns}))
 
@@ -193,11 +194,11 @@ class _Step:
 def _with_vision(
     phases: Phases, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout
 ) -> Phases:
-    """Add the vision encoder to the decoder's phases.
+    """The decoder's phases with the vision encoder's bytes and passes added.
 
-    The encoder runs forward before the decoder and backward after it. During the decoder's phases, its output and the
-    tensors it saved stay allocated. If the embeddings are trained, so does the gradient of the decoder's input during
-    the encoder's backward pass.
+    The encoder runs forward before the decoder and backward after it. During the decoder's phases, the encoder's output
+    and the tensors that it saved stay allocated. If the embeddings are trained, the gradient of the decoder's input
+    stays allocated during the encoder's backward pass.
     """
     static, encoder = static_bytes(arch, config), vision_cost(arch, config, accumulating)
     images = encoder.inputs + (INDEX if sees_images_both_ways(arch, config) else 3 * INDEX) * TOKEN

@@ -117,7 +117,8 @@ def _backward(
 
 
 def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes to which local variables of the encoder's forward refer while its layers run."""
+    """Bytes of the tensors that stay allocated while the encoder's layers run, because local variables of its forward
+    refer to them."""
     if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
         return encoder.hidden * config.base_bytes * PATCH
     return _tables(encoder, config) + _cast_pixels(encoder, config)

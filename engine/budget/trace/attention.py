@@ -81,7 +81,8 @@ def _rotary_in_halves(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> Tra
 
 
 def repeat_heads(trace: MemoryTrace, arch: Architecture, x: TracedTensor) -> TracedTensor:
-    """Trace `repeat_kv`: a copy that has every key or value head several times; a single head is expanded as a view."""
+    """Trace `repeat_kv` on keys or values: a copy that has every head once for each query head that shares it. A single
+    head is expanded as a view; `x` itself is returned if there are as many key heads as query heads."""
     times = arch.heads // arch.kv_heads
     if times == 1:
         return x

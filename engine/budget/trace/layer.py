@@ -176,7 +176,8 @@ def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def rotary_both(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, width: int
 ) -> tuple[TracedTensor, TracedTensor]:
-    """Trace `apply_rotary_pos_emb` on query and key; the caller still refers to the originals until this returns."""
+    """Trace `apply_rotary_pos_emb` on query and key, with `width` bytes per value of cos and sin; both originals stay
+    allocated until this returns."""
     rotated_query = rotary(trace, arch, query, width)
     rotated_key = rotary(trace, arch, key, width)
     return rotated_query, rotated_key

@@ -258,8 +258,8 @@ def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
     """Tokens per chunk of the loss on a device of `capacity_bytes`; at least 1.
 
     The largest number of tokens whose fp32 logits take at most CHUNK_LOGIT_BYTES, or at most 1/CHUNK_CAPACITY_SHARE of
-    the capacity, whichever allows more; by the second rule at most FULL_CHUNK_TOKENS. It serves large vocabularies, for
-    which the first rule allows few tokens (110 for a vocabulary of 152,000).
+    the capacity, whichever allows more; by the second rule at most FULL_CHUNK_TOKENS. The second rule serves large
+    vocabularies, for which the first allows few tokens (110 for a vocabulary of 152,000).
     """
     per_token = 4 * vocab
     by_capacity = min(FULL_CHUNK_TOKENS, capacity_bytes // CHUNK_CAPACITY_SHARE // per_token)

@@ -237,8 +237,8 @@ class MemoryTrace:
         return lambda gradient: [self.allocate(size)]
 
     def checkpoint(self, forward: Callable[[], TracedTensor]) -> TracedTensor:
-        """Trace the recomputation of a checkpointed layer's forward pass, which stops after the last tensor that
-        backward needs; returns the layer's output.
+        """Trace the recomputation of a checkpointed layer whose forward pass is `forward`; it stops after the last
+        tensor that backward needs. Returns the layer's output.
 
         The peaks of `forward` and the tensors it saves are counted later, when backward first unpacks a saved tensor;
         only the output is live now. The first forward pass is a trace of its own, without `keeps_saved`.

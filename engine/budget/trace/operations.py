@@ -86,7 +86,7 @@ def half_linear(
 def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTensor:
     """Trace autocast's half-precision copy of a weight; copies of trained weights are cached until the loss.
 
-    The copy's gradient is in half precision; its backward casts that to the weight's fp32 gradient.
+    The gradient of a copy is in half precision, and backward casts it to the weight's fp32 gradient.
     """
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -221,7 +221,8 @@ def softmax(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
 
 
 def narrow(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace a slice: a view of `x`, whose backward writes the gradient into zeros of x's size."""
+    """Trace a slice: a view of `x` with `elements` values, whose backward writes the gradient into zeros of x's
+    size."""
     return trace.view(x, elements, trace.new_gradient(x))
 
 

@@ -50,8 +50,8 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
 
 
 def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
-    """The parameters of a layer. Weights that peft treats as an expert's because of their name are not marked as
-    `linear`, so they get no adapter."""
+    """The parameters of a layer; `dense`: the layer has no experts. Weights that peft treats as an expert's because of
+    their name are not marked as `linear`, so they get no adapter."""
     experts = names_of_experts(arch.model_type)
     return [
         Parameter(one.name, one.shape) if one.linear and one.module.rpartition(".")[2] in experts else one
