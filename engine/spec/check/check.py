@@ -220,7 +220,7 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
 
 
 def _scalars(node: Any) -> Data:
-    """All values of a nested table, by the last part of their dotted key in lower case with underscores."""
+    """Maps the last part of each dotted key of a nested table, in lower case with underscores, to the key's value."""
     found: Data = {}
     for key, value in node.items() if isinstance(node, dict) else ():
         found.update(_scalars(value) if isinstance(value, dict) else {key.lower().replace("-", "_"): value})
@@ -314,7 +314,7 @@ def _rule_problems(table: Table, data: Data) -> Iterator[Problem]:
 
 
 def _partial(base: Data, extra: Data) -> list[Problem]:
-    """Check `extra`, a part of a recipe that is to be merged over `base`; returns the problems that it causes."""
+    """The problems that `extra`, a part of a recipe, causes when it is merged over the recipe `base`."""
     if not extra:
         return []
     unknown = [
@@ -334,7 +334,8 @@ def _written(extra: Data, problem: Problem) -> bool:
 
 
 def _stage_problems(recipe: Recipe, data: Data) -> Iterator[Problem]:
-    """Yield the problems of the stages, and of each stage's own keys in the recipe that the stage trains with."""
+    """Yield the problems of a recipe's stages, and of the keys in each stage's tables, which are checked in the recipe
+    that the stage trains with."""
     yield from problems_of_stages(recipe)
     for index, stage in enumerate(recipe.stages):
         tables = stage.model_dump(by_alias=True, exclude_none=True)

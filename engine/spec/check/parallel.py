@@ -18,7 +18,8 @@ from engine.spec.schema.recipe import Recipe
 
 
 class MergedParallel(NamedTuple):
-    """A profile with the recipe's [parallel], a notice for the user, and the line for `provenance.parallel`."""
+    """A profile with the recipe's [parallel] merged into its own, a notice for the user, and the text for
+    `provenance.parallel`; both texts may be empty."""
 
     profile: Profile
     notice: str

@@ -22,7 +22,8 @@ TRUE_WORDS = ("1", "ON", "YES", "TRUE")
 
 
 def offline_variable() -> str | None:
-    """The environment variable that forbids requests to the hub; None if none does. The first that is set decides."""
+    """The name of the environment variable that forbids requests to the hub; None if none does. Of several that are
+    set, the first one decides."""
     name = next((name for name in OFFLINE_VARIABLES if os.environ.get(name)), None)
     return name if name is not None and os.environ[name].upper() in TRUE_WORDS else None
 

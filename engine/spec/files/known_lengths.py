@@ -55,7 +55,7 @@ def lengths_record(recipe: Recipe) -> Path | None:
 
 
 def known_longest(recipe: Recipe) -> int | None:
-    """Tokens of the longest training sequence; None if the data have not been read since they, or the settings, were
+    """Tokens of the longest training sequence; None if the data have not been read since the data or the settings last
     changed."""
     record = lengths_record(recipe)
     try:

@@ -28,7 +28,7 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     is named after the file's `name` key, or after the file if it has no such key.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
-    or a name that exists already.
+    and, without `force`, for a name that exists already.
     """
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
