@@ -25,7 +25,8 @@ REQUESTS = ("stop", "pause", "checkpoint")
 
 @dataclass(frozen=True)
 class Request:
-    """One request to an engine: its name ("stop", "pause", …), the time at which it was sent, and further fields."""
+    """One request to an engine: its name ("stop", "pause", …), the time at which it was sent (UTC, ISO 8601), and
+    further fields."""
 
     name: str
     time: str

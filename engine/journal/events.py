@@ -64,8 +64,9 @@ class EventWriter:
             return self._append(kind, fields)
 
     def copy(self, event: Event, stage: str) -> Event:
-        """Append an event of a stage's own journal, with its time and fields as they are; returns what was appended.
-        The event's `seq` there becomes `stage_seq`."""
+        """Append an event from a stage's own journal, with its time and fields as they are, and return the appended
+        event. `stage` is the stage's name; the event's `seq` in the stage's journal becomes `stage_seq`. Raises OSError
+        as `write` does."""
         fields = {key: value for key, value in event.items() if key not in ("seq", "kind", "stage")}
         with self._lock:
             return self._append(event["kind"], {**fields, "stage": stage, "stage_seq": event["seq"]})

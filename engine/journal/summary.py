@@ -130,7 +130,8 @@ class SummaryReader:
         return True
 
     def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
-        """Fold one line into the state; of consecutive step events only the first and the last are parsed."""
+        """Update the state with one line, or keep the line in `unparsed` for later: of consecutive step events only the
+        first and the last are parsed."""
         if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
             unparsed.first, unparsed.last, unparsed.quiet = unparsed.first or line, line, None
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
