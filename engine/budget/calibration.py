@@ -133,7 +133,7 @@ def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The file's entries; none if it is missing, damaged or of another version, in which case the next run replaces
+    """The file's entries. Empty if the file is missing, damaged or of another version; the next run then replaces
     it."""
     try:
         found = json.loads(path.read_text("utf-8"))

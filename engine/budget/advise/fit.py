@@ -126,7 +126,7 @@ def changed(spec: RunSpec, levers: Levers) -> RunSpec:
 
 def _suggestions(spec: RunSpec, plan: Plan, longest: int | None) -> Iterator[Suggestion]:
     """Yield suggestions that `train` would not refuse and with which the run fits, in order of cost, at most
-    MAX_SUGGESTIONS."""
+    MAX_SUGGESTIONS. `longest`: as in `advise`."""
 
     def holds(levers: Levers) -> bool:
         return not is_refused(changed(spec, levers)) and fits(_suggestion(spec, levers, longest).plan)
@@ -179,7 +179,7 @@ def _suggestion(spec: RunSpec, levers: Levers, longest: int | None) -> Suggestio
 
 def _room(spec: RunSpec, longest: int | None) -> Iterator[Suggestion]:
     """Yield suggestions that use the unused memory of a run that fits: no gradient checkpointing, a larger micro-batch,
-    longer sequences, or a higher rank."""
+    longer sequences, or a higher rank. `longest`: as in `advise`."""
     for lever in room_levers(spec):
         if is_refused(changed(spec, (lever,))):
             continue

@@ -102,7 +102,7 @@ def _matched(
     patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]
 ) -> list[str]:
     """The names that any of `patterns` matches by `test(pattern, name)`. Raises UsageError for a pattern that matches
-    none; `key`, the recipe key of the patterns, is for its message."""
+    none, with `key`, the recipe key of the patterns, in its message."""
     chosen: list[str] = []
     for pattern in patterns:
         hits = [name for name in names if test(pattern, name)]

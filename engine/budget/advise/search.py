@@ -84,7 +84,7 @@ def fitting_sets(levers: Sequence[Lever], trial: Trial, offered: Callable[[Lever
 
 
 def _can_fit(chosen: Levers, undecided: Sequence[Lever], trial: Trial) -> bool:
-    """Whether the run fits with the chosen levers plus the strongest undecided lever of each key."""
+    """Whether the run fits with the chosen levers plus, for each key, the undecided lever that saves most memory."""
     strongest: dict[frozenset[str], Lever] = {}
     for lever in sorted(undecided, key=lambda lever: lever.cost):
         if not any(lever.keys & other.keys for other in chosen):

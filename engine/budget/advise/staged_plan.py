@@ -39,14 +39,15 @@ class StagePlan:
     spec: RunSpec
     """The stage's run spec, with the model that the plan is made for (`planning_spec`)."""
     plan: Plan | None = None
-    """None for a stage that assembles, and where the model's memory cannot be predicted."""
+    """The plan of a stage that trains; None for a stage that assembles, and where the model's memory cannot be
+    predicted."""
     unknown: str = ""
     """Why the stage's memory cannot be predicted; empty if it can."""
     verdict: Verdict | None = None
     peak_bytes: int | None = None
     """Bytes of the device at the peak; of a stage that trains, those that torch allocates."""
     host_bytes: int | None = None
-    """Most bytes of tensors in host memory."""
+    """Most bytes that the stage's tensors take in host memory at once."""
     disk_bytes: int | None = None
     """Most bytes that the stage's checkpoints and result take on disk."""
 

@@ -60,7 +60,7 @@ class Architecture:
     wide_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
-    """For each layer, whether it attends within the window only; empty without one."""
+    """For each layer, whether it attends only within the sliding window; empty for a model without a window."""
     rotary_share: float = 1.0
     """Share of each head's dimensions that the rotary embedding rotates, from 0 to 1."""
     rotary_tables: int = 1
@@ -70,14 +70,14 @@ class Architecture:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     positions: int | None = None
-    """Rows of a learned position table (GPT-2)."""
+    """Rows of a learned position table (GPT-2); None for rotary positions."""
     experts: Experts | None = None
     dense_layers: tuple[bool, ...] = ()
-    """For each layer of a mixture-of-experts model, whether it has no experts; empty if all have."""
+    """For each layer of a mixture-of-experts model, whether it has no experts; empty if all layers have experts."""
     vision_encoder: VisionEncoder | None = None
     """The vision encoder of a vision-language model; all other fields describe the decoder."""
     rotary_by_row: bool = False
-    """Each row of a batch has rotary tables of its own."""
+    """Each row of a batch has rotary tables of its own; if not, all rows share them."""
     attention_dropout: bool = False
     """Whether the config applies dropout to attention weights in training."""
     residual_dropout: bool = False
@@ -86,7 +86,7 @@ class Architecture:
     """Whether the config applies dropout to the first layer's input."""
     default_attention: str = "sdpa"
     max_length: int | None = None
-    """Longest sequence the model was made for."""
+    """Tokens of the longest sequence that the model was made for; None if its config does not tell."""
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""

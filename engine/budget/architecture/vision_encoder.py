@@ -43,7 +43,7 @@ class VisionEncoder:
     window: int | None = None
     """Patches per attention window, in layers with windows; None if no layer has one."""
     full_layers: tuple[int, ...] = ()
-    """In an encoder with windows: the layers that attend to whole images."""
+    """In an encoder with windows: the indices of the layers that attend to whole images."""
 
     @property
     def patch_values(self) -> int:

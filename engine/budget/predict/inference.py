@@ -147,7 +147,8 @@ def cache_bytes(arch: Architecture, config: MemoryConfig, tokens: int) -> int:
 
 
 def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
-    """Tokens of a row of `tokens` tokens that the cache holds in each layer: all, or those of its sliding window."""
+    """How many of the `tokens` tokens of a row the cache holds, for each layer: all, or those of the layer's sliding
+    window."""
     window, slides = arch.sliding_window, arch.sliding_layers or (False,) * arch.layers
     return [min(tokens, window) if window and sliding else tokens for sliding in slides]
 

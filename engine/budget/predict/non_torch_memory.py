@@ -34,12 +34,12 @@ class NonTorchMemory(NamedTuple):
     share of the bytes that tensors take."""
 
     workspace_bytes: int
-    """cuBLAS takes its workspaces from torch's allocator at the first matrix product, and keeps them."""
+    """Bytes of cuBLAS' workspaces, which cuBLAS takes from torch's allocator at the first matrix product and keeps."""
     context_bytes: int
-    """The part of the CUDA context that exceeds the profile's reserve; only this part counts against capacity."""
+    """Bytes of the CUDA context that exceed the profile's reserve; only these count against capacity."""
     fragmented_share: float
     reserved_context_bytes: int = 0
-    """The part of the CUDA context that fits into the profile's reserve."""
+    """Bytes of the CUDA context that fit into the profile's reserve."""
 
     def total(self, peak_bytes: int) -> int:
         """Non-torch bytes that count against capacity when torch allocates `peak_bytes`."""

@@ -70,7 +70,7 @@ class StaticBytes(NamedTuple):
     head_gradient: int
     """Bytes of an untied head's gradient; 0 for a tied head, which shares the embedding's."""
     vision: Tensors
-    """Tensors of a vision encoder. It has gradients only where there are images."""
+    """Tensors of the vision encoder; their gradients exist only if there are images."""
     total: Tensors
 
 
@@ -153,7 +153,8 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 
 def widened_bytes(learning: Iterable[Trained], config: MemoryConfig) -> int:
-    """Total bytes in fp32 of those trained tensors that are updated in scratch."""
+    """Total bytes in fp32 of those trained tensors that are updated in scratch; `learning` has the shape and dtype of
+    each trained tensor."""
     return sum(round_to_blocks(FLOAT * prod(shape)) for shape, dtype in learning if config.updates_in_scratch(dtype))
 
 

@@ -227,7 +227,8 @@ class MergerTrace:
     forward: Sizes
     """Live bytes at the local maxima of the forward pass."""
     held: BytesPolynomial
-    """Bytes to which local variables of the model refer while the decoder runs, without those in `saved`."""
+    """Bytes of tensors that stay allocated while the decoder runs, because local variables refer to them, without those
+    in `saved`."""
     saved: BytesPolynomial
     """Bytes kept for the backward pass."""
     backward: Sizes

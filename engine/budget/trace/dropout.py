@@ -16,7 +16,8 @@ MASK_BYTES = 3 * 4 + 1
 
 
 def mask_bytes(config: MemoryConfig) -> int:
-    """Bytes per value that are allocated temporarily while a mask is drawn."""
+    """Bytes that are allocated temporarily while a mask is drawn, per value of the mask; 0 if a kernel draws it in
+    registers."""
     return 0 if config.fused_dropout else MASK_BYTES
 
 

@@ -55,7 +55,7 @@ class MemoryConfig:
     dtype: str
     """dtype of the base weights and of hidden states."""
     adapter_dtype: str | None
-    """None without LoRA."""
+    """dtype of the adapters; None without LoRA."""
     rank: int
     patterns: Patterns
     dora: bool
@@ -73,7 +73,7 @@ class MemoryConfig:
     state_dtype: str
     """dtype of the optimizer's state for weights trained in bf16."""
     optimizer_offload: bool
-    """The optimizer's state lives in host memory between steps."""
+    """The optimizer's state is in host memory between steps."""
     momentum: bool
     attention: Literal["flash", "sdpa", "eager"]
     packed: bool

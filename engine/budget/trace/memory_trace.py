@@ -28,7 +28,7 @@ engine moves tensors that are counted here as staying, so the count is too high 
 
 
 class Storage:
-    """Bytes that are live until the last reference to this object is gone."""
+    """A block of memory, whose bytes count as live until the last reference to this object is gone."""
 
     __slots__ = ("size", "trace")
 

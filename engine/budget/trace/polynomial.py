@@ -90,7 +90,7 @@ class BytesPolynomial:
 
     @property
     def fixed(self) -> int:
-        """The part that does not depend on the shape."""
+        """The coefficient of `BYTE`: bytes that do not depend on the shape."""
         return self.coefficients[0]
 
     @property
