@@ -48,7 +48,7 @@ class RemovedCheckpoints:
     steps: list[int]
     """Steps of the removed checkpoints, newest first."""
     best: int | None
-    """Which of them was marked as the best."""
+    """The step of the one that was marked as the best; None if none was."""
 
     def explain(self, stage: str) -> str:
         """A sentence for the user: which checkpoints of the stage with this name were removed, and when."""

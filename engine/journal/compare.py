@@ -59,7 +59,8 @@ def compare(directories: Sequence[RunDirectory]) -> Comparison:
 def compare_summaries(
     summaries: Sequence[RunSummary], specs: Sequence[dict[str, Any]], evaluations: Sequence[Sequence[Evaluation]]
 ) -> Comparison:
-    """Compare runs by their summaries, resolved specs and evaluations."""
+    """Compare runs by their summaries, resolved specs and evaluations, each with one entry per run in the same
+    order."""
     names = [summary.run for summary in summaries]
     columns = [_scores(summary) for summary in summaries]
     scores = {key: [column.get(key) for column in columns] for key in dict.fromkeys(key for c in columns for key in c)}

@@ -49,7 +49,7 @@ class Evaluation:
     """For accuracy: precision, recall, f1 and count of each label."""
     notes: list[str] = field(default_factory=list)
     scorer: str | None = None
-    """The user's own scorer, FILE.py:FUNCTION."""
+    """The user's own scorer, as FILE.py:FUNCTION; None if there is none."""
     values: str = ""
     """Path of the file, relative to the run directory, with the value of each sample by metric; empty if there is
     none."""

@@ -30,7 +30,7 @@ LIST_RUNS = "list them: tunedeck runs"
 
 
 def runs_folder(given: str | Path | None) -> Path:
-    """The folder of runs: `--runs`, else $TUNEDECK_RUNS, else ./runs. Absolute."""
+    """The folder of runs: `given` (the option `--runs`), else $TUNEDECK_RUNS, else ./runs. Absolute."""
     return Path(given or os.environ.get("TUNEDECK_RUNS") or "runs").expanduser().absolute()
 
 

@@ -37,7 +37,7 @@ class ScoreGroup:
     count: int
     sources: list[str]
     steps: list[int | None]
-    """The checkpoint whose scores count for the run: the last one that was scored."""
+    """For each run, the step of the checkpoint whose scores count: the last one that was scored."""
     metrics: dict[str, list[float | None]]
     best: dict[str, list[str]]
     """Maps a metric to the runs with the best value."""
@@ -165,8 +165,8 @@ def _scored_by(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | N
 def _reference(
     directories: Sequence[RunDirectory], evaluations: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> tuple[RunDirectory, Evaluation] | None:
-    """The run `against`, or for "base" a run with scores of the model that it started from, and its evaluation by the
-    metric, with which the others are compared; None if there is none."""
+    """The run and its evaluation by `metric` that the others are compared with: the run `against` or, for "base", the
+    first run whose model before training (step 0) is scored. None if there is none."""
     for directory, one in zip(directories, evaluations, strict=True):
         if against == BASE:
             for each in one:

@@ -70,7 +70,7 @@ class KernelChoice(NamedTuple):
     name: str | None
     """The kernel's name in transformers' attention interface; None if flash attention was asked for and cannot run."""
     obstacles: dict[str, Obstacle]
-    """Maps the name of each kernel that is preferred to the chosen one to the reason why it cannot be used."""
+    """Why kernels that are preferred to the chosen one cannot be used, by their names."""
 
 
 def choose_kernel(

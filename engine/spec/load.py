@@ -86,9 +86,9 @@ class _Layers:
     recipe: Document
     overrides: Sequence[str]
     folder: Path
-    """Relative paths of the recipe start here."""
+    """The folder that relative paths in the recipe start from."""
     cwd: Path
-    """Relative paths of the overrides start here."""
+    """The folder that relative paths in the overrides start from."""
 
 
 def load_spec_file(kind: SpecKind, file: SpecFile) -> Table:
@@ -160,8 +160,8 @@ def resolve(
     cwd: Path | None = None,
 ) -> Resolved:
     """Resolve a profile, a recipe and overrides to a run spec. `profile` and `recipe` are names or paths. `name`: the
-    run's name, by default the recipe's; `cwd`: where names and relative paths are searched, by default the working
-    directory.
+    run's name, by default the recipe's; `cwd`: the folder that names are searched in and relative paths start from, by
+    default the working directory.
 
     Raises one SpecError with the problems of all three.
     """
