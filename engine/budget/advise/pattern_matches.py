@@ -56,8 +56,8 @@ def _full_names(arch: Architecture, method: Method) -> list[str]:
 
 
 def _lora_names(arch: Architecture, method: Method) -> list[str]:
-    """Names of the modules that get adapters, then those of the parameters that `also_train` trains beside them. Empty
-    if method.targets is "all-linear" or "attention": such adapters are in the language model. Raises UsageError for a
+    """Names of the modules that get adapters, then those of the parameters that `also_train` trains in full. Empty if
+    method.targets is "all-linear" or "attention": such adapters are in the language model. Raises UsageError for a
     pattern without a match."""
     targets = method.targets if isinstance(method.targets, list) else []
     adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
@@ -68,7 +68,8 @@ def _lora_names(arch: Architecture, method: Method) -> list[str]:
 
 @lru_cache(maxsize=16)
 def parameter_names(arch: Architecture) -> tuple[str, ...]:
-    """Dotted names of all parameters. A tied head is listed beside the embedding, because patterns may name either."""
+    """Dotted names of all parameters. A tied head is listed as well as the embedding, because patterns may name
+    either."""
     names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
     return (*names, HEAD) if arch.tied else tuple(names)
 

@@ -102,8 +102,8 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of offloading on a CPU, where device memory is host memory; else of activation offload beside gradient
-    checkpointing, if the run fits without it."""
+    """Warn of offloading on a CPU, where device memory is host memory; else of activation offload together with
+    gradient checkpointing, if the run fits without it."""
     train = spec.recipe.train
     asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
     if asked and spec.profile.device.kind == "cpu":
@@ -210,7 +210,7 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
 
 
 def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of train.rounding and train.state_dtype if no weight is trained in bf16, as they then have no effect."""
+    """Warn that train.rounding and train.state_dtype have no effect if no weight is trained in bf16."""
     train, config = spec.recipe.train, memory_config_of(arch, spec)
     asked = {"train.rounding": (train.rounding, "exact"), "train.state_dtype": (train.state_dtype, "float32")}
     for key, (value, default) in asked.items():

@@ -154,8 +154,8 @@ def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
 
 
 def _scores_bytes(generate: Generate) -> int:
-    """Bytes that the choice of one row's next token takes for each token of the vocabulary, beside the model's own
-    logits.
+    """Bytes that the choice of one row's next token takes for each token of the vocabulary, in addition to the model's
+    own logits.
 
     - greedy: fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
     - sampling: this token's logits, the scores of the previous and of this token, their softmax and its sums.

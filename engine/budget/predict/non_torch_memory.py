@@ -1,4 +1,4 @@
-"""Device memory beside the model's tensors: CUDA context, cuBLAS workspaces, and reserved blocks that cannot be used.
+"""Device memory in addition to the model's tensors: CUDA context, cuBLAS workspaces, and reserved but unusable blocks.
 
 The figures are typical values until a run on this machine has measured them (`engine.budget.calibration`). Runs in host
 memory, the metered device included, have no such memory.
@@ -30,8 +30,8 @@ Shares of 0 to 17 % were seen. Also used where only small runs were measured."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Memory of one device beside the model's tensors: workspaces and CUDA context in bytes, and fragmentation as a
-    share of the bytes that tensors take."""
+    """Memory of one device in addition to the model's tensors: workspaces and CUDA context in bytes, and fragmentation
+    as a share of the bytes that tensors take."""
 
     workspace_bytes: int
     """Bytes of cuBLAS' workspaces, which cuBLAS takes from torch's allocator at the first matrix product and keeps."""
@@ -59,8 +59,8 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(spec: RunSpec) -> NonTorchMemory:
-    """Memory of one device beside the model's tensors as earlier runs on this machine measured it; without such runs,
-    typical values. Zero for devices other than CUDA.
+    """Memory of one device in addition to the model's tensors, as earlier runs on this machine measured it; without
+    such runs, typical values. Zero for devices other than CUDA.
 
     The profile's reserve is meant for the CUDA context, so the context counts against capacity only where it exceeds
     the reserve.

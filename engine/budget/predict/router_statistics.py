@@ -40,7 +40,7 @@ class RouterStatistics:
         return sum(self.logits[:layer]) * TOKEN
 
     def reading(self) -> BytesPolynomial:
-        """Bytes beside those of the logits while the counts and the auxiliary loss are computed from them."""
+        """Bytes in addition to the logits while the counts and the auxiliary loss are computed from them."""
         largest = max(self.probabilities)
         return (sum(self.probabilities) + largest if self.balances else 2 * largest) * TOKEN
 

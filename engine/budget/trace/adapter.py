@@ -1,4 +1,4 @@
-"""LoRA beside a linear layer: plain as `engine.model.adapted_linear` computes it, DoRA as peft 0.19 does.
+"""Traces LoRA on a linear layer: plain as `engine.model.adapted_linear` computes it, DoRA as peft 0.19 does.
 
 The local variables are those of `engine.model.adapted_linear`, and of `layer.py`, `bnb.py` and `dora.py` in
 `peft/tuners/lora/`.

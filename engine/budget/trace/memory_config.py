@@ -112,7 +112,7 @@ class MemoryConfig:
 
     @property
     def lora(self) -> bool:
-        """Whether the method is LoRA: adapters are trained beside a frozen base."""
+        """Whether the method is LoRA: adapters are trained and the base is frozen."""
         return self.patterns.lora
 
     @property
