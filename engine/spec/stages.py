@@ -94,7 +94,7 @@ def merge_stage(recipe: Data, stage: Data) -> Data:
 
 
 def _without_excluded(table: Any, own: Data) -> Any:
-    """`table` without the keys that a key of `own` excludes, such as warmup_ratio beside the stage's warmup_steps."""
+    """`table` without the keys that a key of `own` excludes, such as warmup_ratio if the stage sets warmup_steps."""
     excluded = {EXCLUSIVE[key] for key in own if key in EXCLUSIVE}
     return {key: value for key, value in table.items() if key not in excluded} if isinstance(table, dict) else table
 

@@ -31,7 +31,7 @@ def warmup_note(train: Train, total_steps: int) -> str | None:
 
 
 def frozen_router_note(recipe: Recipe) -> str | None:
-    """The note for an auxiliary loss with a weight above 0 beside frozen routers; None otherwise."""
+    """The note for an auxiliary loss with a weight above 0 although the routers are frozen; None otherwise."""
     if not recipe.moe.aux_loss_weight or not recipe.freezes_router:
         return None
     return (
