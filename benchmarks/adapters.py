@@ -37,7 +37,8 @@ ROWS, LENGTH, HIDDEN, RANK = 8, 256, 512, 16
 
 
 def lora_spec(job: Job, device: str) -> RunSpec:
-    """A run spec that trains fp32 adapters on every linear layer of a bf16 base, with checkpointing."""
+    """Return a run spec that trains fp32 adapters on every linear layer of a bf16 base, with checkpointing, on a device
+    of the kind `device`."""
     recipe = {
         "name": "adapters",
         "model": {"id": str(job.folder), "dtype": "bfloat16", "tokenizer": str(job.folder)},
@@ -50,7 +51,8 @@ def lora_spec(job: Job, device: str) -> RunSpec:
 
 
 class Side:
-    """A model with its loss and optimizer; `as_peft`: its LoRA layers use peft's own forward methods."""
+    """One side of the comparison: a model with its loss and optimizer. With `as_peft`, its LoRA layers use peft's own
+    forward methods instead of the engine's."""
 
     def __init__(self, spec: RunSpec, device: Any, *, as_peft: bool) -> None:
         self.device = device
@@ -66,7 +68,7 @@ class Side:
         self.optimizer = guarded_optimizer(train, self.loaded, device).optimizer
 
     def step(self, job: Job, number: int) -> float:
-        """Take an optimizer step on the job's next samples; returns its loss."""
+        """Take an optimizer step on the samples of step `number` (from 0) of the job; returns its mean loss."""
         rows = torch.tensor(job.sequences[number * ROWS : (number + 1) * ROWS])
         targets = ROWS * (rows.shape[1] - 1)
         batch = Batch(self.device.upload(rows), self.device.upload(rows), None, None, tuple(range(ROWS)), targets)
@@ -84,8 +86,8 @@ def leave_to_peft(model: nn.Module) -> None:
 
 
 def compare_time(job: Job, rounds: int) -> dict[str, Any]:
-    """Median CPU seconds of a step on both sides; peft's seconds divided by the engine's, as [median, lower quartile,
-    upper quartile]; and the loss of the last step on both sides."""
+    """Run `rounds` steps on both sides in turn. Returns the median CPU seconds of a step on each; peft's seconds
+    divided by the engine's, as [median, lower quartile, upper quartile]; and the loss of the last step on each."""
     device = open_device(lora_spec(job, "cpu"))
     sides = {name: Side(lora_spec(job, "cpu"), device, as_peft=name == "peft") for name in ("engine", "peft")}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -106,7 +108,8 @@ def compare_time(job: Job, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def metered(job: Job, *, as_peft: bool) -> Iterator[Side]:
-    """Yield the engine's or peft's side, set up on a metered device that is active inside the block."""
+    """Yield the engine's side, or with `as_peft` peft's, on a new metered device. The device is active inside the
+    block."""
     spec = lora_spec(job, "metered")
     device = open_device(spec)
     with device.activate():

@@ -62,14 +62,15 @@ MOST_SETS = 3000
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of `tunedeck fit`."""
+    """The arguments of one call of `tunedeck fit`: profile, recipe and overrides."""
 
     profile: str
     recipe: str
     overrides: tuple[str, ...]
 
     def spec(self, more: Sequence[str] = ()) -> RunSpec:
-        """Resolve and check the run spec, with more overrides. Raises TunedeckError if it is refused."""
+        """Resolve and check the run spec, with `more` overrides (KEY=VALUE) after the question's own. Raises
+        TunedeckError if the spec is refused."""
         spec = settle_parallel(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
         refuse_unsupported(spec)
         refuse_unsafe(spec)
@@ -77,7 +78,7 @@ class Question:
 
 
 def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:
-    """Yield random questions that are accepted, with their run specs."""
+    """Yield `count` random questions, drawn with `seed`, that `fit` accepts, each with its run spec."""
     drawn, found = random.Random(seed), 0
     while found < count:
         profile, recipe = drawn.choice(PROFILES), drawn.choice(RECIPES)
@@ -132,7 +133,8 @@ def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> lis
 
 
 def _cheaper(levers: Sequence[Lever], most: float, chosen: tuple[Lever, ...] = ()) -> Iterator[tuple[Lever, ...]]:
-    """Yield every set of levers of different keys that costs less than `most`."""
+    """Yield `chosen` extended by each set of `levers` that together cost less than `most` and change no key twice.
+    `levers` must be in the order of their costs."""
     for place, lever in enumerate(levers):
         if lever.cost >= most:
             return
@@ -142,7 +144,8 @@ def _cheaper(levers: Sequence[Lever], most: float, chosen: tuple[Lever, ...] = (
 
 
 def failures_of_runs(count: int, seed: int) -> int:
-    """Train small runs that do not fit as written with their first offer; returns how many ran out of memory."""
+    """Train `count` small runs, drawn with `seed`, that do not fit as written with their first offer; returns how many
+    ran out of memory."""
     from tests.budget.capacity_runs import capacity_cases, spec_of
     from tests.train.run_helpers import new_run, of_kind, train
 

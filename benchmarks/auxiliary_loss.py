@@ -64,7 +64,9 @@ def sequences() -> Rows:
 def gradient(
     model: MixtralForCausalLM, rows: Rows, pieces: int, loss: Callable[[Sequence[Tensor], Tensor, int, int], Tensor]
 ) -> Tensor:
-    """The gradient of `loss` over a step that is cut into `pieces` micro-batches, for all weights, as one vector."""
+    """Return the gradient with respect to all weights, as one vector, of a step that is cut into `pieces`
+    micro-batches. `loss` gets the router logits of each layer, the tokens of each row, `pieces` and the tokens of the
+    step."""
     model.zero_grad(set_to_none=True)
     ids_BS, tokens_B = rows
     for ids, tokens in zip(ids_BS.chunk(pieces), tokens_B.chunk(pieces), strict=True):
@@ -75,7 +77,8 @@ def gradient(
 
 
 def of_transformers(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, step_tokens: int) -> Tensor:
-    """transformers' auxiliary loss of one micro-batch, divided by the number of micro-batches `pieces`."""
+    """Return transformers' auxiliary loss of one micro-batch, a scalar divided by `pieces`, the number of
+    micro-batches. `logits` has a tensor [B·S, E] for each layer."""
     mask = (torch.arange(int(tokens_B.max())) < tokens_B[:, None]).long()
     found = load_balancing_loss_func(cast(tuple[Tensor], tuple(logits)), EXPERTS, PER_TOKEN, mask)
     assert isinstance(found, Tensor)
@@ -83,7 +86,8 @@ def of_transformers(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, ste
 
 
 def of_the_engine(logits: Sequence[Tensor], tokens_B: Tensor, pieces: int, step_tokens: int) -> Tensor:
-    """The engine's auxiliary loss of one micro-batch, divided by the tokens of the step."""
+    """Return the engine's auxiliary loss of one micro-batch, a scalar divided by `step_tokens`, the tokens of the step.
+    `logits` has a tensor [B·S, E] for each layer."""
     balance = ExpertBalance(tuple(range(LAYERS)), EXPERTS, PER_TOKEN, weight=1.0, watched=False)
     found = balance.routing(logits, tokens_B, int(tokens_B.max())).auxiliary
     assert found is not None

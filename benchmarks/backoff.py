@@ -67,7 +67,8 @@ def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:
 
 
 class Stopwatch:
-    """A metered device that records when the engine begins to recover from an OOM."""
+    """A metered device that records the process time, in seconds, at which an attempt ended with an OOM
+    (`abandoned_at`). Everything else is passed on to `device`."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.abandoned_at = device, 0.0
@@ -82,8 +83,8 @@ class Stopwatch:
 
 
 def transient_cost(job: Job, folder: Path, rounds: int) -> float:
-    """The total seconds that refused allocations added to steps, as a multiple of the total time of the abandoned
-    attempts."""
+    """Refuse one random allocation in each of `rounds` steps. Returns the total seconds that this added to the steps,
+    as a multiple of the total time of the abandoned attempts."""
     runner, drawn, added, abandoned = StepRunner(job, folder), random.Random(0), 0.0, 0.0
     with runner.open() as setup:
         runner.step()
@@ -106,8 +107,8 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
     """Measure a run during and after the presence of a co-tenant.
 
     Returns the speed while the co-tenant uses memory and after it has freed that memory, both relative to the speed
-    before it came; the number of steps until the micro-batch budget has recovered; and the number of failed
-    allocations.
+    before it came, as medians over `rounds` steps; the number of steps until the micro-batch budget has recovered; and
+    the number of failed allocations.
     """
     runner, failures = StepRunner(job, folder), 0
     with runner.open() as setup:
@@ -149,7 +150,8 @@ def with_co_tenant(job: Job, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[MicroBatch]) -> float:
-    """Run a step without the step transaction: forward and backward of each micro-batch, clipping, optimizer step.
+    """Run a step without the step transaction: forward and backward of each micro-batch of `plan`, clipping, optimizer
+    step.
 
     Returns the CPU seconds of the step.
     """
@@ -169,8 +171,8 @@ def bare_step(setup: TrainingSetup, samples: NDArray[np.int64], plan: list[Micro
 
 
 def compare_with_bare_loop(job: Job, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Run the same step in each round with the step transaction and with the bare loop. Returns the seconds of the
-    former, and of the latter. Which of the two runs first alternates."""
+    """Run the same step in each round with the step transaction and with the bare loop, which take turns in going
+    first. Returns the CPU seconds of each round's step with the transaction, and those with the bare loop."""
     runner, ours, bare = StepRunner(job, folder, kind="cpu"), [], []
     with runner.open() as setup:
         samples = setup.order.step(1)

@@ -45,13 +45,15 @@ class JobOutcome:
 
 
 def stretched_job(folder: Path, size: Size) -> Job:
-    """Write a job of 16 steps, with long samples in the ninth and the tenth and short ones in all others."""
+    """Write a job of 16 steps into `folder` and return it. The ninth and the tenth step have long samples, all others
+    short ones."""
     lengths = [size.length if 8 <= number // BATCH < 10 else size.short for number in range(16 * BATCH)]
     return write_job(folder, lengths, vocabulary=264, hidden=size.hidden, steps=16)
 
 
 def counting(model: torch.nn.Module, seen: list[int]) -> RemovableHandle:
-    """Register a hook that adds the number of sequences in every forward pass to `seen[0]`."""
+    """Register a hook on `model` that adds the number of sequences of every forward pass to `seen[0]`; returns the
+    hook's handle."""
 
     def count(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         seen[0] += inputs[0].shape[0]
@@ -67,7 +69,8 @@ def mean_loss(model: torch.nn.Module, job: Job) -> float:
 
 
 def our_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
-    """Run the job with the engine's step transaction, starting with all samples of a step in one micro-batch."""
+    """Run the job with the engine's step transaction on a metered device of `capacity_bytes`, starting with all samples
+    of a step in one micro-batch."""
     runner, seen = StepRunner(job, folder, micro_batch=BATCH), [0]
     runner.co_tenant.hold(CAPACITY_BYTES - capacity_bytes)
     with runner.open() as setup:
@@ -87,12 +90,13 @@ class CountSteps(TrainerCallback):
     steps = 0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Count one step."""
+        """Count one optimizer step; called by the Trainer."""
         self.steps += 1
 
 
 def their_job(job: Job, folder: Path, capacity_bytes: int) -> JobOutcome:
-    """Run the job for one epoch with transformers' Trainer and auto_find_batch_size."""
+    """Run the job for one epoch with transformers' Trainer and auto_find_batch_size, on a metered device of
+    `capacity_bytes`."""
     device, seen, steps = MeteredDevice(capacity_bytes), [0], CountSteps()
     arguments = TrainingArguments(
         output_dir=str(folder), num_train_epochs=1, per_device_train_batch_size=BATCH, auto_find_batch_size=True,

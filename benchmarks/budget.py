@@ -155,8 +155,8 @@ def compare(cell: Cell) -> dict[str, Any]:
 
 
 def error(result: dict[str, Any]) -> float:
-    """The error of the prediction relative to the simulated peak, in percent; negative (unsafe) if the prediction is
-    too low."""
+    """Return the error of the prediction in `result` (as `compare` returns it) relative to the simulated peak, in
+    percent; negative (unsafe) if the prediction is too low."""
     ratio: float = result["predicted_bytes"] / result["simulated_bytes"]
     return 100.0 * (ratio - 1.0)
 

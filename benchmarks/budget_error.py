@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def summary(name: str, values: list[float]) -> str:
-    """A line of text with the median of the absolute errors, the lowest error and the highest error."""
+    """Format `values` (errors in percent) as a line of text that begins with `name`: the median of the absolute errors,
+    the lowest error and the highest error."""
     median = statistics.median(abs(value) for value in values)
     low, high = min(values), max(values)
     return f"{name}: {len(values)} cells, median {100 * median:.2f} %, from {100 * low:+.2f} to {100 * high:+.2f} %"

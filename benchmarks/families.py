@@ -39,7 +39,8 @@ Cell = dict[str, Any]
 
 
 def try_family(name: str, folder: Path) -> dict[str, Cell]:
-    """The results of a family by method; files are written into `folder`."""
+    """Train the family `name` with each method, or ask why it is refused; returns the results by method. Files are
+    written into `folder`."""
     import torch
 
     from benchmarks.family_cell import refused, trained
@@ -55,7 +56,8 @@ def _process(name: str, folder: str, answer: str) -> None:
 
 
 def in_own_process(name: str) -> dict[str, Cell]:
-    """Try a family in a new process. If that ends without an answer, every method has failed."""
+    """Try a family in a new process; returns the results by method. If the process ends without a result, or takes
+    longer than SECONDS, every method has failed."""
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
         answer = Path(folder, "answer.json")
         process = multiprocessing.get_context("forkserver").Process(target=_process, args=(name, folder, str(answer)))
@@ -71,7 +73,7 @@ def in_own_process(name: str) -> dict[str, Cell]:
 
 
 def results_of(names: Iterable[str], jobs: int) -> Iterator[tuple[str, dict[str, Cell]]]:
-    """Yield each family and its results, `jobs` families at a time."""
+    """Yield (family, results by method) as each family is done; `jobs` families are tried at the same time."""
     # A new process is a copy of one that has imported torch already, which saves seconds for each family.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.family_cell"])
     with tempfile.TemporaryDirectory(prefix="families-") as folder, ThreadPoolExecutor(jobs) as pool:
@@ -81,7 +83,7 @@ def results_of(names: Iterable[str], jobs: int) -> Iterator[tuple[str, dict[str,
 
 
 def main() -> int:
-    """Try families, save the results, write the page; returns 1 if any family failed, else 0."""
+    """Try families, save the results and write docs/models.md; returns 1 if any family failed, else 0."""
     every = [*TRAINED, *REFUSED]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=every, metavar="NAME")

@@ -37,11 +37,13 @@ Cell = dict[str, Any]
 
 
 class Problem(Exception):
-    """A sentence that says what a family failed at."""
+    """Raised with a sentence that says what a family failed at."""
 
 
 def spec_of(model: Path, method: str, samples: Path, memory_gib: float) -> RunSpec:
-    """A run of three steps in fp32. LoRA recomputes activations, which is the default; full fine-tuning keeps them."""
+    """Return the run spec of three steps in fp32 of the model in the folder `model`, trained with `method` ("lora" or
+    "full") on the file `samples` on a metered device of `memory_gib`. LoRA recomputes activations, which is the
+    default; full fine-tuning keeps them."""
     return make_spec(
         samples,
         memory_gib=memory_gib,
@@ -54,7 +56,8 @@ def spec_of(model: Path, method: str, samples: Path, memory_gib: float) -> RunSp
 
 
 def refused(model_type: str, config: dict[str, Any], method: str, folder: Path) -> Cell:
-    """What `recipes check` says of a family that must be refused."""
+    """Return {"refused": the one sentence with which `recipes check` or creating the run refuses the family};
+    {"failed": sentence} if there is not exactly one problem. Files are written into `folder`."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}), "utf-8")
     spec = run_spec(str(folder), method={"kind": method})
@@ -70,7 +73,9 @@ def refused(model_type: str, config: dict[str, Any], method: str, folder: Path) 
 
 
 def trained(model_type: str, config: dict[str, Any], method: str, folder: Path) -> Cell:
-    """Plan a family, train it twice, and open the result; a sentence under "failed" if any of it goes wrong."""
+    """Plan a family, train it with much and with little memory, and open the result; files are written into `folder`.
+    Returns the errors of the prediction, the losses and the logit difference, or {"failed": sentence} if any part goes
+    wrong."""
     silence_libraries()
     warnings.filterwarnings("ignore")
     folder.mkdir(parents=True)
@@ -93,7 +98,7 @@ def trained(model_type: str, config: dict[str, Any], method: str, folder: Path) 
 
 
 def planned(spec: RunSpec) -> Plan:
-    """The plan of a run; a simulation that it needs is made in this process."""
+    """Return the plan of a run. A simulation that the plan needs is made in this process."""
     try:
         return make_plan(spec)
     except NotSimulatedError:
@@ -111,7 +116,13 @@ def run(spec: RunSpec, folder: Path) -> tuple[RunDirectory, list[Event]]:
 
 
 def compared(plan: Plan, roomy: list[Event], capped: list[Event]) -> Cell:
-    """What two runs of a family show: the error of the predicted peak, the failures of the capped run, the losses."""
+    """Compare a family's run with much memory (`roomy`) and with little (`capped`), by their events. Returns the
+    relative error of the predicted peak, the remedies of the capped run, the losses and their largest relative
+    difference.
+
+    Raises Problem if `roomy` ran out of memory or `capped` did not, if their losses differ, or if training did not
+    change the loss.
+    """
     measured = roomy[-1]["measured"]
     if "predicted" not in measured:
         raise Problem("the run had no plan")
@@ -133,8 +144,9 @@ def compared(plan: Plan, roomy: list[Event], capped: list[Event]) -> Cell:
 
 
 def logit_difference(place: RunDirectory, model: Path, method: str, merged: Path) -> float:
-    """The largest difference between logits of the engine's model and of the result opened without it, as a share of
-    the largest logit. Raises Problem if it is too large, or if training has changed no logit."""
+    """Return the largest difference between logits of the engine's model and of the result opened without it, as a
+    share of the largest logit. An adapter is merged into the folder `merged` for this. Raises Problem if the difference
+    is too large, or if training has changed no logit."""
     batch = batch_of()
     result = place.adapter if method == "lora" else place.model
     mine = logits_of(load(run_spec(str(result), method={"kind": method})).model, batch)
@@ -150,7 +162,8 @@ def logit_difference(place: RunDirectory, model: Path, method: str, merged: Path
 
 
 def opened(place: RunDirectory, model: Path, method: str, merged: Path) -> list[tuple[str, torch.Tensor]]:
-    """Each way in which the result is opened without the engine, and its logits."""
+    """Open the result of a run without the engine in each possible way; returns (sentence that names the way, logits)
+    for each. An adapter is merged into the folder `merged` for this."""
     batch = batch_of()
     if method == "full":
         return [("opened by transformers", logits_of(AutoModelForCausalLM.from_pretrained(place.model), batch))]

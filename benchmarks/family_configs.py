@@ -161,5 +161,5 @@ REFUSED: dict[str, Config] = {
 
 
 def model_type(name: str) -> str:
-    """The model type of a family in TRAINED or REFUSED."""
+    """Return the model type of the family `name` in TRAINED or REFUSED: the part before a comma."""
     return name.partition(",")[0]

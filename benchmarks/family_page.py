@@ -67,7 +67,8 @@ code.
 
 
 def write_page(results: Results, page: Path = PAGE) -> None:
-    """Write the page. Families that failed have their sentence in place of figures."""
+    """Write docs/models.md from the results: figures for the families that were trained, a sentence for those that
+    failed or are refused."""
     refused = {name: cells for name, cells in results.items() if all("refused" in cell for cell in cells.values())}
     trained = {name: cells for name, cells in results.items() if name not in refused}
     versions = {name: version(name).partition("+")[0] for name in ("transformers", "peft", "torch")}
@@ -108,7 +109,8 @@ def _difference(value: float) -> str:
 
 
 def _sentence(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is said of a family; its methods get the same sentence, or each its own."""
+    """Return the sentences with which a family is refused, joined by "; ": one sentence if all its methods have the
+    same."""
     said = dict.fromkeys(_escaped(cell["refused"]) for cell in cells.values())
     return "; ".join(said)
 

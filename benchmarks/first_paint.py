@@ -33,8 +33,8 @@ PATIENCE_SECONDS = 60.0
 
 
 def first_paint(checkout: Path, arguments: list[str]) -> float:
-    """Open the console of a checkout, and return its CPU seconds until the legend is painted. Raises RuntimeError if
-    that does not happen."""
+    """Open the console of a checkout with these command-line arguments, and return its CPU seconds until the legend is
+    painted. Raises RuntimeError if that does not happen."""
     with tempfile.TemporaryDirectory() as folder:
         pid, terminal = pty.fork()
         if pid == 0:

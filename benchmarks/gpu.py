@@ -47,7 +47,8 @@ def machine(device: SuiteDevice) -> dict[str, Any]:
 
 
 def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
-    """Run the measurements of a suite that have no result yet, each in its own process.
+    """Run the measurements of a suite that have no result in `out` yet, each in its own process; begin none after
+    `limit_seconds`. `kind` is the device: "cuda" or "metered".
 
     Returns how many measurements failed or have no result.
     """
@@ -64,8 +65,9 @@ def run_suite(suite: str, out: Path, kind: str, limit_seconds: float) -> int:
 
 
 def _in_a_process(suite: str, measurement: Measurement, out: Path, device: SuiteDevice, seconds_left: float) -> None:
-    """Run one measurement in a new process. All processes share a state folder, so that each run calibrates later
-    plans."""
+    """Run one measurement of the suite in a new process, which writes its result into `out`; if the process fails,
+    write a result with its error. After `seconds_left` the process is killed and there is no result. All processes
+    share a state folder, so that each run calibrates later plans."""
     environment = {**os.environ, "TUNEDECK_STATE": str(out / "state"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu", suite, "--out", str(out), "--device", device.kind]
     command += ["--cell", measurement.name, "--facts", device.as_json()]
@@ -98,7 +100,7 @@ def _runs_of(suite: str, name: str, out: Path) -> Path:
 
 
 def run_measurement(suite: str, name: str, out: Path, device: SuiteDevice) -> None:
-    """Run the measurement `name` and write its result; called in the process of the measurement."""
+    """Run the measurement `name` in this process, and write its result with the time taken to OUT/SUITE/NAME.json."""
     measurement = next(measurement for measurement in measurements_of(suite, device) if measurement.name == name)
     began = time.monotonic()
     (out / suite).mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,8 @@ def _write(folder: Path, measurement: Measurement, found: Result) -> None:
 
 
 def _print_table(suite: str, folder: Path, device: SuiteDevice) -> int:
-    """Print a line per measurement. Returns how many measurements failed or have no result."""
+    """Print a line per measurement of the suite, from the results in `folder`. Returns how many measurements failed or
+    have no result."""
     wrong = 0
     print(f"{suite} on {device.name}{' (simulated device: no figure of a card)' if device.kind == 'metered' else ''}")
     for measurement in measurements_of(suite, device):

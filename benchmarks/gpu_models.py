@@ -25,7 +25,7 @@ SMALL_CONFIG: dict[str, Any] = {
 SHARD_BYTES = 2 * 2**30
 """Most bytes of one file of random weights, which are made in host memory."""
 STANDARD_DEVIATION = 0.02
-"""Of random matrices; `initializer_range` in the published configs of these families."""
+"""Standard deviation of random matrices: `initializer_range` in the published configs of these families."""
 
 
 def write_model(folder: Path, model: str | None, *, weights: str | None = None) -> str:
@@ -42,8 +42,9 @@ def write_model(folder: Path, model: str | None, *, weights: str | None = None) 
 
 
 def _write_random_weights(folder: Path, dtype: str) -> None:
-    """Write a file for every SHARD_BYTES of weights, then the index of all files: a folder without index is not whole.
-    Norms are ones, so that activations neither vanish nor overflow."""
+    """Write random weights of the dtype (such as "bfloat16") for the config in `folder`: a file for every SHARD_BYTES,
+    then the index of all files, without which the folder counts as incomplete. Norms are ones, so that activations
+    neither vanish nor overflow."""
     import torch
     from transformers import AutoConfig
 
@@ -66,7 +67,8 @@ def _write_random_weights(folder: Path, dtype: str) -> None:
 
 
 def _write_shard(folder: Path, shard: dict[str, torch.Tensor], places: dict[str, str]) -> None:
-    """Write the tensors of `shard` to a new file, note them in `places`, and empty `shard`."""
+    """Write the tensors of `shard` to a new safetensors file in `folder`, map their names to the file's name in
+    `places`, and empty `shard`."""
     from safetensors.torch import save_file
 
     if shard:

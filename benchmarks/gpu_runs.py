@@ -60,10 +60,10 @@ class SuiteDevice:
 
     @classmethod
     def of(cls, kind: str) -> SuiteDevice:
-        """The GPU of this machine, or a metered device, depending on `kind`. Raises EnvironmentProblem if there is no
-        GPU.
+        """Return the first GPU of this machine (`kind` "cuda") or a metered device ("metered"). Raises
+        EnvironmentProblem if there is no GPU.
 
-        torch is asked in a process of its own: this one must hold no CUDA context while others are measured.
+        torch is asked in a process of its own: this process must hold no CUDA context while others are measured.
         """
         if kind == "metered":
             return cls(kind, "metered", 2.0)
@@ -78,12 +78,12 @@ class SuiteDevice:
 
     @classmethod
     def from_json(cls, text: str) -> SuiteDevice:
-        """The device that `as_json` wrote."""
+        """Return the device whose `as_json` is `text`."""
         return cls(**json.loads(text))
 
     @property
     def is_small(self) -> bool:
-        """Whether small models are trained instead of models of real size."""
+        """Whether this is the metered device, on which small models replace the models of real size."""
         return self.kind == "metered"
 
     def profile(self, memory_gib: float | None = None) -> dict[str, Any]:
@@ -110,7 +110,8 @@ class TrainingCase:
 
     def spec(self, device: SuiteDevice, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
         """Write the model and random text for two micro-batches per step into `folder`, and return the run spec of the
-        case. The run starts as it is written, even where the plan says that it does not fit."""
+        case. `memory_gib` replaces the device's memory; `train` are further keys of [train]. The run starts as it is
+        written, even where the plan says that it does not fit."""
         folder.mkdir(parents=True, exist_ok=True)
         length = min(self.length, SMALL_LENGTH) if device.is_small else self.length
         rows = train.get("micro_batch", self.rows)
@@ -128,7 +129,8 @@ class TrainingCase:
         return RunSpec.model_validate({**document, "limits": {"as_written": True}})
 
     def _model(self, device: SuiteDevice, folder: Path) -> dict[str, Any]:
-        """The recipe's [model]. Weights are quantised while they are read from files; others are made on the device."""
+        """Write the model into `folder` and return the recipe's [model] table. A quantised base gets random weights in
+        files, because weights are quantised while they are read; any other gets random weights when the run starts."""
         quantized = self.quantize != "none"
         published = None if device.is_small else self.model
         path = write_model(folder / "model", published, weights=self.dtype if quantized else None)
@@ -151,16 +153,17 @@ class DriverMemory:
     """Records the largest number of bytes that the driver reports for one process on a GPU."""
 
     def __init__(self, uuid: str | None, read: Callable[[list[str] | None], list[GpuReading]] = read_gpus) -> None:
-        """Read how many bytes the GPU `uuid` holds now, before the process starts. If `uuid` is None, nothing is ever
-        read."""
+        """Read how many bytes the GPU `uuid` (NVML's name) holds now, before the measured process starts. If `uuid` is
+        None, nothing is ever read. `read` returns the readings of the GPUs with these names."""
         self._uuids, self._read = [uuid] if uuid else [], read
         self._before_bytes = sum(reading.used_bytes for reading in self._readings())
         self.used_bytes: int | None = None
-        """The most so far. Where the driver does not tell what a process holds (containers hide process ids), what the
-        whole card holds more than before."""
+        """The largest number of bytes of the process so far. If the driver does not tell what a process holds
+        (containers hide process ids): how much more the whole card held than before."""
 
     def look(self, pid: int) -> None:
-        """Read the driver's count for the process `pid` once, and update `used_bytes`, the largest so far."""
+        """Read from the driver how many bytes the process `pid` holds now, and raise `used_bytes` to that if it is
+        more."""
         for reading in self._readings():
             own = [each.used_bytes for each in reading.processes if each.pid == pid and each.used_bytes is not None]
             now_bytes = own[0] if own else reading.used_bytes - self._before_bytes
@@ -181,7 +184,7 @@ class Run:
     """The most that the driver counted for the run's process; None without a driver."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The run's events of one kind."""
+        """Return the events of the run's journal that have this kind, in order."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
@@ -201,7 +204,7 @@ class Run:
         return ends[-1] if ends else {}
 
     def expect(self, code: int = 0) -> Run:
-        """Return this run. Raises TunedeckError with the end of its log if its exit code is another."""
+        """Return this run if its exit code is `code`; otherwise raise TunedeckError with the end of its log."""
         if self.code != code:
             end = "\n".join(log_tail(self.place, lines=25))
             raise TunedeckError(f"the run in {self.place.path} ended with {self.code}, expected {code}\n{end}")
@@ -231,17 +234,18 @@ def new_run(spec: RunSpec, folder: Path) -> RunDirectory:
 
 
 def engine_run(place: RunDirectory, *, resume: bool = False) -> Run:
-    """Train in a new engine process, wait until it ends, and return the finished run."""
+    """Train in a new engine process, or with `resume` continue the run, wait until the process ends, and return the
+    finished run."""
     return ended(place, start_engine(place, resume=resume))
 
 
 def ended(place: RunDirectory, process: subprocess.Popen[bytes]) -> Run:
-    """Wait for an engine and return the finished run."""
+    """Wait for the engine `process` of the run in `place` to end, and return the finished run."""
     return Run(place, process.wait(), EventTail(place.events).poll())
 
 
 def until_step(place: RunDirectory, step: int, process: subprocess.Popen[bytes]) -> None:
-    """Return when the engine has finished a step, or has ended."""
+    """Wait until the run's journal has step `step` or a later one, or until the engine's process has ended."""
     while process.poll() is None:
         if any(event["kind"] == "step" and event["step"] >= step for event in EventTail(place.events).poll()):
             return

@@ -85,8 +85,8 @@ def _trains(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
 
 
 def _reopened(run: Run) -> tuple[int, int]:
-    """Open a run's result with transformers and peft, on the host. Returns the number of trained tensors that it holds,
-    and how many of them are not as they were before training: for adapters, how many `lora_B` are not zero."""
+    """Open a run's result with transformers and peft, on the host. Returns the number of trained tensors in the result,
+    and how many of them training has changed: for adapters, how many `lora_B` are not zero."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -266,7 +266,7 @@ def _doubled(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
 
 
 def _planned_rows(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Path) -> int:
-    """The largest number of sequences that fit at once under the cap, by the plan."""
+    """Return the largest number of sequences that fit at once, according to the plan, on a device of `cap_gib`."""
     spec = case.spec(device, folder / "plan", cap_gib, micro_batch="auto", batch_size=LARGE_BATCH)
     return make_plan(spec).micro_batch
 
@@ -317,6 +317,6 @@ SMALL = {
 
 
 def measurements_of(suite: str, device: SuiteDevice) -> list[Measurement]:
-    """The measurements of a suite on a device."""
+    """Return the measurements of a suite; on the metered device only those that run different code."""
     every = list(SUITES[suite](device))
     return [each for each in every if each.name in SMALL[suite]] if device.is_small else every

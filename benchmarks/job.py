@@ -38,7 +38,8 @@ class Job:
 
 
 def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int, steps: int) -> Job:
-    """Write a random Qwen2 of 4 layers and texts of `lengths` tokens into `folder`.
+    """Write a random Qwen2 of 4 layers, with this vocabulary and hidden size, and texts of `lengths` tokens into
+    `folder`; returns the job of `steps` steps.
 
     With `hidden` = 192 the model has about 2 M parameters without its embedding.
     """
@@ -67,7 +68,7 @@ def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int,
 
 
 def spec_of(job: Job, device: str) -> RunSpec:
-    """The run spec with which the engine trains the job."""
+    """Return the run spec with which the engine trains the job on a device of the kind `device`."""
     recipe = {
         "name": "bench",
         "model": {"id": str(job.folder), "dtype": "float32", "tokenizer": str(job.folder)},
@@ -91,13 +92,14 @@ def spec_of(job: Job, device: str) -> RunSpec:
 
 
 def quietly(trainer: Trainer) -> None:
-    """Train without the line that Trainer prints at each step."""
+    """Remove from a transformers Trainer the callback that prints a line at each step, then train with it."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A collator like DataCollatorWithPadding that also pads the rows' labels (with -100)."""
+    """Collate rows as DataCollatorWithPadding does, and pad the rows' labels with -100, too. Returns tensors [B, S] by
+    name."""
     width = max(len(row["input_ids"]) for row in rows)
     ids, labels, mask = (torch.full((len(rows), width), filler) for filler in (0, -100, 0))
     for number, row in enumerate(rows):

@@ -54,7 +54,8 @@ StepDone = Callable[[], None]
 
 
 def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: int = 192) -> Job:
-    """Write a job whose texts have 256 tokens each, or with `mixed` log-normal lengths."""
+    """Write a job of `steps` steps into `folder` and return it; for `vocabulary` and `hidden` see `write_job`. Its
+    texts have 256 tokens each, or with `mixed` log-normal lengths."""
     drawn = random.Random(1)
     lengths = [
         max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)
@@ -63,7 +64,7 @@ def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: 
 
 
 def ours(job: Job, device: Device, step_done: StepDone) -> None:
-    """Train the job with the engine's step transaction."""
+    """Train the job with the engine's step transaction. `step_done` is called after each optimizer step."""
     with tempfile.TemporaryDirectory() as folder:
         place = RunDirectory(Path(folder))
         with EventWriter(place) as writer:
@@ -153,7 +154,7 @@ def their_arguments(job: Job, folder: str) -> dict[str, Any]:
 
 
 def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
-    """Train the job with transformers' Trainer."""
+    """Train the job with transformers' Trainer. `step_done` is called after each optimizer step."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     rows = [{"input_ids": ids, "labels": ids} for ids in job.sequences]
     with tempfile.TemporaryDirectory() as folder:
@@ -163,9 +164,9 @@ def trainer(job: Job, _device: Device, step_done: StepDone) -> None:
 
 
 def sft(job: Job, _device: Device, step_done: StepDone, *, padding_free: bool = False) -> None:
-    """Train the job with TRL's SFTTrainer. With `padding_free`, the sequences of a micro-batch are concatenated to
-    one row without padding. This is meant for flash attention; on a CPU torch's sdpa gets a mask that separates them.
-    """
+    """Train the job with TRL's SFTTrainer; `step_done` is called after each optimizer step. With `padding_free`, the
+    sequences of a micro-batch are concatenated to one row without padding. This is meant for flash attention; on a CPU
+    torch's sdpa gets a mask that separates them."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         prepared = {"skip_prepare_dataset": True}
@@ -228,7 +229,7 @@ def compare_memory(job: Job) -> dict[str, float]:
 
 
 class PeakOfRun:
-    """A metered device whose peak is never reset, so that the peak is that of the whole run."""
+    """A metered device whose peak is never reset, so that its peak in bytes is that of the whole run."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -104,7 +104,8 @@ def _answer(spec: RunSpec) -> Row:
 
 
 def table(found: Sequence[Row | Refused]) -> list[str]:
-    """The table as lines of text: one per plan, one per refused pair of recipe and profile, and one about the time."""
+    """Format the results as lines of text: one per plan, one per refused pair of recipe and profile, and one about the
+    time."""
     lines = [f"{'recipe':<15}{'model':<37}{'profile':<8}{'verdict':<14}{'peak GiB':>9}{'of':>8}{'rows':>5}"]
     answers = [one for one in found if isinstance(one, Row)]
     lines += [

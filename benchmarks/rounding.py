@@ -76,7 +76,7 @@ HELD_OUT = 256
 
 
 def with_way(spec: RunSpec, way: Way) -> RunSpec:
-    """The run spec with the dtype and rounding of a way."""
+    """Return the run spec with the dtype of the weights and the rounding that `way` has."""
     recipe = spec.recipe
     model = recipe.model.model_copy(update={"dtype": way.dtype})
     train = recipe.train.model_copy(update=way.train)
@@ -115,7 +115,7 @@ class Steps:
 
 
 def times(job: Job, folder: Path) -> dict[str, tuple[float, float]]:
-    """For each way: median seconds of a step and of an update."""
+    """Return {name of the way: (median processor seconds of a step, median processor seconds of an update)}."""
     with ExitStack() as stack:
         running = {}
         for number, way in enumerate(WAYS):
@@ -142,7 +142,8 @@ def memory(job: Job, way: Way, folder: Path) -> tuple[float, int]:
 
 
 def docstrings() -> list[str]:
-    """Different docstrings of the standard library, in a fixed order for each version of Python."""
+    """Return different docstrings of Python's standard library, as texts to train on; their order is fixed for each
+    version of Python."""
     found: dict[str, None] = {}
     for name in MODULES:
         for _, value in sorted(vars(importlib.import_module(name)).items()):
@@ -157,7 +158,8 @@ def docstrings() -> list[str]:
 
 
 def run_spec(model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], **tables: Any) -> RunSpec:
-    """A run spec for full fine-tuning on the CPU, with these tables of the recipe."""
+    """Return a run spec for full fine-tuning on the CPU; `model`, `data`, `train` and `tables` are tables of its
+    recipe."""
     recipe = {
         "name": "rounding",
         "model": {"tokenizer": "builtin:bytes", "dtype": "float32", **model},
@@ -172,7 +174,8 @@ def run_spec(model: dict[str, Any], data: dict[str, Any], train: dict[str, Any],
 
 
 def trained(spec: RunSpec, runs: Path) -> RunDirectory:
-    """Run the engine in this process. Raises RuntimeError if the run fails."""
+    """Create the run of `spec` in the folder `runs` and train it in this process; returns its run directory. Raises
+    RuntimeError if the run fails."""
     place = create_run_directory(runs, spec.name, dump_run_spec(spec), {})
     if engine_main.run(place.path) != 0:
         raise RuntimeError(f"the run failed: see {place.log}")

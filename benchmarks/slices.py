@@ -49,15 +49,16 @@ def main() -> None:
 
 
 def measure(ranks: int, tokens: int) -> dict[str, Any]:
-    """Run two steps on `ranks` processes with sequence parallelism; returns what `measure_steps` returns
-    on rank 0."""
+    """Run two steps of sequences of `tokens` tokens on `ranks` processes with sequence parallelism; returns what
+    `measure_steps` returns on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [tokens] * 2 * STEPS, vocabulary=512, hidden=256, steps=STEPS)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, tokens))
 
 
 def _spec(job: Job, ranks: int, tokens: int) -> RunSpec:
-    """The run spec: LoRA, with two sequences per step and one per micro-batch."""
+    """Return the run spec: LoRA on sequences of `tokens` tokens that `ranks` ranks share, two sequences per step and
+    one per micro-batch."""
     spec = spec_of(job, "metered").model_dump(by_alias=True)
     spec["recipe"]["method"] = {"kind": "lora", "rank": 8}
     spec["recipe"]["data"]["max_length"] = tokens + 1

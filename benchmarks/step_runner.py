@@ -66,5 +66,5 @@ class StepRunner:
         return time.process_time() - began
 
     def use_budget(self, budget: MicroBatchBudget) -> None:
-        """Continue with a copy of a micro-batch budget that was learned earlier."""
+        """Continue with a copy of `budget`, a micro-batch budget that was learned earlier."""
         self.setup.context.budget = replace(budget)

@@ -58,14 +58,14 @@ class Cost:
 
 
 class TimedHostGather(HostGather):
-    """Wraps a HostGather, and counts and times its gathers (each is a vote)."""
+    """Wraps a HostGather: counts its gathers, each of which is a vote, and adds up their seconds."""
 
     def __init__(self, host_gather: HostGather) -> None:
         self._host_gather = host_gather
         self.votes, self.seconds = 0, 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather with the wrapped HostGather."""
+        """Return the values of all ranks, gathered by the wrapped HostGather; count and time the call."""
         began = time.perf_counter()
         values = self._host_gather.gather(value)
         self.votes += 1
@@ -90,7 +90,8 @@ def main() -> None:
 
 
 def measure(size: str, ranks: int, steps: int) -> Cost:
-    """Train on `ranks` processes of this machine, and return the cost of the votes."""
+    """Train for `steps` steps on `ranks` processes of this machine with the small model `size`, and return the cost of
+    the votes."""
     with tempfile.TemporaryDirectory() as folder:
         width, tokens = SIZES[size]
         job = write_job(Path(folder, "job"), [tokens] * 32, vocabulary=512, hidden=width, steps=steps)

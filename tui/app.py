@@ -36,7 +36,7 @@ from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
 
 HOME = "runs"
-"""The screen to which `do_back` leads in the end."""
+"""The screen that `do_back` shows when no earlier screen is left."""
 
 REAP_SECONDS = 1.0
 """Interval at which the engine processes of this console are checked."""
@@ -92,15 +92,17 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(HOME if self._has_runs() else "launch")
 
     def _has_runs(self) -> bool:
-        """Whether the Runs screen has something to show: a run, or the reason why the runs folder cannot be read."""
+        """Whether the Runs screen has something to show: at least one run, or the error with which the runs folder
+        cannot be read."""
         try:
             return bool(list_runs(self.runs_dir))
         except OSError:
             return True
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of `tui.screens.table`. A screen that is kept in memory replaces all open screens; any other is
-        put on top of them. Does nothing while the console waits only for a run to start before it closes."""
+        """Show the screen `name` of `tui.screens.table`, after passing `argument` to its `set_argument`. A screen that
+        is kept in memory replaces all open screens; any other is put on top of them. Does nothing while the console is
+        about to close and only waits for a new run to start."""
         if self._leaving:
             return
         row = screen_row(name)
@@ -131,7 +133,8 @@ class TunedeckApp(SequentialKeysApp):
         getattr(self, f"do_{action}")()
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
-        """Start an engine process on a run and show a message; False when it cannot be started."""
+        """Start an engine process on a run and show a message in the footer. Returns False if the process cannot be
+        started; the message then says why. `resume`: continue the run instead of beginning it."""
         try:
             warning = self._engine_processes.start(directory, resume=resume)
         except TunedeckError as error:
@@ -148,13 +151,13 @@ class TunedeckApp(SequentialKeysApp):
             self.show_message(message, "bold $bad")
 
     def _tell_ends(self) -> None:
-        """Tell the user of runs that have ended, also one who looks at another window."""
+        """Show a message and a notification of the terminal for each run that has ended since the last call."""
         for sentence in self._run_ends.poll():
             self._terminal.notify(sentence)
             self.show_message(sentence)
 
     def set_terminal_title(self, text: str) -> None:
-        """Set the title of the terminal's window."""
+        """Set the title of the terminal's window to `text`."""
         self._terminal.set_title(text)
 
     def _write_to_terminal(self, sequence: str) -> None:
@@ -166,16 +169,17 @@ class TunedeckApp(SequentialKeysApp):
         self._terminal.restore_title()
 
     def action_open_screen(self, name: str) -> None:
-        """Open a screen; Textual calls this for the digit key of the screen."""
+        """Open the screen `name`; Textual calls this for the digit key of the screen."""
         self.open_screen(name)
 
     def action_help_quit(self) -> None:
-        """Show which key leaves the console. Ctrl-C, which does not leave it, calls this."""
+        """Show a message that says which key leaves the console. Textual calls this for Ctrl-C, which does not leave
+        it."""
         self.show_message("q leaves the console; training goes on")
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message in the footer of the present screen. If the screen was opened just now and has no footer yet,
-        the message is shown after its first refresh."""
+        """Show a message in the footer of the present screen, in the Textual style `style`. If the screen was opened
+        just now and has no footer yet, the message is shown after its first refresh."""
         screen = self.screen
         if isinstance(screen, BaseScreen) and screen.is_mounted:
             screen.show_message(text, style)
@@ -199,11 +203,12 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen(self._visited[-1] if self._visited else HOME)
 
     def do_suspend(self) -> None:
-        """Put the console into the background of the shell, where the shell can do that."""
+        """Stop the console and return to the shell that started it, as Ctrl-Z does; without effect where the shell
+        cannot do that."""
         self.action_suspend_process()
 
     def do_leave(self) -> None:
-        """Leave the console, after a run that is being created has started. Engine processes continue."""
+        """Leave the console; if a run is being created, wait until it has started. Engine processes continue."""
         if creations(self.workers):
             self.show_message("the console closes when the run has started")
             self.run_worker(self._leave_after_creations())
@@ -219,7 +224,7 @@ class TunedeckApp(SequentialKeysApp):
             self.exit()
 
     def do_palette(self) -> None:
-        """Open the command palette."""
+        """Open the command palette, which lists keys and screens by name."""
         self.action_command_palette()
 
     def action_command_palette(self) -> None:

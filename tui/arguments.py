@@ -60,8 +60,8 @@ def on_a_terminal() -> bool:
 
 
 def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
-    """The theme given with --theme; without the flag, `ansi` for a terminal that reports at most sixteen colours, else
-    `dark`."""
+    """Return the theme given with --theme; without the flag, `ansi` if the environment variables say that the terminal
+    has at most sixteen colours, else `dark`."""
     if flags.theme:
         return flags.theme
     many = environment.get("COLORTERM") or "256color" in environment.get("TERM", "") or environment.get("TMUX")
@@ -69,6 +69,7 @@ def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
 
 
 def ascii_only(flags: Flags, environment: Mapping[str, str]) -> bool:
-    """Whether to draw with ASCII only: with --ascii, without UTF-8, or on the Linux console with its small font."""
+    """Whether to draw with ASCII only: with --ascii, if the encoding of standard error is not UTF-8, or on the Linux
+    console (TERM=linux) with its small font."""
     encoding = (getattr(sys.__stderr__, "encoding", None) or "ascii").lower().replace("-", "")
     return flags.ascii or encoding != "utf8" or environment.get("TERM") == "linux"

@@ -22,16 +22,17 @@ class Console(Protocol):
     ascii_only: bool
 
     def open_screen(self, name: str, argument: object = None) -> None:
-        """Show a screen of `tui.screens.table`; `argument` is passed to its `set_argument`."""
+        """Show the screen `name` of `tui.screens.table`; `argument` is passed to its `set_argument`."""
 
     def start_engine(self, directory: RunDirectory, *, resume: bool) -> bool:
-        """Start an engine process on a run and show a message; False when it cannot be started."""
+        """Start an engine process on a run and show a message in the footer. Returns False if the process cannot be
+        started; the message then says why. `resume`: continue the run instead of beginning it."""
 
     def set_terminal_title(self, text: str) -> None:
-        """Set the title of the terminal's window."""
+        """Set the title of the terminal's window to `text`."""
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message in the footer of the current screen."""
+        """Show a message for a few seconds in the footer of the current screen, in the Textual style `style`."""
 
     def do_back(self) -> None:
-        """Go to the previous screen."""
+        """Go to the previous screen; without one, to the Runs screen."""

@@ -126,7 +126,7 @@ def all_key_labels(keys: str) -> str:
 
 
 def of_screen(screen: str) -> list[Key]:
-    """The rows of the key table for one screen."""
+    """Return the rows of the key table for one screen, in the table's order."""
     return [key for key in KEYS if key.screen == screen]
 
 

@@ -27,7 +27,7 @@ class Terminal:
         self._title = ""
 
     def set_title(self, text: str) -> None:
-        """Set the title of the terminal's window, unless it has this title already."""
+        """Set the title of the terminal's window to `text`, unless it has this title already."""
         title = visible(text)[:LONGEST]
         if title != self._title:
             if not self._title:
@@ -36,7 +36,7 @@ class Terminal:
             self._write(f"\x1b]2;{title}\x07")
 
     def notify(self, text: str) -> None:
-        """Ring the bell and show a notification."""
+        """Ring the bell and show `text` as a notification of the terminal."""
         sequence = f"\x1b]9;Tunedeck: {visible(text)[:LONGEST]}\x07"
         if self._in_tmux:  # tmux hands on what is wrapped like this, if its option allow-passthrough is on
             sequence = "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"

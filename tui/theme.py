@@ -19,7 +19,7 @@ class StateStyle(NamedTuple):
 
     glyph: str
     letter: str
-    """Drawn instead of the glyph under --ascii."""
+    """The ASCII letter that is drawn instead of the glyph under --ascii."""
     style: str
 
 

@@ -64,7 +64,8 @@ def compare(
 
 
 def _metric(metric: str | None, against: str) -> str:
-    """The metric of --metric. Raises UsageError if it is missing."""
+    """Return the value of --metric, which the option --against needs. Raises UsageError if it is None; `against` is
+    named in the fix."""
     if metric is None:
         raise UsageError(
             f"--against {against} needs --metric M, the score whose gains are shown",
@@ -74,7 +75,8 @@ def _metric(metric: str | None, against: str) -> str:
 
 
 def _reference(against: str, runs: Path | None, directories: list[RunDirectory]) -> str:
-    """The name of the run that --against names, which is added to `directories` if it is not one of them; or "base"."""
+    """Return the name of the run that --against names, or "base". The run is added to `directories` if it is not one of
+    them."""
     from engine.journal.score_groups import BASE
 
     if against == BASE:
@@ -96,7 +98,8 @@ def _find(target: str, runs: Path | None) -> list[RunDirectory]:
 
 
 def _print(comparison: Comparison, metric: str | None) -> None:
-    """Print settings and scores as rows, runs as columns; the best score of a row is marked with a star."""
+    """Print settings and scores as rows, runs as columns; the best score of a row is marked with a star. With `metric`,
+    also print its value at each checkpoint."""
     from rich.table import Table
     from rich.text import Text
 

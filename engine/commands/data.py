@@ -145,8 +145,9 @@ def _print_part(console: Console, part: PartReport) -> None:
 
 
 def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
-    """One line per bar: the lengths that the bar covers, the bar, the count. A bar for a count above zero is at
-    least one character long."""
+    """Format a histogram of lengths, one line per bar: the range of lengths, the bar, the count. `bars` has (first
+    length, last length, count); `bar` is the character to draw with. A bar for a count above zero is at least one
+    character long."""
     most = max(count for _, _, count in bars)
     digits = len(f"{max(last for _, last, _ in bars):,}")
     return [
@@ -156,7 +157,8 @@ def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
 
 
 def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One sample as a JSON table; its text is split into pieces that are either target tokens or masked."""
+    """Return sample number `row` as a JSON table; its text is split into pieces that are either target tokens or
+    masked."""
     example = rows[row]
     documents = example.segments if example.segments is not None else [0] * len(example.input_ids)
     keys = [(int(document), bool(label != -100)) for document, label in zip(documents, example.labels, strict=True)]
@@ -174,7 +176,8 @@ def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:
-    """The pieces as one text: target tokens are styled, or enclosed in `marks` if these are given."""
+    """Join the pieces of a sample to one text: target tokens are styled or, if `marks` is given, enclosed in these two
+    strings."""
     from rich.text import Text
 
     text, document = Text("  "), 0
@@ -193,7 +196,8 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
 
 
 def in_half_blocks(picture: NDArray[np.uint8]) -> Text:
-    """A picture, uint8[rows, columns, 3], in characters of two colours: the upper and the lower of two pixels."""
+    """Draw a picture, uint8[rows, columns, 3], with half-block characters, each showing two pixels: the upper one in
+    the foreground colour, the lower one in the background colour. The number of rows must be even."""
     from rich.text import Text
 
     text = Text()
@@ -206,8 +210,8 @@ def in_half_blocks(picture: NDArray[np.uint8]) -> Text:
 
 
 def in_letters(picture: NDArray[np.uint8]) -> Text:
-    """A picture, uint8[rows, columns, 3], without colours: a character for two pixels by their brightness, and X for
-    the outlines of boxes."""
+    """Draw a picture, uint8[rows, columns, 3], without colours: each character shows two pixels, one above the other,
+    by their mean brightness, or as X where they are the outline of a box. The number of rows must be even."""
     from rich.text import Text
 
     from engine.data.picture import BOX_COLOUR
@@ -221,7 +225,8 @@ def in_letters(picture: NDArray[np.uint8]) -> Text:
 
 
 def escape(text: str) -> str:
-    """Replace control, format and unassigned characters by escapes, so that none reaches a terminal."""
+    """Return the text with control, format and unassigned characters replaced by escapes, so that none reaches a
+    terminal."""
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter).startswith("C") else letter
         for letter in text

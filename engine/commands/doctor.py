@@ -71,7 +71,8 @@ def doctor(
 
 
 def _proofs(profile: str | None, recipe: str | None) -> list[Finding]:
-    """One finding for each proof (a comparison of a fast computation with its reference) on each device."""
+    """Return one finding for each proof (a comparison of a fast computation with its reference) on each device. For
+    `profile` and `recipe` see `prove_gpus`."""
     from engine.commands.doctor_gpus import prove_gpus
 
     return [_of_proof(where, event) for where, event in prove_gpus(profile, recipe)]
@@ -97,7 +98,8 @@ def _print(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
-    """Run all checks and return their findings. `runs` is the folder whose disk is checked."""
+    """Run all checks and return their findings. `runs` is the folder of runs, whose disk is checked; `ask_hub`: send
+    the hub a request."""
     findings = [_python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings

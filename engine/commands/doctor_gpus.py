@@ -33,7 +33,8 @@ FREE_SHARE = 0.9
 """Share of a card's free memory that the proofs may use: another process may take some meanwhile."""
 
 Outcome = tuple[str, dict[str, Any]]
-"""What was examined, and one event `proof`; or an event with the `error` that ended it."""
+"""(name of the device and the run that was examined, event `proof`), or (name, {"error": reason}) if the proofs ended
+early."""
 
 
 def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
@@ -51,7 +52,8 @@ def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
 
 
 def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
-    """Yield (name, run spec) for each way to train, on each device alone and on all devices of a profile together."""
+    """Yield (name, run spec) for each way to train, on each device alone and on all devices of `profile` together. The
+    ways are `recipe`, or without one a small LoRA run and a small full fine-tuning."""
     from engine.spec.load import resolve
     from engine.spec.schema.profile import Nodes, Parallel
 
@@ -80,7 +82,8 @@ def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
 
 
 def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
-    """Yield (name, index, [device] table) for each device to examine: those of a profile, or all GPUs that are here."""
+    """Yield (name, index, [device] table) for each device to examine: those of the profile's table `of_profile`, or
+    without one all GPUs of this machine."""
     from engine.device.nvml import read_gpus
     from engine.spec.schema.profile import Device
 
@@ -101,8 +104,8 @@ def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
 
 
 def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the `proof` events for a run spec. The proofs run in a new process, whose run directory is in `folder`;
-    if it fails, {"error": reason} follows."""
+    """Yield the `proof` events for a run spec. The proofs run in a new process, whose run directory is in `folder`; if
+    the process fails, {"error": reason} follows."""
     from engine.journal.directory import create_run_directory
     from engine.journal.events import EventTail
     from engine.launch.process import ENTRY_FILE, engine_environment

@@ -36,7 +36,7 @@ MOST_CLASSES = 20
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options of the command ask for, for every target."""
+    """The options of `tunedeck eval`, which apply to every target."""
 
     checkpoint: str | None = None
     base: bool = False
@@ -128,8 +128,9 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
 
 
 def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[tuple[str, RunSpec]]:
-    """The names and run specs of the models to score for a target: the target, before it with --base the model that it
-    was trained from. Raises UsageError with --base for a model that is no adapter."""
+    """Return (name, run spec) of the model `target`, for scoring it on the recipe's data with the profile; with --base,
+    (name, run spec) of the model that it was trained from comes first. Raises UsageError for --base if `target` is no
+    adapter."""
     from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
     overrides = list(asked.overrides)
@@ -148,7 +149,7 @@ def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[t
 
 
 def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
-    """Score the model of `spec` in this process."""
+    """Score the model of `spec`, called `name`, in this process; returns its scores."""
     _prepare_libraries(spec)
     with importing():
         from engine.evaluate.run import score_model
@@ -156,7 +157,7 @@ def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
 
 
 def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
-    """Score the chosen checkpoints of a run in this process."""
+    """Score the chosen checkpoints of the run in `place`, in this process; returns the scores of each."""
     from engine.spec.load import load_run_spec
 
     _prepare_libraries(load_run_spec(place.run_toml, own=True))
@@ -169,7 +170,8 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
 
 
 def _prepare_libraries(spec: RunSpec) -> None:
-    """Set the environment of the devices before torch is imported, and silence the libraries."""
+    """Set the environment variables for the run's devices before torch is imported, and turn off progress bars and
+    warnings of transformers and datasets."""
     from engine.launch.environment import set_device_environment
 
     set_device_environment(spec)
@@ -225,7 +227,8 @@ def _print(results: list[Scored]) -> None:
 
 
 def _class_table(classes: dict[str, dict[str, float]]) -> Table:
-    """Precision, recall and F1 of each label, the most frequent labels first."""
+    """Make a table of precision, recall and F1 of each label, the most frequent labels first. `classes` maps labels to
+    these numbers."""
     from rich.table import Table
     from rich.text import Text
 

@@ -35,8 +35,8 @@ from engine.launch.process import (
 def start_and_follow(
     directory: RunDirectory, *, resume: bool = False, from_step: int | None = None, detach: bool, as_json: bool
 ) -> None:
-    """Start the engine on this run; then follow the run, or with `detach` return once it runs. Exits with the
-    engine's exit code."""
+    """Start the engine on this run and show the run until it ends; with `detach`, return as soon as the engine runs.
+    Raises typer.Exit with the engine's exit code. `resume`, `from_step`: see `start_engine`."""
     start = FileOffsets.of(directory)
     process = start_engine(directory, resume=resume, resume_from=from_step)
     if detach:
@@ -48,7 +48,8 @@ def start_and_follow(
 
 
 def view_run(directory: RunDirectory, offset: int, *, as_json: bool) -> None:
-    """Show the run from byte `offset` of its events on until stdin ends, beside a rank 0 that a launcher started.
+    """Print the events of a run, from byte `offset` of `events.jsonl` on, until standard input is closed. Rank 0 of a
+    job that a launcher started runs this in a process beside itself.
 
     The launcher's signals are meant for rank 0, so this process ignores signals and ends when its stdin is closed.
     """

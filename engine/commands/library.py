@@ -36,7 +36,8 @@ MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables o
 
 
 def make_group(kind: SpecKind, summary: str) -> typer.Typer:
-    """Make the group of commands (`list`, `show`, ...) for profiles or for recipes."""
+    """Make the group of commands (`list`, `show`, ...) for profiles or for recipes; `summary` is the group's help text.
+    """
     group = typer.Typer(help=summary, no_args_is_help=True, rich_markup_mode=None)
 
     @group.command("list", help=f"List every {kind} that can be used by name.")
@@ -159,7 +160,8 @@ def _list(kind: SpecKind, as_json: bool) -> None:
 
 
 def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
-    """What `list` shows of one file; of a recipe also the profile it is meant for, and whether it fits there."""
+    """Return what `list` shows of one file: name, title, origin and path; for a recipe also `profile`, which it is
+    meant for, and `verdict`, whether it fits there. An invalid file has the number of its problems as title."""
     from engine.spec.load import load_spec_file
     from engine.spec.schema.recipe import Recipe
 
@@ -178,7 +180,8 @@ def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
 
 
 def _verdict(profile: str, recipe: str) -> str:
-    """Whether a recipe fits the profile that it is meant for, in words; without the network."""
+    """Return in words whether a recipe fits the profile that it is meant for; "no plan" if that cannot be told from the
+    files on this machine. Sends no request."""
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.budget.advise.strategy import settle_parallel
@@ -233,7 +236,8 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
 
 
 def _problems_with_model(kind: SpecKind, file: SpecFile) -> list[str]:
-    """Why a recipe cannot be trained with its model; empty where the model's config is not on this machine."""
+    """Return why a recipe cannot be trained with its model, one line per problem. Empty for a profile, and where the
+    model's config is not on this machine."""
     from engine.budget.advise.recipe_with_model import problems_with_model
     from engine.spec.load import load_recipe
 
@@ -243,7 +247,8 @@ def _problems_with_model(kind: SpecKind, file: SpecFile) -> list[str]:
 
 
 def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
-    """A note for a recipe whose trackers are not installed here: it is sound, and `train` refuses it."""
+    """Return a note if trackers of a recipe are not installed here: the file is valid, but `train` would refuse it.
+    Else empty."""
     from engine.spec.load import load_recipe
     from engine.trackers.packages import install_command, missing_trackers
 

@@ -56,7 +56,8 @@ OnFinishOption = Annotated[
 
 
 def runs_folder(given: Path | None) -> Path:
-    """The folder of runs: `--runs`, else $TUNEDECK_RUNS, else ./runs. Absolute."""
+    """Return the absolute path of the folder of runs: `given` (the value of --runs), else $TUNEDECK_RUNS, else ./runs.
+    """
     from engine.journal.index import runs_folder as find_folder
 
     return find_folder(given)

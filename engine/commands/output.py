@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_line(text: str) -> None:
-    """Print one line on standard output."""
+    """Print `text` and a newline on standard output."""
     sys.stdout.write(text + "\n")
 
 

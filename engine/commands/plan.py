@@ -101,7 +101,7 @@ def _last_trained(spec: RunSpec) -> str | None:
 
 
 def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
-    """Print the memory of `tunedeck eval`. Exit code 3 when it does not fit."""
+    """Print the predicted memory of `tunedeck eval` for this run. Exits with code 3 when it does not fit."""
     from engine.budget.advise.evaluation_plan import plan_evaluation
     from engine.commands import plan_text as text
 
@@ -115,8 +115,8 @@ def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
 
 
 def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
-    """Print a line for each point of a sweep, and the name of the point with the least memory left. Exit code 3 when
-    one does not fit."""
+    """Print a line for each point of a sweep (a combination of its values), and the name of the point with the least
+    memory left. Exits with code 3 when a point does not fit."""
     from engine.journal.event_text import describe_verdict
 
     plans = [(point.name, planned, _memory_left(planned)) for point, planned in _planned_points(spec)]
@@ -134,7 +134,7 @@ def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
 
 
 def _planned_points(spec: RunSpec) -> list[tuple[RunSpec, Plan | StagedPlan]]:
-    """The run spec and plan of every point of a sweep."""
+    """Return (run spec, plan) of every point of a sweep. Raises UsageError for a point that `train` would refuse."""
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.preflight import refuse_unsafe
     from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
@@ -159,7 +159,8 @@ def _memory_left(planned: Plan | StagedPlan) -> int | None:
 
 
 def _worst_point(spec: RunSpec) -> RunSpec:
-    """The point of a sweep with the least memory left; points without a plan come last."""
+    """Return the run spec of the sweep's point with the least memory left, and print a notice that names it. Returns
+    `spec` if no point has a plan."""
     known = [(left, point) for point, planned in _planned_points(spec) if (left := _memory_left(planned)) is not None]
     if not known:
         return spec
@@ -169,7 +170,8 @@ def _worst_point(spec: RunSpec) -> RunSpec:
 
 
 def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
-    """The run spec to plan: of a staged run, that of the stage `name`. Raises UsageError if there is none."""
+    """Return the run spec to plan: `spec` itself if `name` is None, else that of its stage `name`. Raises UsageError if
+    there is no enabled stage of this name."""
     from engine.budget.advise.staged_plan import planning_spec
     from engine.errors import UsageError
     from engine.spec.stages import enabled_stages
@@ -188,7 +190,8 @@ def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
 
 
 def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool) -> None:
-    """Print a line for each stage. Exit code 3 when one of them does not fit."""
+    """Print a line for each stage of a staged run, or with `as_json` one document. Raises UsageError if `exact`, which
+    needs a single stage; exits with code 3 when a stage does not fit."""
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.commands import plan_text as text
     from engine.errors import UsageError
@@ -226,7 +229,7 @@ def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
-    """Print the simulated plan; exit code 3 if the run does not fit."""
+    """Simulate a step and print the plan made from it (`plan --exact`). Exits with code 3 when the run does not fit."""
     from engine.commands.exact_plan_text import exact_lines
 
     with importing():
@@ -301,7 +304,8 @@ def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
 
 
 def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:
-    """Write the recipe with the first suggestion applied to `target`. Raises UsageError if there is no suggestion."""
+    """Write the recipe with the first suggestion applied to the file `target`. `overrides` are the user's --set, which
+    are applied as well. Raises UsageError if there is no suggestion."""
     from engine.errors import UsageError
     from engine.spec.files.rewrite import rewrite_text
     from engine.spec.files.share import write_new_file
@@ -326,7 +330,8 @@ def _print_plan(planned: Plan, spec: RunSpec) -> None:
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
-    """Print a short form of the plan, then each suggestion as a diff of the recipe."""
+    """Print a short form of the plan, then each suggestion as a diff of the recipe, then the path `written`, if the
+    first was written to a file."""
     from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns

@@ -80,7 +80,8 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """A table with a row per phase and a column per component. Memory outside of tensors is in `beside_rows`."""
+    """Format `phases` (bytes by phase and component) as a table with a row per phase and a column per component. The
+    row of `deciding`, the phase with the peak, is marked. Memory outside of tensors is in `beside_rows`."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -108,7 +109,8 @@ def beside_rows(planned: Plan) -> list[str]:
 
 
 def _cell(size: float, digits: int) -> str:
-    """Format a number for a table; empty for zero, and "<0.1" for a number that would be rounded to zero."""
+    """Format a number with `digits` decimals for a table: empty for zero, and "<.1" (at one decimal) for a number that
+    would be rounded to zero."""
     if not size:
         return ""
     text = f"{size:.{digits}f}"
@@ -164,7 +166,8 @@ def length_sentence(basis: str, length: int) -> str:
 
 
 def generate_sentence(planned: Plan, used: int) -> str:
-    """What generation inside training adds to the peak of the steps."""
+    """Say how much the generation of answers during training adds to the peak of the steps. `used` is the plan's total
+    in bytes, which decides the unit (see `format_size`)."""
     needs = format_size(sum(planned.prediction.phases["generate"].values()), used)
     rows = f"generate ({planned.generation_rows} at a time)"
     if not planned.generate_adds_bytes:
@@ -173,7 +176,7 @@ def generate_sentence(planned: Plan, used: int) -> str:
 
 
 def host_sentence(planned: Plan) -> str:
-    """How much host memory the offloads take, and how much there is."""
+    """Say how much host memory the offloads take, and how much this machine has."""
     kept = " and ".join(f"{OFFLOADED[name]} {format_size(size, size)}" for name, size in planned.host.items())
     capacity = format_size(planned.host_capacity_bytes, planned.host_capacity_bytes)
     short = "" if planned.host_fits else ": TOO LITTLE"
@@ -181,7 +184,7 @@ def host_sentence(planned: Plan) -> str:
 
 
 def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:
-    """The verdict of a plan in words."""
+    """Return the verdict of a plan in words, with the micro-batch or the remedies with which it fits."""
     words = describe_verdict(verdict, micro_batch, remedies)
     return f"{words}: not even one sequence with every remedy" if verdict == "does_not_fit" else words
 
@@ -225,7 +228,8 @@ def _stage_row(stage: StagePlan) -> list[str]:
 
 
 def evaluation_lines(planned: EvaluationPlan, spec: RunSpec, width: int) -> list[str]:
-    """The table of phases of `tunedeck eval`, the verdict, the sizes it starts with, and the key-value cache."""
+    """Format the plan of `tunedeck eval` as lines: the table of phases, the verdict, the numbers of sequences and of
+    answers with which the evaluation begins, and the size of the key-value cache."""
     used, capacity = planned.device_bytes, planned.capacity_bytes
     simulated = " (simulated device)" if spec.profile.device.kind == "metered" else ""
     head = f"tunedeck eval of {visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on one device of profile "
@@ -262,15 +266,15 @@ def residual_lines(spec: RunSpec) -> Iterator[str]:
 
 
 def toml_text(value: Any) -> str:
-    """Write a value as in a recipe."""
+    """Return a value as it is written in a recipe (TOML)."""
     import tomlkit
 
     return tomlkit.item(value).as_string() if value is not None else "(not set)"
 
 
 def format_size(size_bytes: int, beside_bytes: int) -> str:
-    """Format bytes in the unit that suits `beside_bytes` (GiB from 1 GiB on, else MiB), so that both numbers can be
-    compared."""
+    """Format `size_bytes` in the unit that suits `beside_bytes` (GiB from 1 GiB on, else MiB), so that the two numbers
+    can be compared."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"

@@ -93,7 +93,9 @@ def add(
 
 
 def add_sweep(resolved: Resolved, folder: Path, *, force: bool, as_json: bool, first: bool = False) -> None:
-    """Create a run for every point of a sweep and put them into the queue, in order; print how to compare them."""
+    """Create a run for every point of a sweep and put them into the queue in their order, at its end or with `first` at
+    its start; print their names and how to compare them. With `force`, points that do not fit are left out; otherwise
+    they are an error."""
     from engine.journal.queue import Queue
     from engine.launch.create_sweep import create_sweep
     from engine.spec.load import load_run_spec

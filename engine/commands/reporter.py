@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REDRAW_SECONDS = 0.5
-"""Two redraws a second at most: more slows an SSH connection down."""
+"""Least time between two redraws of the status block: more redraws would slow an SSH connection down."""
 
 PLAIN_SECONDS = 10.0
 """Time between progress lines where there is no terminal: few enough for the log of a long run."""
 
 
 class Reporter(Protocol):
-    """Shows a run from its events."""
+    """Protocol of the objects that show a run while it is followed, from its events."""
 
     def event(self, event: Event) -> None:
         """Show one event of the run."""

@@ -102,7 +102,8 @@ def _resume_as_rank(
     from_step: int | None,
     as_json: bool,
 ) -> int:
-    """Train as one rank of the resumed run. `prepare` is called on rank 0 only, and only at the first start of the
+    """Train as one rank of the resumed run, from its checkpoint of `from_step` or its newest; returns the exit code.
+    `prepare` checks and writes the changed spec: it is called on rank 0 only, and only at the first start of the
     launcher's job, not when the launcher restarts the ranks."""
     from engine.launch.environment import set_device_environment
 

@@ -20,7 +20,8 @@ HEAD = ("| key | allowed | default | meaning |", "|---|---|---|---|")
 
 
 def schema_markdown(model: type[BaseModel]) -> str:
-    """The keys of a file as Markdown: those at the top of the file, then every table with a heading."""
+    """Return the keys of a profile or recipe (`model` is its schema's class) as Markdown: those at the top of the file,
+    then every table with a heading."""
     return "\n".join(_table_lines(model, "", {})).strip()
 
 
@@ -48,7 +49,8 @@ def _table_lines(model: type[BaseModel], heading: str, shown: dict[type[BaseMode
 
 
 def _table_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The table type of a field, and whether the field is a list of such tables; None where it is no table."""
+    """Return the table type of a field by its annotation, and whether the field is a list of such tables; (None, False)
+    if the field is no table."""
     for member in describe.members_of(annotation):
         listed = get_origin(member) is list
         table = get_args(member)[0] if listed else member
@@ -73,5 +75,5 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(text: str) -> str:
-    """A text on one line, in which no character means anything to Markdown's tables."""
+    """Return the text on one line, with "|" escaped, which would end a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -84,7 +84,8 @@ def train(
 
 
 def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, as_json: bool) -> int:
-    """Put every point of a sweep into the queue and work it; returns the exit code of the first failure."""
+    """Put a run for every point of a sweep into the queue and start a worker; returns the exit code of the first run
+    that failed, else 0. With `detach`, returns 0 without waiting for the runs."""
     from engine.commands.queue import add_sweep
     from engine.journal.queue import Queue
     from engine.launch.queue_worker import follow_queue, start_queue_worker
@@ -101,7 +102,8 @@ def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, 
 
 
 def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = False) -> RunDirectory:
-    """Create the run in `folder` and print all notices about it; returns its directory."""
+    """Create the run in `folder` and print all notices about it; returns its directory. For `force` and `launched` see
+    `create_run`."""
     from engine.launch.create_run import create_run
 
     print_notices(resolved.notices)
@@ -113,7 +115,8 @@ def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = F
 def _train_as_rank(
     resolved: Resolved, launcher_rank: LauncherRank, folder: Path, force: bool, as_json: bool
 ) -> int:
-    """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created."""
+    """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created in `folder`;
+    returns the exit code. With `force`, a run that does not fit is started as well."""
     from engine.launch.environment import set_device_environment
 
     set_device_environment(resolved.spec)
@@ -155,8 +158,8 @@ def engine_process(
 
 
 def _merge_if_asked(directory: Path) -> None:
-    """If the recipe has finish.merge, merge the adapter of a run that is done. A failure leaves the run done, and adds
-    a warning that says how to try again."""
+    """Merge the adapter of the run in `directory` if the recipe has finish.merge and the run is done. If merging fails,
+    the run stays done and its journal gets a warning that says how to try again."""
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
     from engine.spec.load import load_run_spec

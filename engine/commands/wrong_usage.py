@@ -33,7 +33,8 @@ OPTIONS = {
     "data_path": ("--set", "data.sources.0.path="), "train_file": ("--set", "data.sources.0.path="),
     "model": ("--set", "model.id="), "m": ("--set", "model.id="), "steps": ("--set", "train.max_steps="),
 }  # fmt: skip
-"""Options of other tools, and what to write instead; the value is appended to what ends in "=", else follows."""
+"""Maps options of other tools to what to write instead. The value is appended to a word that ends in "=", else follows
+as a word."""
 
 CALLS_WITH_A_RECIPE = ("train", "plan", "fit", "data")
 
@@ -48,9 +49,10 @@ def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
 
 
 def right_command(message: str, arguments: Sequence[str]) -> str | None:
-    """The command line that was probably meant, as it is typed; None if nothing better than the help is known.
+    """Return the command line that was probably meant, as it is typed; None if nothing better than the help is known.
 
-    `message` is the parser's, which differs for each kind of mistake.
+    `message` is that of the command-line parser, which differs for each kind of mistake; `arguments` are the words that
+    it refused.
     """
     words = list(arguments)
     meant = (
@@ -128,7 +130,7 @@ def _missing_file(message: str, words: list[str]) -> list[str] | None:
 
 
 def _with_files(words: list[str]) -> list[str]:
-    """The words, and the demo's profile and recipe where none is given."""
+    """Return the words of a command with `-p demo` and `-r demo` added where no profile or recipe is given."""
     if not any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words) and words[0] != "data":
         words = [*words, "-p", "demo"]
     return words if _gives_recipe(words) else [*words, "-r", "demo"]

@@ -1,1 +1,2 @@
-"""Exports of a finished run: merging an adapter into its base model."""
+"""Writes models from finished runs: merges an adapter into its base model, and assembles dense models into a mixture of
+experts."""

@@ -44,7 +44,7 @@ COPIED_FILES = (
     *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-"""Files that the result takes from the first expert, where it has them."""
+"""Files that are copied from the first expert's folder to the mixture's, where they exist."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Difference:
     """Parameters that differ and were averaged."""
 
     def note(self, parameter: str, relative: float) -> None:
-        """Record `parameter` and its relative difference, if that is the largest so far."""
+        """Record `parameter` and its relative difference, if no larger one has been recorded."""
         if relative > self.relative:
             self.parameter, self.relative = parameter, relative
 
@@ -86,8 +86,8 @@ class Mixture:
 
 
 def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], None]) -> Difference:
-    """Write the mixture to the folder `target`, which appears complete or not at all; returns how much the experts
-    differ where they should not.
+    """Write the mixture to the folder `target`, which appears complete or not at all. `notify` gets sentences on the
+    progress. Returns how much the experts differ in the parameters that they should share.
 
     Raises:
         UsageError: the experts cannot be assembled; every reason is named.
@@ -117,7 +117,7 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
 
 
 def _flush(path: Path) -> None:
-    """Make sure that a file or folder is on the disk, not only in the operating system's memory."""
+    """Write the file or folder `path` from the operating system's memory to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,7 +126,8 @@ def _flush(path: Path) -> None:
 
 
 def _checked_config(mixture: Mixture) -> dict[str, Any]:
-    """The config of the mixture. Raises UsageError with every reason why the experts cannot be assembled."""
+    """Return the config.json of the mixture as a dict. Raises UsageError with every reason why the experts cannot be
+    assembled."""
     experts = mixture.experts
     adapters = [expert for expert in experts if (expert.folder / ADAPTER_CONFIG).is_file()]
     if adapters:
@@ -159,7 +160,8 @@ def _differing_tokenizers(experts: Sequence[Expert]) -> list[str]:
 
 
 def _differing_tensors(experts: Sequence[Expert]) -> list[str]:
-    """Problems with the tensors in the files: all experts need the same names, shapes and dtypes."""
+    """Return a sentence for each expert that has a tensor of another name, shape or dtype than the first expert, with
+    one such tensor. Empty if all are equal."""
     first, *others = [_layout(expert.folder) for expert in experts]
     problems = []
     for expert, layout in zip(experts[1:], others, strict=True):
@@ -199,7 +201,9 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
 def _tensors(
     mixture: Mixture, config: dict[str, Any], difference: Difference, notify: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the mixture's checkpoint, one at a time."""
+    """Yield (name, tensor) for every tensor of the mixture, with the names of the mixture's family; `config` is the
+    mixture's config. Differences between the experts are recorded in `difference`; `notify` gets a sentence for each
+    layer."""
     files = [_files(expert.folder) for expert in mixture.experts]
     dense = json.loads((mixture.experts[0].folder / "config.json").read_text("utf-8"))
     family = MIXTURES[dense["model_type"]]
@@ -227,8 +231,9 @@ def _order(name: str) -> tuple[int, str]:
 def _shared_tensor(
     name: str, files: Sequence[dict[str, Path]], mixture: Mixture, difference: Difference
 ) -> Tensor:
-    """The mixture's version of a parameter outside the experts: the experts' own where all agree, else the first
-    expert's (`shared`) or the mean, computed in fp32. Two versions are in memory at a time."""
+    """Return the parameter `name`, which the experts share, for the mixture: the experts' own value where all agree,
+    else the first expert's (if `mixture.shared` matches) or the mean, computed in fp32. `files` maps the tensors of
+    each expert to their files. A difference is recorded in `difference`. Two versions are in memory at a time."""
     first = _read(files[0], name)
     differing = [own for own in files[1:] if not torch.equal(first, _read(own, name))]
     if not differing or compile_patterns(tuple(mixture.shared)).fullmatch(name):
@@ -245,7 +250,8 @@ def _shared_tensor(
 def _layer_tensors(
     family: MixtureFamily, prefix: str, layer: int, mixture: Mixture, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layer that no dense model has: its router, and Qwen2-MoE's shared expert."""
+    """Yield (name, tensor) of layer number `layer` that no dense model has: its router, and Qwen2-MoE's shared expert.
+    `prefix` begins the names, `dtype` is that of the tensors, `config` the mixture's config."""
     hidden, scale = int(config["hidden_size"]), float(config.get("initializer_range", 0.02))
     generator = torch.Generator().manual_seed((mixture.seed << 20) + layer)
     rows = torch.randn(len(mixture.experts), hidden, generator=generator) * scale

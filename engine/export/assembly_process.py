@@ -32,7 +32,8 @@ from engine.spec.stages import BASE
 
 
 def assemble_stage(directory: Path) -> int:
-    """Assemble the mixture of the stage in `directory`; returns the exit code."""
+    """Assemble the mixture of the stage whose run directory is `directory`; returns the exit code of the process. How
+    it ended is written to the stage's journal."""
     run = RunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     silence_libraries()
@@ -95,7 +96,11 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
 
 
 def _folder_of(spec: RunSpec, entry: dict[str, Any]) -> Path:
-    """The folder with an expert's weights; the recipe's own model is fetched from the hub if it is not here."""
+    """Return the folder with the weights of the expert `entry` of assembly.json. The recipe's own model is fetched from
+    the hub if it is not on this machine.
+
+    Raises EnvironmentProblem if its weights are created in the run, so that no folder has them, or cannot be fetched.
+    """
     if entry["name"] != BASE:
         return Path(entry["weights"])
     start = find_starting_weights(spec.recipe.model)

@@ -29,11 +29,12 @@ from engine.model.hub import HUB_ERRORS, loading_error
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
 Notify = Callable[[str], None]
-"""Shows a line of progress."""
+"""Function that shows the user a sentence on the progress."""
 
 
 def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: bool = False) -> int:
-    """Write the merged model to `target`, which must not exist; returns its size in bytes.
+    """Write the merged model to `target`, which must not exist; returns its size in bytes. `adapter` is the adapter's
+    folder; `notify` gets sentences on the progress.
 
     Raises:
         UsageError: no adapter in the folder, the target exists, or the base does not fit the adapter.

@@ -1,5 +1,5 @@
-"""Initial router rows from hidden states: a token goes to the expert on whose data the base model's hidden states are
-most like the token's.
+"""Initial router rows from hidden states: each token is routed to the experts whose own data give the base model hidden
+states most similar to the token's.
 
 The row of an expert in a layer is the mean input of that layer's feed-forward block over the expert's own samples,
 minus the mean over all experts, scaled to length one.
@@ -24,7 +24,8 @@ from engine.model.tokenizer import load_tokenizer
 from engine.spec.schema.run import RunSpec
 
 SAMPLES = 64
-"""Samples of each expert that are looked at; more move the mean of thousands of tokens very little."""
+"""Most samples of each expert's data that the model is run on; more would change the mean of thousands of tokens very
+little."""
 
 
 def hidden_router_rows(
@@ -57,8 +58,8 @@ def hidden_router_rows(
 
 
 def _layer_means(loaded: LoadedModel, data: TokenData) -> Tensor:
-    """The mean input of each layer's feed-forward block over up to SAMPLES samples: (layers, hidden), fp32, on the
-    host."""
+    """Return the mean input of each layer's feed-forward block over the tokens of up to SAMPLES samples of `data`: fp32
+    [layers, hidden], on the host."""
     decoder = loaded.base.get_decoder()
     layers = decoder.layers
     sums_LH = torch.zeros(len(layers), loaded.base.config.get_text_config().hidden_size)

@@ -29,11 +29,11 @@ CPUS_PER_DEVICE = 4
 
 @dataclass(frozen=True)
 class Job:
-    """The values from which a job script is written."""
+    """The values from which `slurm_script` and `skypilot_task` write a job for several machines."""
 
     spec: RunSpec
     spec_file: Path
-    """The resolved run spec, beside the script."""
+    """The path of the resolved run spec, in the folder of the script."""
     runs: Path
     """The folder of runs, on every machine."""
     python: str
@@ -50,7 +50,8 @@ class Job:
 
 
 def slurm_script(job: Job) -> str:
-    """The text of a batch script for `sbatch`."""
+    """Return the text of a batch script that trains the job's run on several machines with `sbatch`. Nothing is written
+    or submitted."""
     profile = job.spec.profile
     devices, nodes = profile.device.count, profile.nodes
     options = {
@@ -117,7 +118,8 @@ srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} bash -c '
 
 
 def skypilot_task(job: Job) -> str:
-    """The text of a task for `sky jobs launch`. Strings are written as JSON, which is valid YAML."""
+    """Return the text of a task, in YAML, that trains the job's run on several machines with `sky jobs launch`. Strings
+    are written as JSON, which is valid YAML. Nothing is written or submitted."""
     profile, nodes = job.spec.profile, job.spec.profile.nodes
     resources = {
         "cloud": nodes.cloud,
@@ -160,7 +162,8 @@ run: |
 
 
 def _agent(job: Job, endpoint: str) -> str:
-    """The arguments of torchrun; the last of them is the command that each rank runs."""
+    """Return torchrun's arguments as lines of a shell command; the last line is the command that each rank runs.
+    `endpoint` is the rendezvous address, HOST:PORT on the first machine."""
     nodes = job.spec.profile.nodes
     lines = [
         f"--nnodes={nodes.count}",
@@ -193,7 +196,8 @@ def _mounts(job: Job) -> dict[str, str]:
 
 
 def _folder_of_pattern(path: str) -> str:
-    """The path itself, or the folder before the first wildcard of a pattern such as `data/*.jsonl`."""
+    """Return the folder before the first wildcard of a pattern such as `data/*.jsonl`; a path without a wildcard is
+    returned unchanged."""
     plain = itertools.takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
     return str(Path(*plain))
 

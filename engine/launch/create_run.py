@@ -47,9 +47,9 @@ def command_line_limits(
     devices: str | None,
     trust_remote_code: bool,
 ) -> Limits:
-    """Make the [limits] table of a run spec from the options `--max-hours`, `--wait`, `--on-finish`, `--devices` and
-    `--trust-remote-code`, which are stored with the run and apply again when it is resumed. Raises UsageError for bad
-    device indices."""
+    """Make the [limits] table of a run spec from the options --max-hours, --wait (`wait_seconds`), --on-finish,
+    --devices and --trust-remote-code. They are stored with the run and apply again when it is resumed. Raises
+    UsageError for bad device indices."""
     return Limits(
         max_hours=max_hours,
         wait_seconds=wait_seconds,
@@ -68,7 +68,8 @@ def resolve_start(
     name: str | None,
     limits: Limits,
 ) -> Resolved:
-    """Resolve the run spec of a start: from a profile and a recipe, or from an earlier run's run.toml.
+    """Resolve the run spec of a start: from a profile and a recipe, or from `run_spec`, the run.toml of an earlier run.
+    `overrides` are KEY=VALUE, `name` replaces the recipe's name, `limits` become the [limits] table.
 
     Raises UsageError for arguments that do not go together, and SpecError for every problem of the files.
     """
@@ -112,12 +113,11 @@ def create_run(
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
     `launched`: a launcher has started a process for each device; only then may the profile have several machines.
-    `queued`: the run starts later, so its device and the files of its data need not exist yet.
-    `force`: the run starts as it is written, whatever the plan says.
-    `hub_checked`: the caller has called `require_hub`.
+    `queued`: the run starts later, so its device and the files of its data need not exist yet. `force`: the run starts
+    as it is written, whatever the plan says. `hub_checked`: the caller has called `require_hub`.
 
-    May send requests to the hub, for the model's config and to see whether the rest can be fetched; with a hub that
-    does not answer it takes up to 15 s. A screen calls this in a thread.
+    May send requests to the hub, for the model's config and to see whether the rest can be fetched, and waits up to 15
+    s for a hub that does not answer. A screen calls this in a thread.
 
     Raises:
         UsageError: the spec needs a feature that this version lacks, or would train wrongly, or parallel.sequence is
@@ -154,7 +154,8 @@ def _checked_plans(
     spec: RunSpec, folder: Path, *, force: bool, with_data: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Check and plan a run, or each stage of a staged one; returns the document of plan.json and notices. Files of the
-    data must exist if `with_data`."""
+    data must exist if `with_data`; with `force`, a run that does not fit is accepted. Raises the errors of
+    `create_run`."""
     if not spec.recipe.stages:
         plan, notices = checked_plan(spec, folder, force=force)
         if with_data:
@@ -177,7 +178,8 @@ def _checked_plans(
 def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
     """Check and plan a run whose directory would be in `folder`; returns the plan and notices for the user.
 
-    The plan is None where memory cannot be predicted. Raises UsageError and DoesNotFitError as `create_run` does.
+    The plan is None where memory cannot be predicted. Raises UsageError as `create_run` does, and DoesNotFitError for a
+    run that does not fit, unless `force`.
     """
     refuse_unsupported(spec)
     refuse_unsafe(spec)

@@ -1,7 +1,8 @@
-"""Expands a recipe's [sweep] into ordinary runs, one for each combination of its values, and creates them.
+"""Expands a recipe's [sweep] into ordinary runs and creates them. Each combination of the sweep's values is a point and
+gets one run.
 
-The points are planned before any run is created. Each run knows its sweep (`provenance.sweep` in run.toml), and
-`tunedeck compare sweep:ID` finds them by it.
+The points are planned before any run is created. Each run stores the id of its sweep (`provenance.sweep` in run.toml),
+by which `tunedeck compare sweep:ID` finds it.
 
 Try: `tunedeck queue add -p demo -r demo --set 'sweep."train.seed"=[1, 2]'`
 """
@@ -27,11 +28,12 @@ from engine.spec.load import override
 from engine.spec.schema.run import RunSpec, SweepPoint
 
 MOST_POINTS = 64
-"""Points of a sweep that start without --force: more are usually a typo in the grid."""
+"""Points of a sweep that are created without --force; a larger number is usually a typing error."""
 
 
 def sweep_points(spec: RunSpec, *, force: bool = False) -> list[RunSpec]:
-    """The run spec of every point of a sweep, in the order of the file, the last key fastest.
+    """Return the run spec of every point of a sweep (a combination of its values), in the order of the file; the last
+    key varies fastest.
 
     Raises UsageError for more than MOST_POINTS points unless `force`, and SpecError for a point that is not valid.
     """
@@ -55,8 +57,9 @@ def _point_spec(spec: RunSpec, sweep_id: str, point: dict[str, Any]) -> RunSpec:
 
 
 def point_name(name: str, point: dict[str, Any]) -> str:
-    """The name of a point's run, such as demo-learning_rate=0.0001-seed=2, of at most 120 characters. Every character
-    other than A-Z, a-z, 0-9 and . _ = - becomes "_"."""
+    """Return the name of a point's run, such as demo-learning_rate=0.0001-seed=2: `name`, then the last part of each
+    key of `point` with its value, in at most 120 characters. Every character other than A-Z, a-z, 0-9 and . _ = -
+    becomes "_"."""
     parts = [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()]
     return re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join([name, *parts]))[:120].rstrip("_")
 
@@ -94,7 +97,8 @@ def _too_large(specs: list[RunSpec], folder: Path) -> Iterator[RunSpec]:
 
 
 def runs_of_sweep(sweep_id: str, runs: list[RunDirectory]) -> list[RunDirectory]:
-    """The runs that belong to a sweep, in the order of their points. Raises UsageError if there is none."""
+    """Return those of `runs` that belong to the sweep `sweep_id`, in the order of their points. Raises UsageError if
+    there is none."""
     found = [run for run in runs if sweep_id and _sweep_of(run) == sweep_id]
     if not found:
         raise UsageError(

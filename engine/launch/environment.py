@@ -1,4 +1,4 @@
-"""The environment variables that CUDA, cuBLAS and torch's allocator read once in a process, from a run spec.
+"""Makes, from a run spec, the environment variables that CUDA, cuBLAS and torch's allocator read once in a process.
 
 They must be set before the process imports torch and peft: peft imports bitsandbytes where that is installed, and
 bitsandbytes asks every GPU for its compute capability, which starts CUDA and with it torch's allocator. A variable set
@@ -25,7 +25,8 @@ The rest is set where they are switched on (`engine.device.determinism`)."""
 
 
 def device_environment(spec: RunSpec, present: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a process needs for this run, without those that `present` has: the user's own values win.
+    """Return the environment variables {name: value} that a process of this run needs, without those that are set in
+    `present`: values that the user set are kept.
 
     Empty for runs in host memory. `CUDA_DEVICE_ORDER` makes CUDA number the GPUs as nvidia-smi and `--devices` do; by
     default it puts the fastest first.
@@ -47,7 +48,8 @@ def set_device_environment(spec: RunSpec, environment: MutableMapping[str, str] 
 
 
 def export_lines(spec: RunSpec) -> str:
-    """The same variables as lines of a shell script; a value that is set on the machine wins there, too."""
+    """Return the variables of `device_environment` as lines of a shell script. Each line leaves a variable unchanged
+    that is already set on the machine."""
     lines = ""
     for name, value in device_environment(spec, {}).items():
         names = ALLOCATOR_VARIABLES if name in ALLOCATOR_VARIABLES else (name,)

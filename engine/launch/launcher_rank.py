@@ -30,7 +30,8 @@ class LauncherRank:
     can continue or restart."""
 
     launcher: str
-    """torchrun, srun or environment."""
+    """What started this process: "torchrun", "srun", or "environment" for any launcher that sets RANK and WORLD_SIZE.
+    """
     rank: int
     size: int
     local_rank: int
@@ -62,7 +63,8 @@ class LauncherRank:
 
 
 def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """Find the rank of this process; None if it was started alone. Raises UsageError for an incomplete environment."""
+    """Return the rank that a launcher gave this process by environment variables; None if the process was started
+    alone. Raises UsageError if some of the launcher's variables are missing."""
     # A job of one process counts, too: queued again, it continues its run.
     least = 1 if environment.get(JOB_VARIABLE) else 2
     if _number(environment, "WORLD_SIZE", 0) >= least and "RANK" in environment:
@@ -73,7 +75,8 @@ def find_launcher_rank(environment: Mapping[str, str] = os.environ) -> LauncherR
 
 
 def require_launchable(spec: RunSpec, launcher_rank: LauncherRank, *, detach: bool) -> None:
-    """Raise UsageError unless the launcher's processes can be the ranks of this run."""
+    """Raise UsageError unless the launcher's processes can be the ranks of this run: it has no stages, one process was
+    started for each device, and --detach (`detach`) was not given."""
     if spec.recipe.stages:
         raise UsageError(
             f"recipe {spec.recipe.name!r} has stages, and {launcher_rank.launcher} starts the ranks of one",

@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def run_on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
-    """Run the --on-finish command, with TUNEDECK_RUN and TUNEDECK_STATUS set; its exit code is logged and not used."""
+    """Run the user's --on-finish command in a shell and wait for its end; does nothing without one. TUNEDECK_RUN is the
+    run directory's path, TUNEDECK_STATUS is `status` ("done", "failed", …). The command's exit code is logged and
+    changes nothing."""
     if not spec.limits.on_finish:
         return
     environment = {**os.environ, "TUNEDECK_RUN": str(place.path), "TUNEDECK_STATUS": status}

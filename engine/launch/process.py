@@ -74,8 +74,10 @@ class FileOffsets:
 def start_engine(
     directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start an engine on this run, in an OS session of its own; its output goes to `engine.log`. A staged run gets a
-    conductor, which starts the engines of its stages.
+    """Start an engine on this run, in an OS session of its own; returns the process. Its output goes to `engine.log`.
+    For a staged run a conductor is started, which starts the engines of its stages.
+
+    `resume`: continue the run from its newest checkpoint, or from that of step `resume_from`.
 
     Raises EnvironmentProblem when another engine works on the run, packages for training are not installed, or the
     process cannot be started.
@@ -110,8 +112,8 @@ def start_engine(
 
 
 def _command_of(directory: RunDirectory) -> str:
-    """The hidden command that does this run: `_engine`, for a run of several stages `_conductor`, for a stage that
-    assembles a mixture `_assemble`."""
+    """Return the hidden command of tunedeck that works on this run: `_engine`; for a run of several stages
+    `_conductor`; for a stage that assembles a mixture `_assemble`."""
     if directory.assembly.is_file():
         return "_assemble"
     recipe = read_spec(directory).get("recipe", {})
@@ -126,7 +128,8 @@ def _engine_folder(directory: RunDirectory) -> Path:
 
 
 def engine_environment() -> dict[str, str]:
-    """The engine's environment: output is unbuffered, and the tokenizer's threads do not warn about forks.
+    """Return the environment variables of an engine: this process's, and settings that make output unbuffered and
+    silence the tokenizer's warning about forks.
 
     PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH is left unchanged:
     `tunedeck.py` puts its own folder before the others, and the user's data or model code may need them.
@@ -144,8 +147,8 @@ def engine_environment() -> dict[str, str]:
 def wait_until_running(
     directory: RunDirectory, process: subprocess.Popen[bytes], *, start: FileOffsets = FileOffsets()
 ) -> None:
-    """Return when the engine has written its first event after `start`. Raises TunedeckError if the engine ends
-    before."""
+    """Wait until the engine has written its first event after `start`. Raises TunedeckError if `process` ends without
+    one."""
     tail = EventTail(directory.events, offset=start.events)
     while not tail.poll():
         try:
@@ -244,7 +247,8 @@ def force_stop(directory: RunDirectory) -> None:
 
 
 def _force_stop_stages(directory: RunDirectory) -> None:
-    """Kill the engine of each stage of this run that is still alive: it does not end with the conductor."""
+    """Kill the engine of each stage of this run that is still alive: a stage's engine does not end when the conductor
+    is killed."""
     for stage in stage_directories(directory):
         identity = engine_process(stage)
         if identity is not None and is_alive(identity):
@@ -299,8 +303,8 @@ def _wait_until_gone(identity: ProcessIdentity) -> None:
 
 
 def record_forced_stop(directory: RunDirectory) -> None:
-    """Write the last event for an engine that was killed, under the run's lock, so that no other engine writes
-    meanwhile."""
+    """Write the journal's last event for an engine that was killed. The run's lock is held meanwhile, so that no new
+    engine writes at the same time."""
     control.clear_requests(directory)
     with lock_after_engine(directory), EventWriter(directory) as writer:
         clear_engine(directory)
@@ -308,7 +312,8 @@ def record_forced_stop(directory: RunDirectory) -> None:
 
 
 def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
-    """Make the error for an engine that ended without recording why: its exit code, and the end of its log."""
+    """Return the error for an engine that ended with exit code `code` without recording why: it has the exit code and
+    the end of the run's log, after byte `log_start`."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(
@@ -328,7 +333,8 @@ def _exit_text(code: int) -> str:
 
 
 def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES) -> list[str]:
-    """The last `lines` lines of `engine.log` after byte `start`, of its last 64 KiB at most; empty without a log."""
+    """Return the last `lines` lines of `engine.log` that lie after byte `start` and within its last 64 KiB; empty
+    without a log."""
     try:
         with directory.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -341,7 +347,7 @@ def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES)
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect INT, TERM and HUP into a list while the block runs.
+    """Yield a list to which INT, TERM and HUP are appended by number, as they arrive, instead of ending this process.
 
     INT and HUP are not collected if they were ignored before: `nohup` and a shell's `&` start a process in this way.
     """
@@ -362,7 +368,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _sleep_until_signal_or_end(process: subprocess.Popen[bytes], received: list[int]) -> None:
-    """Sleep for one poll interval, or until the process ends or a signal arrives."""
+    """Sleep for POLL_SECONDS, or until `process` ends or `received` has a new signal."""
     before = len(received)
     deadline = time.monotonic() + POLL_SECONDS
     while len(received) == before and time.monotonic() < deadline:

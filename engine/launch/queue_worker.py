@@ -28,7 +28,7 @@ from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
 
 POLL_SECONDS = 0.25
-"""How often a run, or the worker, is looked at."""
+"""Seconds between two looks at the present run, or at the worker."""
 
 
 def start_queue_worker(runs_dir: Path) -> int:
@@ -59,7 +59,8 @@ def start_queue_worker(runs_dir: Path) -> int:
 
 
 def follow_queue(queue: Queue, pid: int) -> Iterator[tuple[str, int]]:
-    """Follow a worker until it ends: yields one line for each run that starts or ends, with the run's exit code."""
+    """Follow the worker process `pid` until it ends. Yields (sentence, 0) when a run starts, and (sentence, exit code
+    of the run) when it ends."""
     current: str | None = None
     alive = True
     while alive:
@@ -120,9 +121,11 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
 
 
 def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
-    """Record in the run's journal why its engine could not be started, so that it shows as failed and not as queued.
+    """Record in the run's journal why its engine could not be started, so that the run is shown as failed and not as
+    queued.
 
-    Where another engine works on the run, or the journal cannot be written either, only the worker's log says so.
+    If another engine works on the run, or the journal cannot be written either, the reason is written to the worker's
+    log alone.
     """
     known = error if isinstance(error, TunedeckError) else TunedeckError(f"{type(error).__name__}: {error}")
     text = f"the engine could not be started: {known.render()}"

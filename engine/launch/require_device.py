@@ -67,7 +67,8 @@ def _nvml_count() -> int:
 
 
 def _profile_for_here() -> str:
-    """A profile that this machine can run: one of the user's own for the CPU, else the command that writes one."""
+    """Return the advice, for an error's fix, how to get a profile that this machine can run: the name of one of the
+    user's own profiles for the CPU, else the command that writes one."""
     names = [file.name for file in list_spec_files("profile")]
     for file in list_spec_files("profile"):
         try:

@@ -39,14 +39,14 @@ class Missing(NamedTuple):
     """Something of the hub that a run needs and that is not in the cache of this machine."""
 
     what: str
-    """In words, such as "model owner/name"."""
+    """Description of what is missing, such as "model owner/name"."""
     fix: str
-    """What to type so that the run finds it."""
+    """The command or option with which a run finds what is missing."""
 
 
 def require_hub(specs: Iterable[RunSpec], *, unreachable: bool = False) -> None:
     """Raise EnvironmentProblem if the runs need something of the hub that is not on this machine, and the hub may not
-    be asked or does not answer. `unreachable`: it was asked just now, and did not answer."""
+    be asked (offline mode) or does not answer. `unreachable`: the hub was asked just now and did not answer."""
     missing = list(dict.fromkeys(found for spec in specs for found in missing_from_cache(spec)))
     if not missing:
         return
@@ -77,8 +77,8 @@ def hub_answers() -> bool:
 
 
 def missing_from_cache(spec: RunSpec) -> list[Missing]:
-    """What a run, or any enabled stage of a staged run, takes from the hub and is not on this machine. Sends no
-    request."""
+    """Return what a run, or any enabled stage of a staged run, needs from the hub that is not in the cache of this
+    machine. Sends no request."""
     if not spec.recipe.stages:
         return list(_missing_of(spec.recipe))
     found = [missing for stage in stage_specs(spec) for missing in _missing_of(stage.recipe)]
@@ -100,8 +100,8 @@ def _missing_of(recipe: Recipe) -> Iterator[Missing]:
 
 
 def _missing_model(model: Model) -> Iterator[Missing]:
-    """The model that a [model] starts from, with its tokenizer if that is used. Random weights need only its
-    config."""
+    """Yield what is missing of the model that a [model] starts from, and of its tokenizer if that is used. Random
+    weights need only the model's config."""
     start = _first_model(model)
     if start is None or not _is_on_hub(start.id):
         return
@@ -112,8 +112,9 @@ def _missing_model(model: Model) -> Iterator[Missing]:
 
 
 def _first_model(model: Model) -> Model | None:
-    """The [model] with the base that a run loads: for "run:RUN" that of the run, if its result is an adapter; None if
-    the result contains all weights."""
+    """Return the [model] that names the base to load. For "run:RUN" with an adapter as result this is the [model] of
+    RUN, followed back as far as necessary. None if that run's result contains all weights, so that no base is loaded.
+    """
     while model.id.startswith(RUN_PREFIX):
         run = result_run(resolve_run(model.id.removeprefix(RUN_PREFIX).partition("@")[0], None))
         if not run.run_toml.is_file() or run.assembly.is_file():
@@ -132,8 +133,8 @@ def _has_config(snapshot: Path) -> bool:
 def _missing_files(
     what: str, name: str, revision: str | None, needed: Sequence[Callable[[Path], bool]]
 ) -> Iterator[Missing]:
-    """`what` (model, adapter or tokenizer) with the hub id `name`, unless its cached files pass all tests in
-    `needed`."""
+    """Yield a `Missing` for the hub id `name`, unless a cached snapshot of `revision` passes all tests in `needed`;
+    each test gets the snapshot's folder. `what` is model, adapter or tokenizer."""
     snapshot = find_snapshot(name, revision)
     if snapshot is not None and all(test(snapshot) for test in needed):
         return
@@ -155,7 +156,8 @@ def _missing_data(key: str, sources: list[Source]) -> Iterator[Missing]:
 
 
 def _is_on_hub(text: str) -> bool:
-    """Whether a model, tokenizer or adapter is named by its hub id: not built in, a run, a stage or a folder."""
+    """Whether `text`, which names a model, tokenizer or adapter, is a hub id: not "builtin:", "run:" or "stage:", and
+    not the path of a folder."""
     if text.startswith((BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, "/", ".", "~")):
         return False
     return not os.path.isdir(text)

@@ -72,7 +72,7 @@ STAGE_OF_KEY = re.compile(r"^recipe\.stages\.[a-z0-9][a-z0-9._-]*?\.(?=(?:" + "|
 """The part of a key that names a stage; a stage's name may contain dots."""
 
 UNFELT_KEYS = ("enabled", "name", "title", "notes")
-"""Keys of a stage that may change when it is done, because nothing of it is done again."""
+"""Keys of a stage that may change although the stage is done: they have no effect on what it trained."""
 
 Changes = dict[str, tuple[Any, Any]]
 """Maps a dotted key to (value before, value after)."""
@@ -93,7 +93,8 @@ def _comparable_stage(spec: RunSpec, stage: Stage) -> dict[str, Any]:
 
 
 def find_changes(before: Any, after: Any, key: str = "") -> Changes:
-    """Compare two specs; returns every key whose value differs. A list counts as one value."""
+    """Compare two specs as nested dicts; returns {dotted key: (value before, value after)} for every key whose value
+    differs. A list counts as one value. `key` is the prefix of the keys."""
     if isinstance(before, dict) and isinstance(after, dict):
         found: Changes = {}
         for name in {**before, **after}:
@@ -145,5 +146,6 @@ def _matches(key: str, globs: tuple[str, ...]) -> bool:
 
 
 def _of_any_stage(key: str) -> str:
-    """The key as it is called in a recipe without stages: "recipe.stages.NAME.train.eps" is "recipe.train.eps"."""
+    """Return the key without its stage, as a recipe without stages has it: "recipe.stages.NAME.train.eps" becomes
+    "recipe.train.eps"."""
     return STAGE_OF_KEY.sub("recipe.", key)

@@ -52,9 +52,9 @@ def prepare_resume(
 ) -> list[str]:
     """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
-    `limits` maps names of the [limits] table (max_hours, devices, …) to the values on this command line; all others
-    stay as they were at the last start. `from_stage` names a stage that is done again from its start, with all stages
-    that start from it.
+    `overrides` are KEY=VALUE; `profile` replaces the run's profile. `limits` maps names of the [limits] table
+    (max_hours, devices, …) to the values on this command line; all others stay as they were at the last start.
+    `from_stage` names a stage that is done again from its start, with all stages that start from it.
 
     Raises:
         UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
@@ -73,7 +73,7 @@ def prepare_resume(
 
 
 def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, from_stage: str | None) -> None:
-    """Raise UsageError for --from on a staged run, and for --from-stage on any other."""
+    """Raise UsageError for --from (`from_step`) on a staged run, and for --from-stage on any other run."""
     stages = [stage.name for stage in load_run_spec(directory.run_toml).recipe.stages]
     if stages and from_step is not None:
         raise UsageError(
@@ -89,7 +89,8 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
 
 
 def _refuse_without_checkpoints(directory: RunDirectory) -> None:
-    """Raise UsageError for a stage whose checkpoints were removed when its run was done: it could only start anew."""
+    """Raise UsageError for a stage whose checkpoints were removed when its run was done: the stage could only be
+    trained again from its start."""
     removed = removed_checkpoints(directory.checkpoints)
     if removed is not None:
         run, name = directory.path.parent.parent.name, stage_name(directory)
@@ -101,7 +102,8 @@ def _refuse_without_checkpoints(directory: RunDirectory) -> None:
 
 
 def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
-    """The names of the stages that --from-stage does again. Raises UsageError if that one is disabled."""
+    """Return the names of the stages to be done again: `from_stage`, and all stages that start from it. Empty if
+    `from_stage` is None. Raises UsageError if `from_stage` is disabled."""
     if from_stage is None:
         return set()
     if not any(stage.name == from_stage and stage.enabled for stage in spec.recipe.stages):
@@ -114,8 +116,8 @@ def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
 
 
 def set_stages_aside(directory: RunDirectory, names: set[str]) -> None:
-    """Move the directories of these stages to `stages/.old-N/`. Raises EnvironmentProblem, and moves none, if an engine
-    works on one of them."""
+    """Move the directories of the stages `names` to `stages/.old-N/`. Raises EnvironmentProblem, and moves none, if an
+    engine works on one of them."""
     begun = [stage for stage in stage_directories(directory) if stage_name(stage) in names]
     for stage in begun:
         refuse_if_claimed(stage)
@@ -128,7 +130,8 @@ def set_stages_aside(directory: RunDirectory, names: set[str]) -> None:
 
 
 def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: set[str]) -> list[str]:
-    """Return one line for each change that reaches into a stage that is done, and is not done `again`."""
+    """Return one line for each refused change: one that affects a stage that is done, unless the stage is in `again`,
+    the names of those that are done again."""
     done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"} - again
     begun = {stage_name(stage) for stage in stage_directories(directory)}
     refused = []
@@ -141,7 +144,7 @@ def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: se
 
 
 def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
-    """Raise UsageError when `--from` names a checkpoint that does not exist."""
+    """Raise UsageError if the run has no checkpoint of the step that `--from` names; does nothing if `step` is None."""
     if step is None or directory.checkpoint(step).is_dir():
         return
     steps = sorted(checkpoint.step for checkpoint in find_checkpoints(directory.checkpoints))
@@ -162,7 +165,10 @@ def change_spec(
     from_stage: str | None = None,
 ) -> list[str]:
     """Write the changed spec into the run directory, with a copy of the old one as run.N.toml, and set the stages aside
-    that are done again; returns notices for the user. A change that is refused leaves everything as it was."""
+    that are done again; returns notices for the user. For the parameters see `prepare_resume`.
+
+    Raises UsageError for a change that is not allowed; the run directory is then left as it was.
+    """
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
     if profile is not None:  # on the same devices the run keeps the number that was decided at its start

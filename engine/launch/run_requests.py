@@ -21,22 +21,24 @@ from engine.journal.events import EventWriter
 
 
 class RunRequests:
-    """Collects the requests to a run. `ending` is "stop" or "pause" once the run should end, else None."""
+    """Collects what a run was asked to do. The attribute `ending` is "stop" or "pause" once the run should end, else
+    None."""
 
     def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
-        """Start the clock of `max_hours`; None means no limit. `inbox` and `writer` are None on every rank but rank 0:
-        these ranks get their requests through `adopt`."""
+        """`max_hours` counts from now; None means no limit. On rank 0, `inbox` has the control files and `writer`
+        records the answers in the journal. Both are None on other ranks, which get their requests through `adopt`."""
         self._inbox, self._writer = inbox, writer
         self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
         self._signals = 0
         self.ending: str | None = None
-        """None, "stop" or "pause"."""
+        """How the run should end, "stop" or "pause"; None while it should go on."""
         self.reason = ""
         self.checkpoint = False
         """A checkpoint was asked for; the loop clears it."""
 
     def poll(self) -> bool:
-        """Read new requests; True when the run should end. Lists one folder, which is cheap enough for each step."""
+        """Read new requests and record in the journal whether each is accepted; returns True if the run should end.
+        Lists one folder, which is fast enough to do at every step."""
         for request in self._inbox.poll() if self._inbox else ():
             accepted = self.ending is None
             if accepted and request.name == "checkpoint":
@@ -53,11 +55,12 @@ class RunRequests:
         return self.ending is not None
 
     def as_json(self) -> dict[str, Any]:
-        """The requests as JSON, which rank 0 broadcasts to the other ranks."""
+        """Return the present requests as a JSON-compatible dict, which rank 0 broadcasts to the other ranks (`adopt`).
+        """
         return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
 
     def adopt(self, requests: dict[str, Any]) -> bool:
-        """Adopt rank 0's stop, pause or checkpoint request; True when the run should end."""
+        """Replace this rank's requests by those of rank 0, made by `as_json`; returns True if the run should end."""
         self.ending, self.reason, self.checkpoint = requests["ending"], requests["reason"], requests["checkpoint"]
         return self.ending is not None
 

@@ -22,8 +22,8 @@ from engine.spec.schema.run import RunSpec
 from engine.trackers.record import read_record
 
 HAND_OVER_SECONDS = 10.0
-"""How long an engine that has ended its run stays for its trackers to take the last metrics, because a container may
-end with it. What takes longer goes on without the engine."""
+"""How long an engine that has ended its run waits for its trackers to forward the last metrics, because a container may
+end with the engine. A tracker that takes longer goes on without the engine."""
 
 Warn = Callable[[str, str, str], None]
 """Writes a warning with its code, text and fix."""
@@ -31,8 +31,9 @@ Warn = Callable[[str, str, str], None]
 
 @contextmanager
 def trackers_following(spec: RunSpec, directory: RunDirectory, last_seq: int, warn: Warn) -> Iterator[None]:
-    """Start a process for each tracker of the recipe, to follow this process's run while the block runs. `last_seq`:
-    the `seq` of the journal's last event."""
+    """Start a process for each tracker of the recipe; each forwards this process's run while the block runs. After the
+    block, wait at most HAND_OVER_SECONDS for them to finish. `last_seq`: the `seq` of the journal's last event now;
+    `warn` gets a warning for each tracker that fails."""
     names = list(dict.fromkeys(spec.recipe.trackers.use))
     watches = [_Watch(directory, name, last_seq, warn) for name in names]
     try:
@@ -59,7 +60,8 @@ class _Watch:
         self._thread.start()
 
     def end(self, deadline: float) -> None:
-        """Wait until the tracker's process has ended, at most until `deadline`; no warning is written after that."""
+        """Wait until the tracker's process has ended, at most until `deadline` (of `time.monotonic`, in seconds); no
+        warning is written after that."""
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         self._over.set()
@@ -76,13 +78,16 @@ class _Watch:
         self._warn("tracker", text or f"the process of tracker {self._name} ended with {code}", fix or self._fix())
 
     def _fix(self) -> str:
-        """What a user does about a process that did not say why it ended."""
+        """Return the fix of the warning for a process that ended without recording why: where its log is, and the
+        command that forwards what is missing."""
         log = self._directory.trackers / f"{self._name}.log"
         return f"see {log}; forward what is missing: tunedeck forward {self._directory.path}"
 
 
 def _start(directory: RunDirectory, name: str, last_seq: int) -> subprocess.Popen[bytes]:
-    """Start the follower in an OS session of its own, so that a signal to the engine's does not end it."""
+    """Start the process that forwards the run to tracker `name`; returns it. `last_seq`: the `seq` of the journal's
+    last event now. The process has an OS session of its own, so that a signal to the engine's session does not end it.
+    """
     directory.trackers.mkdir(exist_ok=True)
     place = ["--engine", str(os.getpid()), "--after", str(last_seq)]
     with (directory.trackers / f"{name}.log").open("ab") as log:

@@ -23,7 +23,7 @@ from engine.budget.architecture.trainable_families import (
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
-    """Return {dotted name: reason} for those of the linear layers `linears` that cannot have an adapter."""
+    """Return {dotted name: reason} for the linear layers among `linears` that cannot have an adapter."""
     model_type = str(model.config.get_text_config().model_type)
     experts, routers = names_of_experts(model_type), router_modules(model)
     reasons: dict[str, str] = {}

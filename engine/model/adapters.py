@@ -33,7 +33,8 @@ ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
 
 @dataclass
 class Coverage:
-    """Numbers of trained and untrained modules, by the last parts of their names ("self_attn.q_proj")."""
+    """How many modules are trained and how many are not, counted by the last two parts of their names
+    ("self_attn.q_proj")."""
 
     adapted: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -47,7 +48,8 @@ class Coverage:
     """Linear layers that cannot have an adapter, by their names, each with the reason."""
 
     def text(self) -> str:
-        """Format the numbers as lines of text."""
+        """Format as lines of text which layers have adapters, which modules are trained in full, and which layers are
+        left out."""
         lines = [_line("adapters on", self.adapted)] if self.adapted else []
         if self.experts_adapted:
             lines.append(_line("adapters on fused experts", self.experts_adapted))
@@ -65,8 +67,8 @@ class Coverage:
 
 
 def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
-    """Sentences on layers that targets = "all-linear" leaves out: fused experts, and layers that cannot have an
-    adapter."""
+    """Return sentences on what targets = "all-linear" leaves without an adapter: fused experts, and layers that cannot
+    have one. Empty if nothing is left out. `coverage` is of the model with its adapters, `model_type` the config's."""
     found = [untrained_experts(model_type, method)] if coverage.experts_left_out else []
     for reason in dict.fromkeys(coverage.impossible.values()) if method.targets == "all-linear" else ():
         names = Counter(_layer_type(name) for name, each in coverage.impossible.items() if each == reason)
@@ -77,7 +79,8 @@ def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
 def add_adapters(
     model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()
 ) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with new adapters; parameters that match the globs `in_full` are trained in full.
+    """Return `model` wrapped with new adapters, and the coverage. Parameters that match the globs `in_full` are trained
+    in full.
 
     Raises:
         UsageError: a pattern that matches nothing, or modules that cannot be trained this way.
@@ -113,7 +116,7 @@ def add_adapters(
 
 
 def _refuse_on_experts(method: Method) -> None:
-    """Raise UsageError for settings that peft cannot apply to fused experts."""
+    """Raise UsageError if method.dropout or method.dora is set: peft cannot apply them to fused experts."""
     for key, value, default in (("dropout", method.dropout, "0"), ("dora", method.dora, "false")):
         if value:
             raise UsageError(
@@ -139,8 +142,8 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 
 
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with a saved adapter, to train the adapter further with the rank and targets it was saved with, not
-    the recipe's."""
+    """Return `model` wrapped with the saved adapter `adapter` (hub id or folder), and the coverage. The adapter is
+    trained further with the rank and targets that it was saved with, not with the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
     # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
     place = "cpu" if model.device.type == "meta" else str(model.device)
@@ -154,7 +157,8 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
-    """Convert the low-rank matrices to the recipe's dtype. peft converts them only if the base is in half precision."""
+    """Convert the low-rank matrices A and B of `model` to method.adapter_dtype. peft converts them only if the base is
+    in half precision."""
     dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -188,9 +192,8 @@ def choose_targets(
     impossible: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the dotted names that get adapters, in the model's order. In a vision encoder, only those that the
-    recipe's patterns match.
-
-    `impossible`: layers that cannot have an adapter, each with the reason.
+    recipe's patterns match. `linears` and `experts` are all linear layers and fused expert weights of the model by
+    dotted name; `impossible` has those that cannot have an adapter, each with the reason.
 
     Raises:
         UsageError: a pattern matches nothing, or names a layer that cannot have an adapter; no layer is left.

@@ -36,7 +36,7 @@ POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
 have a fourth axis, put before the three, with the positions in the text."""
 
 class ChosenAttention(NamedTuple):
-    """The attention kernel of a run."""
+    """The attention kernel that a run uses, and notices for the user."""
 
     name: str
     """Its name in transformers' attention interface."""
@@ -94,7 +94,8 @@ def attends_to_later_tokens(model: PreTrainedModel) -> bool:
 
 
 def attention_needs(config: PreTrainedConfig) -> AttentionNeeds:
-    """What the model that `config` describes needs of its attention kernel."""
+    """Return what decides which attention kernels the model of `config` can use: head size, soft-cap, attention
+    dropout, and the kernels that its transformers class supports."""
     text, only = config.get_text_config(), _attribute(config, "_compatible_flash_implementations")
     keys = [key for key in ("attention_dropout", "attn_pdrop") if getattr(text, key, None)]
     return AttentionNeeds(
@@ -114,7 +115,8 @@ def _card(device: Device, dtype: torch.dtype) -> AttentionCard:
 
 
 def _obstacle_here(kernel: str, deterministic: bool) -> Obstacle | None:
-    """What prevents a flash kernel in this process; None if nothing does."""
+    """Return what prevents the flash kernel `kernel` in this process: its package is missing or cannot be imported, or
+    with `deterministic` its backward pass is not deterministic. None if nothing does."""
     if kernel == "varlen":
         return None  # part of torch, and deterministic where torch is told to be
     if (reason := _missing(kernel)) is not None:
@@ -182,7 +184,8 @@ def _supports(config: PreTrainedConfig, flag: str) -> bool:
 
 
 def _attribute(config: PreTrainedConfig, name: str) -> Any:
-    """Return an attribute of the model class for `config`; None if the class does not have it, or is not known."""
+    """Return the attribute `name` of the model class for `config`; None if the class does not have it, or is not known.
+    """
     return getattr(_model_class(config), name, None)
 
 

@@ -66,15 +66,16 @@ def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, sett
 
 @dataclass
 class _Gradients:
-    """Gradients of the summed loss; None for a tensor that requires no gradient. The bias gradient accumulates in
-    fp32."""
+    """The gradients of the summed loss with respect to hidden states, weight and bias of the head, collected over
+    chunks; None for a tensor that requires no gradient. The bias gradient accumulates in fp32."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
 
     def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add the gradients of the chunk that begins at token `start`, given `grad_CV`, the gradient of its logits."""
+        """Add the part of one chunk to the gradients. The chunk begins at token `start`; `grad_CV` is the gradient of
+        its logits, `hidden_CH` are its hidden states, and `weight_VH` is the head's weight."""
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
         grad_CV = grad_CV.to(hidden_CH.dtype)
@@ -133,8 +134,8 @@ class _LinearLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the sum of the chunk's losses and its gradient d(sum)/d(logits) in fp32, in place on one copy of the
-    logits.
+    """Return the sum of the chunk's losses and its gradient d(sum)/d(logits) [C, V] in fp32, computed in place on one
+    copy of the logits. The gradient is None unless `wants_gradient`.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².

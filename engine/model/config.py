@@ -45,8 +45,8 @@ def check_packing(spec: RunSpec) -> None:
 
 
 def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
-    """Load the config of the model that a run starts from. With an adapter whose positions were scaled when it was
-    trained, that is the config beside the adapter.
+    """Load the config of the model that a run starts from. For an adapter that was trained with scaled rotary
+    positions, this is the config saved beside the adapter, which contains the scaling.
 
     Raises:
         UsageError: no config.json, or not a causal language model.

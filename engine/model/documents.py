@@ -29,9 +29,9 @@ def takes_starts(attention: str) -> bool:
 
 
 def flash_options(module: torch.nn.Module, documents: Documents | None) -> dict[str, Any]:
-    """Keyword arguments for the forward of the decoder `module` that tell flash kernels where documents begin
-    (transformers' `FlashAttentionKwargs`). Empty if the decoder takes no such arguments, or `documents` has no
-    `starts_D1`."""
+    """Return keyword arguments for the forward of the decoder `module` that tell flash kernels where documents begin
+    (transformers' `FlashAttentionKwargs`). Empty if the decoder takes no such arguments, or if `documents` is None or
+    does not hold the positions (`starts_D1`)."""
     if documents is None or documents.starts_D1 is None or not takes_any_option(module):
         return {}
     starts_D1, longest = documents.starts_D1, documents.longest
@@ -39,7 +39,8 @@ def flash_options(module: torch.nn.Module, documents: Documents | None) -> dict[
 
 
 def takes_any_option(module: torch.nn.Module) -> bool:
-    """Whether the forward of `module` passes on options that it does not know."""
+    """Whether the forward of `module` accepts keyword arguments that it does not name, and passes them on to its
+    layers."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -48,18 +49,18 @@ _handed_over = False
 
 
 def starts_are_handed_over() -> bool:
-    """Whether the present forward pass gets the `flash_options` (see `separate_documents`), so that it needs no
-    mask."""
+    """Whether the forward pass that is running was given the `flash_options`, so that its attention kernel needs no
+    mask. Set by `separate_documents`."""
     return _handed_over
 
 
 @contextmanager
 def separate_documents(apart: bool, *, handed_over: bool = False) -> Iterator[None]:
-    """Inside the block, transformers' attention masks separate the documents of a row if `apart` is True; else every
-    row is one document. (`find_packed_sequence_indices` of transformers is replaced meanwhile.)
+    """Inside the block, transformers' attention masks separate the documents of a row if `apart` is True; otherwise
+    they treat every row as one document. transformers' `find_packed_sequence_indices` is replaced inside the block.
 
-    `handed_over`: the forward pass gets the `flash_options`; its kernel separates documents without a mask, so masks
-    do not.
+    `handed_over`: the forward pass gets the `flash_options`. Its kernel then separates documents without a mask, and
+    the masks do not separate them.
     """
     global _handed_over
     former = masking_utils.find_packed_sequence_indices

@@ -64,10 +64,11 @@ class KeyedDropout(nn.Module):
 
 
 def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) -> Tensor:
-    """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p).
+    """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p), where p is `probability`. `name`
+    is the dotted name of the dropout module: modules of different names draw different masks.
 
-    B samples, S positions, F features. Shapes of `input`: [B, S, F]; [B·S, F] with the rows of a sample
-    next to each other; attention weights of H heads, [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
+    B samples, S positions, F features. Shapes of `input`: [B, S, F]; [B·S, F] with the rows of a sample next to each
+    other; attention weights of H heads, [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
 
     Raises:
         UsageError: `input` has another shape, so that it is not known which dimension counts samples.
@@ -93,7 +94,8 @@ def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) ->
 
 
 def _heads(input: Tensor, samples: int) -> int:
-    """The number of heads if `input` holds the attention weights of each head, [B, H, S, S] or [B·H, S, S], else 0."""
+    """Return the number of heads H if `input` holds attention weights of B = `samples` samples, [B, H, S, S] or [B·H,
+    S, S]; else 0."""
     if input.dim() == 4 and len(input) == samples:
         return input.shape[1]
     square = input.dim() == 3 and input.shape[1] == input.shape[2]
@@ -153,8 +155,12 @@ def keyed(
     sample_ids: Sequence[int],
     first_position: int = 0,
 ) -> Iterator[None]:
-    """Inside the block, `layers` use the dropout masks of the micro-batch with these samples. Run both forward and
-    backward inside the block: with checkpointing, backward computes the layers again."""
+    """Inside the block, `layers` draw the dropout masks that belong to `seed`, the optimizer step `step` and the
+    samples `sample_ids`, one id per row of the micro-batch. `first_position` is the position, in its sample, of each
+    row's first token.
+
+    Run both forward and backward inside the block: with checkpointing, backward computes the layers again.
+    """
     key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     with ExitStack() as intercepting:
         for layer in layers:
@@ -199,7 +205,8 @@ class FunctionalDropout:
     def _checkpoint(
         self, name: str, checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **named: Any
     ) -> Any:
-        """Call transformers' checkpointing function for a layer whose calls of dropout are followed by name."""
+        """Call `checkpoint`, transformers' checkpointing function, on `layer`; returns its result. Each time `layer`
+        runs, also in backward, its calls of dropout are named after `name`."""
 
         def followed(*inputs: Any, **named: Any) -> Any:
             depth = len(self._running)

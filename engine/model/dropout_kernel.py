@@ -24,21 +24,23 @@ returns the rows with dropped elements set to 0 and the others scaled by 1/(1-p)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPARED_SHAPES = ((3, 37, 50), (2, 5, 1031))
-"""Shapes on which a kernel is compared: neither a multiple of its block, the second with rows longer than one."""
+"""Shapes [R, S, F] on which a kernel is compared. The rows are no multiples of the kernel's block, and those of the
+second shape are longer than a block."""
 
 _in_use: dict[str, Drop] = {}
 """The kernel that is used instead of the reference, by device type."""
 
 
 def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p), computed by the kernel
-    in use for its device. `keys`: one for each row; `first`: position of each row's first token."""
+    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p), where p is
+    `probability`. `keys`: one for each row; `first`: position of each row's first token. Computed by the kernel in use
+    for this type of device, else by `reference_drop`."""
     return _in_use.get(rows_RSF.device.type, reference_drop)(rows_RSF, keys, first, probability)
 
 
 def use_kernel(device: torch.device) -> str | None:
-    """Use Triton's kernel on this type of device from now on, if it equals the reference there. Returns why it is not
-    used, or None.
+    """Compare Triton's dropout kernel with `reference_drop` on `device`; if they are equal to the bit, use the kernel
+    on this type of device from now on. Returns why the kernel is not used, or None if it is.
 
     Raises:
         torch.OutOfMemoryError: there was no memory for the comparison.
@@ -56,12 +58,12 @@ def use_kernel(device: torch.device) -> str | None:
 
 
 def kernel_in_use(device: torch.device) -> Drop | None:
-    """The kernel that is used instead of the reference on this type of device; None if the reference is used."""
+    """Return the dropout kernel in use on this type of device; None if `reference_drop` is used."""
     return _in_use.get(device.type)
 
 
 def stop_using(device: torch.device) -> None:
-    """Use the reference on this type of device from now on."""
+    """Use no dropout kernel, but `reference_drop`, on this type of device from now on."""
     _in_use.pop(device.type, None)
 
 
@@ -85,8 +87,9 @@ def difference(
     dtypes: Sequence[torch.dtype] = DTYPES,
     probabilities: Sequence[float] = (0.1, 0.9),
 ) -> str | None:
-    """Compare a kernel with the reference on a device; returns what differs, or None if they are equal to the bit.
-    Compared are rows that begin at the first position and rows that begin later."""
+    """Compare the dropout of `kernel` with that of `reference` on a device, in each of `dtypes`. Returns a sentence on
+    what differs, or None if all results are equal to the bit. The rows begin at position 0 with the first of
+    `probabilities`, and at a later position with the second."""
     generator = torch.Generator().manual_seed(0)
     for shape in COMPARED_SHAPES:
         values = torch.randn(shape, generator=generator)

@@ -22,7 +22,8 @@ RowKey = tuple[int, int]
 
 
 def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
-    """Compute a 64-bit hash of seed, step, sample and module name."""
+    """Compute the key of one row's masks: a 64-bit hash of the seed, the optimizer step, the sample's id and the
+    module's name, as two 32-bit integers."""
     text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
@@ -30,7 +31,8 @@ def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
 def keep_mask(
     key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
 ) -> Tensor:
-    """Compute a boolean mask [S, F] for positions from `first` on: True with probability 1 - p, to within 2^-32."""
+    """Compute a boolean mask [S, F] for the S = `length` positions from `first` on and F = `features` features. An
+    element is True (kept) with probability 1 - `probability`, to within 2^-32."""
     positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
     positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
     features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
@@ -40,7 +42,8 @@ def keep_mask(
 
 
 def reference_drop(tensor_BSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Return tensor_BSF with dropped elements set to 0 and the others scaled by 1/(1-p); `keys`: one for each row."""
+    """Return tensor_BSF [B, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p). `keys`: one for each
+    row; `first`: position of each row's first token; p is `probability`."""
     length, features = tensor_BSF.shape[1:]
     result_BSF = torch.empty_like(tensor_BSF)
     for row, key in enumerate(keys):

@@ -38,10 +38,11 @@ TOP_K_FAMILIES = frozenset(
 
 
 class Routing(NamedTuple):
-    """What the routers did with the tokens of a micro-batch."""
+    """The auxiliary loss of a micro-batch and its counts of expert choices."""
 
     auxiliary: Tensor | None
-    """Σ_rows tokens_row · mean_layers( E · Σ f P ), an fp32 scalar; None if the auxiliary loss has weight 0."""
+    """The sum over rows of the row's tokens times the mean over layers of E · Σ_i f_i P_i, an fp32 scalar: E experts,
+    f_i choices of expert i per token of the row, P_i its mean probability. None if the auxiliary loss has weight 0."""
     choices_LE: Tensor | None
     """How many tokens chose each expert of each layer: int64 [L, E]; None unless `moe.watch_experts` is set."""
 
@@ -55,7 +56,7 @@ class ExpertBalance:
     experts: int
     per_token: int
     weight: float
-    """Factor of the auxiliary loss in what the step minimises; 0 if it is not computed."""
+    """Factor of the auxiliary loss in the loss that the step minimises; 0 if the auxiliary loss is not computed."""
     watched: bool
     """Whether the choices are counted."""
 
@@ -78,7 +79,9 @@ class ExpertBalance:
         )
 
     def _layer(self, logits: Tensor, row_tokens_B: Tensor, real_BS: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the layer's Σ_rows tokens_row · E · Σ f P, and its number of choices of each expert [E]."""
+        """Return (auxiliary term, number of choices of each expert [E]) of one layer. The term is the sum over rows of
+        the row's tokens times E · Σ_i f_i P_i (as in `Routing.auxiliary`); None if the auxiliary loss has weight 0.
+        `logits` [B·S, E] are the layer's router logits; `real_BS` is False at padding."""
         real_BS1 = real_BS.unsqueeze(2).float()
         given = logits if self.weight else logits.detach()
         probabilities_BSE = torch.softmax(given.float(), -1).unflatten(0, real_BS.shape)
@@ -93,11 +96,12 @@ class ExpertBalance:
 
 
 def expert_balance(recipe: Recipe, loaded: LoadedModel) -> ExpertBalance | None:
-    """The auxiliary loss and counts that a recipe's [moe] table asks for; None if it asks for neither, or neither
-    applies to the model.
+    """Return what computes the auxiliary loss and the counts that a recipe's [moe] table asks for; None if the table
+    asks for neither, or if neither applies to the model.
 
-    The default weight of the auxiliary loss is the model's own `router_aux_loss_coef` if its routers learn, else 0.
-    Adds a notice to `loaded` where a key of the table has no effect or less than it seems to have.
+    The default weight of the auxiliary loss is the model's own `router_aux_loss_coef` if its routers are trained, else
+    0. A notice is added to `loaded` for a key of the table that has no effect on this model, and for an auxiliary loss
+    while no router is trained.
 
     Raises:
         UsageError: `moe.aux_loss_weight` is set for a family whose routers choose experts by another rule.

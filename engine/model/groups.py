@@ -15,7 +15,8 @@ from engine.spec.schema.recipe import ParameterGroup, Train
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
-    """Return groups with `params`, `names`, `lr` and `weight_decay`, in the order of their first parameters.
+    """Return the optimizer's groups of the trained parameters (name, parameter): dicts with `params`, `names`, `lr` and
+    `weight_decay`, in the order of their first parameters.
 
     Weight decay applies to matrices, but not to biases, norms and other vectors, as in GPT-3 (appendix B) and nanoGPT.
     A parameter gets the settings of the first entry in [[train.groups]] that matches its name; a weight_decay set in

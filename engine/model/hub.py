@@ -48,7 +48,9 @@ OFFLINE_SIGNS = (
 
 
 def require_reachable(model: str, what: str, revision: str | None) -> None:
-    """Raise EnvironmentProblem if `model` is neither a folder nor in the cache, and the hub does not answer.
+    """Raise EnvironmentProblem if `model` (hub id or folder) is neither a folder nor in the cache at `revision`, and
+    the hub does not answer. `what` names in the message what is loaded, such as "tokenizer". Does nothing with
+    HF_HUB_OFFLINE.
 
     The hub is asked once, because without a network transformers' retries take most of a minute.
     """
@@ -65,8 +67,9 @@ def require_reachable(model: str, what: str, revision: str | None) -> None:
 
 
 def loading_error(error: BaseException, model: str, what: str = "model") -> TunedeckError:
-    """Convert `error` to an error with a fix. `error` was raised while loading the `what` (such as "tokenizer") of
-    `model` (hub id or folder)."""
+    """Return the error to show for `error`, with a fix: EnvironmentProblem if the hub cannot be reached or refuses
+    access, else UsageError. `error` was raised while loading the `what` (such as "tokenizer") of `model` (hub id or
+    folder)."""
     texts = " ".join(str(link) for link in _chain(error)).lower()
     first = _first_line(error)
     if Path(model).is_dir():
@@ -96,9 +99,9 @@ def loading_error(error: BaseException, model: str, what: str = "model") -> Tune
 
 @contextmanager
 def blaming_own_code(config: PreTrainedConfig, model: str) -> Iterator[None]:
-    """Inside the block, an error of Python code that came with `model` becomes a UsageError that says so.
+    """Inside the block, an error raised by Python code that came with `model` becomes a UsageError that says so.
 
-    Such code is often written for an older transformers. Errors of transformers' own models, and an exhausted memory,
+    Such code is often written for an older transformers. Errors of transformers' own models and out-of-memory errors
     pass unchanged.
     """
     try:

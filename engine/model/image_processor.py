@@ -52,7 +52,11 @@ def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> I
 
 
 def _processor(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig) -> Any:
-    """transformers' processor, with the recipe's bounds on the size of images where the model takes any size."""
+    """Load transformers' image processor of the base model. For models that take images of any size, the recipe's
+    data.image_min_pixels and data.image_max_pixels replace the processor's own bounds.
+
+    Raises the error of `loading_error` if it cannot be loaded.
+    """
     options: dict[str, Any] = {"backend": "pil", "revision": start.revision or "main"}
     try:
         processor = AutoImageProcessor.from_pretrained(start.base, **options)

@@ -29,7 +29,8 @@ FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 """Sum of token losses from hidden states [N, H], head [V, H], targets [N], bias [V] or None, and label smoothing."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""How far loss and gradient of the trial may be off, relative to the reference's."""
+"""Largest allowed difference of loss and gradient in the trial between Liger's and torch's, relative to torch's, by
+dtype."""
 
 TRIAL_NHV = (24, 16, 40)
 """Sizes of the trial: two chunks of 16 tokens (chunk: N · H / V, rounded up to a power of two)."""
@@ -43,7 +44,8 @@ def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smo
 
 
 def liger_applies(head: OutputHead, device: Device) -> bool:
-    """Whether Liger is installed and computes the loss of this head in the memory that plans assume."""
+    """Whether Liger's kernel can compute the loss of this head: it is installed, the device is a GPU, and the head is a
+    frozen plain linear layer without a soft-cap. Whether the kernel works here is tested by `liger_problem`."""
     return (
         device.kind == "cuda"
         and head.linear is not None

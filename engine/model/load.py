@@ -41,7 +41,8 @@ from engine.spec.schema.run import RunSpec
 __all__ = ["LoadedModel", "load_model"]
 
 SEED_MIXED_IN = 0x7E57
-"""Makes the random stream of initial weights differ from other uses of train.seed."""
+"""Combined with train.seed to seed the initial weights, so that their random stream differs from other uses of the
+seed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class ModelSettings:
 def choose_settings(
     spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device
 ) -> ModelSettings:
-    """Choose dtypes, the attention kernel and the dropout that is kept, for a device; scale rotary positions.
+    """Return the settings to load a base model with on `device`: dtypes, attention kernel, and a copy of `config` in
+    which rotary positions are scaled and the dropout that the run does not keep is 0.
 
     Raises:
         EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used, or for rotary
@@ -92,10 +94,10 @@ def choose_settings(
 def load_model(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase, place: torch.device | None = None
 ) -> LoadedModel:
-    """Load the base model, add adapters or freeze parameters, set checkpointing. Call it inside `device.activate()`.
+    """Load the base model, add adapters or freeze parameters, set checkpointing; returns it ready to train. Call this
+    inside `device.activate()`.
 
-    Weights are loaded to `place`, by default the device. If `place` is "meta", nothing is read and no memory is
-    used.
+    Weights are loaded to `place`, by default the device. If `place` is "meta", nothing is read and no memory is used.
 
     Raises:
         UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer with too many ids.
@@ -118,7 +120,8 @@ def load_model(
 
 
 def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, device: Device) -> LoadedModel:
-    """Add adapters or freeze parameters, and set dropout and checkpointing. The result has no tokenizer yet.
+    """Make the base model `base` ready to train: add adapters or freeze parameters, set dropout and checkpointing.
+    Returns it as a LoadedModel without a tokenizer.
 
     Raises:
         UsageError: patterns that match nothing, rotary scaling that the model does not compute, or an adapter that
@@ -210,7 +213,8 @@ def _load_pretrained(
 
 
 def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
-    """Raise UsageError if weights are missing or have another shape: transformers would replace them by random ones."""
+    """Raise UsageError if weights are missing or have another shape: transformers would replace them by random ones.
+    `report` is the loading report of transformers' from_pretrained."""
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing or misshapen:

@@ -59,9 +59,11 @@ class LoadedModel:
     shards: dict[str, Parameter] | None = None
     """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
     first_elements: dict[str, int] = field(default_factory=dict)
-    """If weights are sharded, the number in the whole parameter of the first element of this rank's shard, by name."""
+    """If weights are sharded, {name: flat index, in the whole parameter, of the first element of this rank's shard};
+    else empty."""
     copy_to_host: Callable[[Tensor], Tensor] | None = None
-    """Function that copies a tensor to the host for saving; None means `device.staged`."""
+    """Function that copies a tensor to the host for saving; None means that the device's own copy is used
+    (`device.staged`)."""
     attends_to_padding: bool = True
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
     images: ImageProcessor | None = None
@@ -69,7 +71,7 @@ class LoadedModel:
     positions_scaled: bool = False
     """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
-    """Set by `load_model`. A simulated model has none."""
+    """The tokenizer, set by `load_model`. A simulated model has none."""
 
     @property
     def base(self) -> PreTrainedModel:
@@ -224,8 +226,8 @@ def plain_name(name: str) -> str:
 
 
 def _unwrapped(name: str) -> str:
-    """Remove the `.base_layer` parts that peft's wrappers add to a name, except directly before `.lora_`. For fused
-    experts, peft nests one wrapper per weight, and only these parts distinguish the adapters of the weights."""
+    """Return the name without the `.base_layer` parts that peft's wrappers add, except directly before `.lora_`. For
+    fused experts, peft nests one wrapper per weight, and only these parts distinguish the adapters of the weights."""
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 

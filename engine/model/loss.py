@@ -58,17 +58,18 @@ class MicroBatchLoss(NamedTuple):
     """How many tokens chose each expert of each layer, int64 [L, E]; None if this is not counted."""
 
     def share_of(self, target_tokens: int, tokens: int) -> MicroBatchLoss:
-        """Divide the token losses by the step's number of target tokens, and the auxiliary loss by its `tokens`."""
+        """Return this micro-batch's share of the step's loss: the token losses divided by `target_tokens`, the
+        auxiliary loss divided by `tokens`. Both are the numbers of the whole step, over all ranks."""
         auxiliary = None if self.auxiliary is None else self.auxiliary / tokens
         return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary)
 
     def detached(self) -> MicroBatchLoss:
-        """The same values without their autograd history."""
+        """Return the same values detached from the autograd graph."""
         auxiliary = None if self.auxiliary is None else self.auxiliary.detach()
         return self._replace(token_losses=self.token_losses.detach(), auxiliary=auxiliary)
 
     def add_(self, other: MicroBatchLoss) -> MicroBatchLoss:
-        """Add the values of another micro-batch to this one's, in place."""
+        """Add the values of another micro-batch to this one's, in place; returns the sum."""
         for mine, its in zip(self, other, strict=True):
             if mine is not None and its is not None:
                 mine.add_(its)
@@ -93,7 +94,7 @@ class LossFunction:
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
         self.offload = ActivationOffload(loaded)
         self.balance: ExpertBalance | None = None
-        """What is computed from router logits in training; None for nothing."""
+        """Computes auxiliary loss and counts from the router logits in training; None if neither is wanted."""
         self.forward: Callable[[Batch], MicroBatchLoss] = self.compute
         """Function that computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and
         then runs `compute`."""
@@ -103,7 +104,8 @@ class LossFunction:
 
     @property
     def implementation(self) -> str:
-        """The implementation in use. Setting it chooses another one for good."""
+        """The implementation that computes the loss now: "plain", "chunked", "liger" or "torch". Assigning to it
+        replaces the one that was chosen, so that `set_chunks(None)` returns to the assigned one."""
         return self._in_use
 
     @implementation.setter
@@ -112,13 +114,13 @@ class LossFunction:
 
     @property
     def chunks(self) -> int | None:
-        """Tokens whose logits exist at once; None in "plain", which has them all, and in Liger's kernel, which decides
-        itself."""
+        """The number of tokens whose logits exist at once. None in "plain", where the logits of all tokens exist at
+        once, and in "liger", whose kernel chooses the number itself."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
 
     def set_chunks(self, tokens: int | None) -> None:
-        """Compute the loss over `tokens` at a time, with "chunked" where the chosen implementation has no such setting;
-        None goes back to the chosen one."""
+        """Compute the loss for `tokens` tokens at a time from now on. An implementation without chunks ("plain",
+        "liger") is replaced by "chunked" until this is called with None, which returns to the chosen implementation."""
         if tokens is not None:
             self.chunk_tokens = tokens
         self._in_use = "chunked" if tokens is not None and self._chosen not in CHUNKED else self._chosen
@@ -129,18 +131,20 @@ class LossFunction:
         return self.terms(batch).token_losses
 
     def terms(self, batch: Batch) -> MicroBatchLoss:
-        """Return everything that is minimised or counted of a micro-batch. In training, a model whose experts are
-        balanced or watched needs `batch.row_tokens_B`."""
+        """Compute the sum of token losses, the auxiliary loss and the counts of expert choices of a micro-batch. If the
+        model is in training mode and its experts are balanced or watched, `batch.row_tokens_B` must be set."""
         return self.forward(batch)
 
     def minimised(self, share: MicroBatchLoss) -> Tensor:
-        """Return what a step minimises: the token losses, plus the auxiliary loss times its weight."""
+        """Return the scalar on which a step calls backward: the token losses plus the auxiliary loss times its weight.
+        `share` is the result of `share_of`."""
         if share.auxiliary is None or self.balance is None:
             return share.token_losses
         return share.token_losses + self.balance.weight * share.auxiliary
 
     def compute(self, batch: Batch) -> MicroBatchLoss:
-        """Compute the loss of a batch. If weights are sharded, they must already be gathered (see `forward`)."""
+        """Compute the loss of a batch. If weights are sharded, they must already be gathered: callers use `terms`,
+        which gathers them first."""
         balance = self.balance if self.loaded.model.training else None
         with autocast(self.loaded), self.offload.saving():
             hidden_BSH, logits = decoder_output(self.loaded, batch, router_logits=balance is not None)
@@ -170,8 +174,8 @@ class LossFunction:
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """Compute the sum of token losses from the hidden states that predict target tokens. If the head's weights are
-        sharded, they must already be gathered (see `head_forward`)."""
+        """Compute the sum of token losses, an fp32 scalar, from the hidden states that predict target tokens. If the
+        head's weights are sharded, they must already be gathered (`HeadWithLoss` does that)."""
         # Evaluation scores the model's own probabilities, whatever training aims at.
         head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
@@ -231,7 +235,8 @@ class ChosenLoss(NamedTuple):
 
 
 def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> ChosenLoss:
-    """Choose the implementation for `train.loss = asked`. For "auto": Liger where it applies and works, else "chunked".
+    """Choose the implementation for `asked`, the recipe's train.loss. For "auto" this is Liger's kernel where it
+    applies and works, else "chunked".
 
     Raises:
         UsageError: "fused" was asked for, but no fused kernel can compute this loss.
@@ -290,7 +295,7 @@ def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> 
     """Return the options that tell flash kernels where documents begin, for packed rows and for a single row.
 
     Several rows that are not packed need none: each is one document. With images none are given, because the vision
-    encoder's attention has starts of its own.
+    encoder's attention makes such options itself, for its images.
     """
     masked = batch.attention_mask_BS is not None and loaded.attends_to_padding
     whole_rows = batch.position_ids_BS is None and len(batch.input_ids_BS) > 1
@@ -300,8 +305,9 @@ def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> 
 
 
 def _documents_of(batch: Batch, *, handed_over: bool) -> AbstractContextManager[None]:
-    """Return a context in which transformers' masks separate the documents of `batch`. For a slice, whose documents are
-    not known, it does nothing, and transformers infers documents from the position ids."""
+    """Return a context in which transformers' masks separate the documents of `batch`. If its documents are not known,
+    as in a slice of sequence parallelism, the context does nothing, and transformers infers documents from the position
+    ids. `handed_over`: the attention kernel gets their positions and needs no mask."""
     if batch.documents is None:
         return nullcontext()
     return separate_documents(not batch.documents.one_per_row, handed_over=handed_over)

@@ -40,7 +40,8 @@ class ModelWithLoss(nn.Module):
         self.loss: LossFunction | None = None
 
     def use(self, loss: LossFunction) -> None:
-        """Make `loss` run through this module's forward, and compute token losses through the forward of `head`."""
+        """Make `loss` run through the forward of this module, and compute its token losses through the forward of
+        `self.head`, so that FSDP gathers their weights."""
         self.loss = self.head.loss = loss
         loss.forward, loss.head_forward = self, self.head
 

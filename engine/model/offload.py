@@ -25,7 +25,8 @@ from engine.device.host_copies import HostCopy
 from engine.model.loaded import LoadedModel
 
 SMALLEST_BYTES = 16 * 1024
-"""Smaller tensors (norm statistics, masks) are not offloaded: launching the copy takes as long as the copy."""
+"""Tensors below this size (norm statistics, masks) are not offloaded: to start their copy takes as long as the copy
+itself."""
 
 
 @dataclass
@@ -34,10 +35,11 @@ class _OnHost:
 
     copy: HostCopy
     before: weakref.ref[_OnHost] | None
-    """The one that was saved before, which backward needs soon after this one."""
+    """The tensor that was saved just before this one; backward needs it soon after this one. None for the first."""
 
     def fetch(self) -> Tensor:
-        """Return a new device tensor with the values, and begin to bring back the one that was saved before."""
+        """Return a new device tensor with the values, and start the copy back to the device of the tensor that was
+        saved before this one."""
         found = self.copy.fetch()
         earlier = self.before() if self.before else None
         if earlier is not None:
@@ -54,7 +56,8 @@ class ActivationOffload:
         self.on = False
 
     def settle(self) -> None:
-        """Give up device memory that copies under way still use. Call it after backward, and after a failed attempt."""
+        """Release the device memory that unfinished copies still hold. Call this after backward, and after a failed
+        attempt."""
         self._device.settle_offloads()
 
     def saving(self) -> AbstractContextManager[object]:
@@ -91,9 +94,12 @@ class ActivationOffload:
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    """Return a tensor that a hook may keep: an operation's own output would keep the operation, which keeps the hook's
-    tensor. Only a finished backward pass breaks this ring, so the memory of a failed one would never be freed. autograd
-    itself adds the history again."""
+    """Return `tensor` detached from the autograd graph, so that a hook may keep it; autograd adds the history again by
+    itself.
+
+    The output of an operation refers to the operation, and the operation to the hook's tensor: only a finished backward
+    pass breaks this cycle, so the memory of a failed pass would never be freed.
+    """
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 

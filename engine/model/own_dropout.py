@@ -32,7 +32,8 @@ KERNELS_THAT_DROP = ("sdpa", "flash_attention_2")
 def settle_dropout(
     config: PreTrainedConfig, kernel: str, asked: Literal["auto", "keep", "off"], *, cuda: bool, shared: bool
 ) -> list[str]:
-    """Set the dropout that is not kept to 0 in `config`, before a model is made of it; returns notices.
+    """Set the dropout that the run does not keep to 0 in `config`, before a model is made of it. Returns a notice for
+    each key that is set to 0, except for dropout of attention weights that the recipe switches off.
 
     `kernel`: transformers' name of the attention kernel; `asked`: model.attention_dropout; `cuda`: whether the device
     is a GPU; `shared`: ranks share sequences, so that each has a part of the attention weights.

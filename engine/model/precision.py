@@ -41,8 +41,12 @@ class Precision:
 
 
 def choose_precision(model: Model, method: Method, model_type: str, device: Device) -> Precision:
-    """Choose dtypes by model.dtype for this device and model family. On a CPU or a metered device, "auto" is
-    float32."""
+    """Return the dtypes and the loss scaling for model.dtype on `device`. "auto" is float32 on a CPU or a metered
+    device, bfloat16 on a GPU that has it, else float16. Under float16 the loss is scaled, and full fine-tuning keeps
+    float32 weights.
+
+    `model_type` decides whether a notice warns that the family is known to overflow in float16.
+    """
     compute = DTYPES[model.dtype] if model.dtype != "auto" else _automatic(device)
     notices: list[str] = []
     if compute == torch.bfloat16 and not device.supports_bfloat16:

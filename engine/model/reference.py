@@ -80,7 +80,8 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 
 
 def find_run_weights(text: str) -> Path:
-    """Return the folder with the weights that "run:RUN" (the run's result), "run:RUN@STEP" or "run:RUN@best" names.
+    """Return the folder with the weights that `text` names: "run:RUN" (the run's result), "run:RUN@STEP" or
+    "run:RUN@best".
 
     Raises:
         UsageError: no such run, or the run has no such result or checkpoint.
@@ -100,8 +101,8 @@ def find_run_weights(text: str) -> Path:
 
 
 def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
-    """Raise UsageError if `which` ("best" or a step) named a checkpoint of a stage that was removed when its run was
-    done."""
+    """Raise UsageError if `which` ("best" or a step) names a checkpoint of the stage `run` that was deleted when the
+    staged run was done. `text` is the reference as the user typed it, for the message."""
     removed = removed_checkpoints(run.checkpoints)
     if removed is None or which not in map(str, [*removed.steps, *(["best"] if removed.best is not None else [])]):
         return
@@ -114,8 +115,8 @@ def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
 
 
 def _local(text: str) -> str:
-    """Return the absolute path of the folder that `text` names (a path or "run:..."). Other text, such as a hub id, is
-    returned unchanged.
+    """Return the absolute path of the folder that `text` names (a path, or "run:..." as in `find_run_weights`). Other
+    text, such as a hub id, is returned unchanged.
 
     Raises:
         UsageError: no such run or folder.

@@ -79,8 +79,9 @@ def _rotations(model: nn.Module) -> Iterator[tuple[Any, str | None, str]]:
 
 
 def _switch_off(module: Any, layer_type: str | None) -> None:
-    """Make a rotary embedding keep its frequencies, by changing its type to "default", which transformers never
-    updates."""
+    """Make a rotary embedding keep its present frequencies, by changing its type to "default", for which transformers
+    computes no new ones. `layer_type`: the type of layer whose frequencies are meant; None where all layers share them.
+    """
     if layer_type is None:
         module.rope_type = "default"
     else:

@@ -98,7 +98,8 @@ def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> None:
-    """Raise UsageError when the tokenizer has token ids without an embedding in the model."""
+    """Raise UsageError if the tokenizer has token ids of `embedding_rows` (the number of rows of the model's embedding)
+    or above: the model has no embedding for these."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= embedding_rows:
         raise UsageError(

@@ -22,7 +22,7 @@ BLOCK = 1024
 
 @triton.jit
 def _mix(bits: Any) -> Any:
-    """Murmur3's finaliser on uint32 values, as `engine.model.dropout_masks._mix` on int32."""
+    """Apply murmur3's finaliser to uint32 values, as `engine.model.dropout_masks._mix` does to int32 values."""
     bits ^= bits >> 16
     bits *= 0x85EBCA6B
     bits ^= bits >> 13
@@ -43,7 +43,9 @@ def _kernel(
     scale: Any,
     block: tl.constexpr,
 ) -> None:
-    """Drop the elements of one block of one row. `threshold`: the smallest signed hash that is kept."""
+    """Write one block of `block` elements of one row to `result_ptr`: 0 where dropped, else the value times `scale`.
+    `keys_ptr` has two int32 per row; `length` and `features` are the row's S and F, `first` its first position, and an
+    element is kept if its signed hash is at least `threshold`."""
     blocks = tl.cdiv(length * features, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     place = (tl.program_id(0) % blocks) * block + tl.arange(0, block)
@@ -61,7 +63,8 @@ def _kernel(
 
 
 def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Return rows_RSF with dropped elements set to 0 and the others scaled by 1/(1-p)."""
+    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p). `keys`: one for each
+    row; `first`: position of each row's first token; p is `probability`."""
     rows_RSF = rows_RSF.contiguous()
     result_RSF = torch.empty_like(rows_RSF)
     rows, length, features = rows_RSF.shape

@@ -50,7 +50,7 @@ class UlyssesAttention:
 
     @property
     def inner(self) -> str:
-        """transformers' name of the kernel that runs between the exchanges."""
+        """transformers' name of the kernel that computes the attention of this rank's heads, the model's usual one."""
         return self._loaded.attention
 
     @contextmanager
@@ -76,8 +76,9 @@ class UlyssesAttention:
     def _attend(
         self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Compute attention for one layer; every layer calls this with its tensors for this rank's S positions: queries
-        of H heads, keys and values of K heads, D values per head. Returns outputs [B, S, H, D] and None."""
+        """Compute attention for the layer `module`, as transformers calls it, with this rank's S positions of its
+        tensors: queries of H heads, keys and values of K heads, D values per head. `mask` is not used: attention is
+        causal. Returns outputs [B, S, H, D] and None."""
         device = query_BHSD.device.type
         # Under autocast the kernel would convert to the narrower dtype; converting first halves the bytes exchanged.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype
@@ -110,7 +111,10 @@ class UlyssesAttention:
 def join_ulysses_attention(
     loaded: LoadedModel, ranks: Ranks, size: int, voted_group: VotedGroup | None = None
 ) -> UlyssesAttention:
-    """Join the ranks that share sequences, and check that the model computes the same on slices. Called by all ranks.
+    """Form the groups of `size` ranks that share sequences, and check that the model computes the same on slices as on
+    whole sequences; returns the attention kernel of this rank's group. All ranks of the run call this together.
+
+    `voted_group`: the group that votes before each exchange; by default the ranks that share sequences.
 
     Raises:
         UsageError: the model cannot use this kernel, or computes something else with it.

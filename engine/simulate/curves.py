@@ -58,7 +58,8 @@ DEPTHS = (2, 3)
 LENGTH_STEP = 128
 """Simulated lengths are multiples of this, so that few tensors are rounded up to whole blocks of memory."""
 SEQUENTIAL_STEP = 8
-"""The same for families that compute one token after the other: their steps take as long as their sequences."""
+"""Simulated lengths are multiples of this for families that compute one token after the other: long sequences would
+take long to simulate."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -93,8 +94,9 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Switch Python's automatic garbage collection off inside the block, because a collection during a pass would
-    change its levels. Callers collect the youngest generation between passes; a full collection takes 0.3 s."""
+    """Switch Python's automatic garbage collection off inside the block: a collection during a simulated step would
+    free tensors and so change the recorded bytes. Callers collect the youngest generation between simulations; a full
+    collection takes 0.3 s."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -105,7 +107,7 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The (numbers of rows, lengths in tokens) to simulate.
+    """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`.
 
     All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
     model's positions: a model may run other operations beyond these limits. Families that compute one token after the
@@ -126,8 +128,8 @@ def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]
 
 
 def _trials(shapes: tuple[list[int], list[int]], *, chunked: bool) -> list[Trial]:
-    """The shapes to simulate. If `chunked`, the loss of each has two chunks, of which the first is full; if not, one
-    chunk."""
+    """Return the shapes to simulate: each number of rows with each length of `shapes`, and one or two more with other
+    numbers of targets. If `chunked`, the loss of each has two chunks, of which the first is full; if not, one chunk."""
     rows, lengths = shapes
     few = max(2, min(64, rows[0] * lengths[0] // 4))
     chunk = max(1, few // 2) if chunked else few
@@ -167,9 +169,9 @@ class _Simulated:
             self._run()
 
     def document(self) -> dict[str, Any]:
-        """The simulation's results, sizes in bytes: static memory and offloaded optimizer state by component,
-        gradients, the peak of the optimizer step, and coefficients of the levels by kind of pass and phase, and of
-        generation."""
+        """The results of the simulation as a dict, sizes in bytes: static memory and offloaded optimizer state by
+        component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of pass and phase,
+        and those of generation (None if the recipe generates nothing)."""
         return {
             "static": self.held,
             "host": self.host,
@@ -263,9 +265,9 @@ class _Simulated:
 def _curves(
     found: list[tuple[dict[str, list[int]], dict[str, int]]], trials: list[Trial], ends_only: bool
 ) -> dict[str, dict[str, Any]]:
-    """Compute for each phase of a plan its `gradients`, the bytes of gradients when it begins, and its `sizes`, the
-    coefficients of its levels: an array of shape (levels, units). `found` has one simulation's levels and gradient
-    bytes for each of `trials`."""
+    """Return {phase of a plan: {"gradients": bytes of gradients when it begins, "sizes": coefficients of its levels}};
+    the coefficients are an array of shape (levels, units). `found` has (levels, gradient bytes), both by recorded
+    phase, of the simulation of each of `trials`. For `ends_only` see `_phases`."""
     units = np.array([units_of(*trial) for trial in trials], dtype=float)
     if len(trials) < len(UNITS):  # one chunk: its targets are all targets
         units = units[:, :-1]
@@ -282,9 +284,9 @@ def _curves(
 
 
 def _phases(recorded: list[str], layers: int, ends_only: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, only the last layer's
-    forward pass and the first and last layer's backward pass are included, which have the peak if all layers are
-    alike."""
+    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, which suits a model
+    whose layers are all alike, only the last layer's forward pass and the first and last layer's backward pass are
+    included: these have the peak."""
     last = layers - 1
     forward = [EMBEDDING, *(f"forward {n}" for n in range(layers) if n == last or not ends_only)]
     between = [f"backward {n}" for n in range(last - 1, 0, -1) if not ends_only]
@@ -302,7 +304,8 @@ def _phases(recorded: list[str], layers: int, ends_only: bool) -> Iterator[tuple
 
 
 def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Extrapolate the documents of models of DEPTHS[0] and DEPTHS[1] layers linearly to a model of `depth` layers."""
+    """Extrapolate two documents (`_Simulated.document`) linearly to a model of `depth` layers: `shallow` is of a model
+    of DEPTHS[0] layers, `deep` of one of DEPTHS[1] layers."""
     times = depth - DEPTHS[1]
 
     def on(low: Any, high: Any) -> Any:
@@ -331,8 +334,9 @@ def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dic
 
 
 def _that_decide(sizes: Levels) -> Levels:
-    """Keep only the levels that can be a phase's peak: those that are the highest for at least one shape of a grid of
-    micro-batches. `sizes` and the result have the shape (levels, units)."""
+    """Return those levels of a phase that can be its peak: the ones that are highest for at least one shape of a grid
+    of micro-batches. A level is the allocated bytes after one allocation; `sizes` and the result have its coefficients,
+    shape (levels, units)."""
     lengths = [2**power for power in range(3, 19)]
     grid = [
         units_of(rows, length, max(1, int(share * rows * length)), max(1, min(int(share * rows * length), chunk)))

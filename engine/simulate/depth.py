@@ -49,16 +49,16 @@ def at_depth(facts: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _depth_place(facts: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """The table of a config that contains the number of layers, and its key there; None unless exactly one of
-    DEPTH_KEYS is set."""
+    """Return (table, key): the table of the config `facts` that contains the number of layers, and its key there; None
+    unless exactly one of DEPTH_KEYS is set."""
     table = facts.get("text_config") or facts
     keys = [key for key in DEPTH_KEYS if isinstance(table.get(key), int)]
     return (table, keys[0]) if len(keys) == 1 else None
 
 
 def _outline(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each module of a layer, its name, class, settings, and the shapes of its parameters and whether they
-    are trained. Layers that yield the same are alike."""
+    """Yield a tuple for each module of a layer: its name, class, settings, and the shapes of its parameters and whether
+    each is trained. Two layers are alike if they yield the same tuples."""
     for name, module in layer.named_modules():
         settings = {
             key: value

@@ -35,9 +35,9 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 class SimulatedDevice(MeteredDevice):
-    """A metered device that counts the bytes of fake tensors. With `like_a_card`, it counts them as a CUDA card
-    would; with `like_cuda`, also what CUDA's kernels need to compute gradients of attention, and what is on its way
-    between host and card."""
+    """A metered device that counts the bytes of fake tensors. With `like_a_card`, it counts them as a CUDA card would;
+    with `like_cuda`, it also counts what CUDA's kernels need to compute gradients of attention, and the device memory
+    of copies under way between host and card."""
 
     def __init__(self, *, like_a_card: bool, like_cuda: bool = False) -> None:
         super().__init__(UNLIMITED_BYTES)
@@ -50,11 +50,12 @@ class SimulatedDevice(MeteredDevice):
 
     @classmethod
     def of(cls, device: DeviceTable) -> SimulatedDevice:
-        """A simulated device that counts as the device of a profile does."""
+        """Return a simulated device that counts bytes as the device in a profile's [device] table does."""
         return cls(like_a_card=device.kind != "metered", like_cuda=device.kind == "cuda")
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Copy `tensor` to the host; on CUDA it is held until the next one is copied, and comes back ahead of use."""
+        """Copy `tensor` to simulated host memory and return the copy. With `like_cuda`, its device memory stays counted
+        until the next tensor is copied, and the copy back is counted one tensor ahead of its use."""
         if self._copies is None:
             return super().offload(tensor)
         with self.host_region():
@@ -62,7 +63,7 @@ class SimulatedDevice(MeteredDevice):
         return self._copies.send(tensor, host)
 
     def settle_offloads(self) -> None:
-        """Give up what is on its way between host and card."""
+        """Stop counting the device memory of copies between host and card that have not finished."""
         if self._copies is not None:
             self._copies.settle()
 
@@ -83,8 +84,8 @@ class SimulatedDevice(MeteredDevice):
 
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
-        """Inside the block, `mask.all()` of a fake mask is False, so that rows are treated as having different
-        lengths."""
+        """Inside the block, the test that transformers makes of an attention mask, `mask.all()`, is False, so that rows
+        are treated as having different lengths. Fake masks have no values."""
         self._operations.truth = False
         try:
             yield
@@ -102,7 +103,8 @@ class SimulatedDevice(MeteredDevice):
 
 
 class _OneStream:
-    """Streams of a device that works at once. Implements `Streams` and `Stream`."""
+    """The streams of a device that completes each operation before the next begins: copies and computation share this
+    stream, and events need no wait. Implements the protocols `Streams` and `Stream`."""
 
     def __init__(self) -> None:
         self.out: Stream = self
@@ -153,8 +155,9 @@ class _Operations(TorchDispatchMode):
 
 
 def _attention_scratch(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Allocate the scratch with which CUDA's kernels compute the gradients of attention in half precision. Lengths are
-    not rounded up to whole blocks."""
+    """Allocate the scratch with which CUDA's kernels compute the gradients of attention in half precision; None for
+    fp32, which needs none. `query` and `key` are [B, heads, S, head size]. Lengths are not rounded up to whole blocks.
+    """
     rows, heads, length, head_dim = query.shape
     if query.itemsize != HALF:
         return None

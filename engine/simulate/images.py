@@ -11,8 +11,8 @@ from engine.budget.architecture.vision_encoder import VisionEncoder
 
 
 def images_of(encoder: VisionEncoder, patches: int, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Create `Batch.images` for `rows` rows of `length` tokens, each with an image of `patches` patches. Pixels are
-    fp32."""
+    """Create the tensors of `Batch.images` for `rows` rows of `length` tokens, each with one image of `patches`
+    patches. Pixel values are fp32."""
     if encoder.patches is not None:
         side = int(patches**0.5) * encoder.patch_side
         pixels = torch.zeros((rows, encoder.patch_shape[0], side, side))
@@ -25,7 +25,8 @@ def images_of(encoder: VisionEncoder, patches: int, rows: int, length: int) -> d
 
 
 def grid_of(patches: int, merge: int) -> tuple[int, int]:
-    """Return (height, width), in patches, of the most nearly square image of `patches` patches."""
+    """Return (height, width), in patches, of the most nearly square image of `patches` patches. Both are multiples of
+    `merge`, since `merge` × `merge` patches become one token."""
     tokens = patches // merge**2
     high = next(side for side in range(int(tokens**0.5), 0, -1) if tokens % side == 0)
     return high * merge, tokens // high * merge

@@ -27,18 +27,19 @@ PHASES = (
 
 
 class PhaseRecorder(Protocol):
-    """What records the phases of a simulation."""
+    """Protocol of the objects that record the bytes of each phase of a simulation."""
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
 
     def leave(self) -> None:
-        """End the current phase."""
+        """End the current phase; what follows is not recorded until the next `enter`."""
 
 
 class PhasePeaks:
-    """Measures the peak bytes in each phase of a step, and the bytes of gradients when the phase began. `ends` maps
-    layer numbers (negative: from the end) to the names of their backward phases."""
+    """Measures for each phase of a step the peak bytes, and the bytes of gradients when the phase began. `ends` maps
+    the layers whose backward passes the plan predicts, by number (negative: from the end), to the names of these
+    phases."""
 
     def __init__(
         self, device: MeteredDevice, base: nn.Module, gradient_bytes: Callable[[], int], ends: Mapping[int, str]
@@ -80,13 +81,14 @@ class PhasePeaks:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def _before(self, number: int, given: tuple[Any, ...]) -> None:
-        """Forward pre-hook of layer `number`: for layer 0, begin `embedding_backward` when its input gets a
-        gradient."""
+        """Forward pre-hook of layer `number`, whose inputs are `given`: for layer 0, begin `embedding_backward` when
+        the first input gets a gradient."""
         if self._forward and number == 0 and given and given[0].requires_grad:
             given[0].register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any, count: int) -> None:
-        """Forward hook of layer `number`: begin the layer's backward phase when its output gets its gradient.
+        """Forward hook of layer `number` of `count`, whose output is `made`: begin the layer's backward phase when this
+        output gets its gradient.
 
         For the last layer, also begin `loss_backward` now. Does nothing while checkpointing recomputes the layer.
         """

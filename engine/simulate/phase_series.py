@@ -55,8 +55,9 @@ class PhaseSeries:
         return found
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Forward pre-hook of layer `number`: begin the phase "forward N"; for layer 0, begin `embedding_backward` when
-        its input gets a gradient. Does nothing while checkpointing recomputes the layer."""
+        """Forward pre-hook of layer `number`, whose inputs are `given` and `named`: begin the phase "forward N"; for
+        layer 0, begin `embedding_backward` when its input gets a gradient. Does nothing while checkpointing recomputes
+        the layer."""
         if not self._phase.startswith("forward"):
             return
         self.enter(f"forward {number}")
@@ -65,8 +66,9 @@ class PhaseSeries:
             hidden.register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any) -> None:
-        """Forward hook of layer `number`: begin the phase "backward N" when the layer's output gets its gradient. For
-        the last layer, also begin `loss_backward` now. Does nothing while checkpointing recomputes the layer."""
+        """Forward hook of layer `number`, whose output is `made`: begin the phase "backward N" when this output gets
+        its gradient. For the last layer, also begin `loss_backward` now. Does nothing while checkpointing recomputes
+        the layer."""
         if not self._phase.startswith("forward"):
             return
         hidden = made if isinstance(made, torch.Tensor) else made[0]

@@ -55,7 +55,7 @@ class Simulation:
 
     @property
     def sums(self) -> dict[str, int]:
-        """Peak bytes of each phase."""
+        """Peak bytes of each phase, the sum over its components."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
@@ -104,8 +104,8 @@ def output_of_dropout(rows: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None = None) -> LoadedModel:
-    """Create the model with its adapters on the meta device, by default from the config of the recipe's model.
-    `leave_meta` later replaces its tensors by fake tensors.
+    """Create the model with its adapters on the meta device, from the config `facts`, by default that of the recipe's
+    model. `leave_meta` later replaces its tensors by fake tensors.
 
     peft cannot create adapters as fake tensors directly.
     """
@@ -180,7 +180,8 @@ def leave_meta(model: torch.nn.Module) -> None:
 
 
 def _answers_at_once(spec: RunSpec, length: int) -> int:
-    """Return how many answers the plan generates at once; the maximum if the architecture is unknown."""
+    """Return how many answers the plan of the recipe generates at once for prompts of `length` tokens; the largest
+    number allowed if the architecture is unknown."""
     try:
         return Predictor(find_architecture(spec), spec).generation_rows(length)
     except UnknownArchitectureError:
@@ -203,7 +204,7 @@ def gradients_of(loaded: LoadedModel) -> list[torch.Tensor]:
 
 
 def clip_gradients(max_grad_norm: float, loaded: LoadedModel) -> None:
-    """Clip gradients as the engine does before an optimizer step."""
+    """Clip the gradients of `loaded` to the norm `max_grad_norm`, as the engine does before an optimizer step."""
     if max_grad_norm:
         norm = torch.nn.utils.get_total_norm(gradients_of(loaded))
         torch.nn.utils.clip_grads_with_norm_([p for _, p in loaded.trainable()], max_grad_norm, norm)
@@ -222,8 +223,8 @@ def static_components(loaded: LoadedModel, optimizer: torch.optim.Optimizer | No
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """Split a phase's peak by component, in bytes. `held` are the static components; the bytes of the peak that are
-    neither in `held` nor gradients count as activations."""
+    """Return one phase's peak by component, in bytes. `held` has the static components; what is left of `peak_bytes`
+    after these and `gradient_bytes` counts as activations."""
     rest = peak_bytes - sum(held.values()) - gradient_bytes
     return {**held, "gradients": gradient_bytes, "activations": max(0, rest)}
 
@@ -243,8 +244,8 @@ def _batch(
 
 
 def _images(spec: RunSpec, facts: dict[str, Any], rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Create the image inputs of a batch; empty if the recipe has no images or the budget does not know the vision
-    encoder."""
+    """Create the image inputs of a batch of `rows` rows of `length` tokens for the model with the config `facts`; empty
+    if the recipe has no images or the budget does not know the vision encoder."""
     if image_key(spec.recipe) is None or facts.get("model_type") not in VISION_ENCODERS:
         return {}
     arch = from_config(facts)

@@ -40,12 +40,12 @@ POLL_SECONDS = 0.1
 """How often the running stage's journal and the requests to the run are read."""
 
 INTERRUPTED = ("stopped", "paused")
-"""Statuses of a stage after which no other stage starts, because someone asked for an end."""
+"""Statuses with which a stage ends at a user's request; no other stage starts after it."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a stage ended."""
+    """How a stage ended: its status and exit code, and the reason."""
 
     status: str
     exit_code: int
@@ -53,7 +53,8 @@ class _Outcome:
 
 
 def conduct(directory: Path, *, resume: bool = False) -> int:
-    """Run the stages of the run in `directory` that are not done yet; returns the run's exit code.
+    """Run the stages of the run in `directory` that are not done yet, then its --on-finish command; returns the run's
+    exit code. `resume`: the run is resumed, which the journal records.
 
     Raises:
         EnvironmentProblem: another process has claimed the run.
@@ -76,7 +77,8 @@ class _Conductor:
         self._copied = copied_so_far(run)
 
     def run(self, *, resume: bool) -> tuple[str, int]:
-        """Run all stages that are left; returns (status, exit code) of the run and records both."""
+        """Run all stages that are left; returns (status, exit code) of the run, which are also written to its journal.
+        `resume`: the run is resumed, which the journal records, too."""
         started = time.monotonic()
         error: str | None = None
         self._write_run_started(resume)
@@ -140,8 +142,9 @@ class _Conductor:
         )
 
     def _run_stage(self, number: int, stage: Stage) -> _Outcome:
-        """Start a stage's engine, or follow the one that already runs, until it ends; record the stage's start and end
-        in the run's journal. Returns how the stage ended."""
+        """Start the engine of the stage with this number, or follow the one that already runs, until it ends; record
+        the stage's start and end in the run's journal. Returns how the stage ended; no error is raised if its engine
+        cannot be started."""
         directory = stage_directory(self._run, number, stage.name)
         engine = engine_process(directory) if directory.exists() else None
         adopted = engine is not None and is_alive(engine)
@@ -227,7 +230,8 @@ class _Conductor:
         return outcome
 
     def _overall(self) -> tuple[str, int, str]:
-        """(status, exit code, reason) of the run, from those of its stages."""
+        """Return (status, exit code, reason) of the run: those of a stage that was stopped or paused, else of the first
+        stage that failed, else "done"."""
         for name, outcome in self._outcomes.items():
             if outcome.status in INTERRUPTED:
                 return outcome.status, StoppedError.exit_code, f"in stage {name}"
@@ -251,8 +255,8 @@ class _Conductor:
 
 
 def _is_complete(directory: RunDirectory) -> bool:
-    """Whether a stage's own journal says that the stage is done. The run's journal does not decide, because its entry
-    may be about an earlier attempt that was set aside."""
+    """Whether the stage with this run directory is done, according to its own journal. The run's journal cannot tell,
+    because it may say so of an earlier attempt at the stage that was set aside."""
     return directory.exists() and summarise(directory).status == "done"
 
 
@@ -262,7 +266,9 @@ def _engine_lives(directory: RunDirectory) -> bool:
 
 
 def _outcome_of(directory: RunDirectory, process: subprocess.Popen[bytes] | None) -> _Outcome:
-    """How the stage's engine ended, from its journal; from its exit code where it recorded nothing."""
+    """Return how the stage's engine ended: as its journal says, or from its exit code if the journal has no end.
+    `process` is None for an engine that an earlier conductor started; without a recorded end such an engine was killed.
+    """
     summary: RunSummary = summarise(directory)
     if summary.exit_code is not None:
         status = summary.status if summary.status in ("done", *INTERRUPTED) else "failed"

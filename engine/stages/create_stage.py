@@ -58,12 +58,16 @@ def _assembly(spec: RunSpec, run: RunDirectory, stage: Stage) -> dict[str, Any]:
 
 
 def _folder_of(stage: RunDirectory) -> Path:
-    """The folder with the full weights that a stage ended with."""
+    """Return the folder with the full (not adapter) weights that a stage ended with."""
     return stage.merged if stage.merged.is_dir() else find_run_weights(f"run:{stage.path}")
 
 
 def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSpec:
-    """The run spec of a stage of this run, in which `stage:NAME` is the absolute path of that stage."""
+    """Return the run spec of a stage of this run. References "stage:NAME" in its [model] are replaced by the weights of
+    that stage's run (see `_weights_of`), and max_hours is removed, because it applies to the whole run.
+
+    Raises UsageError if those weights do not exist.
+    """
     alone = stage_spec(spec, stage)
     model = alone.recipe.model
     merged = alone.recipe.method.kind == "full"
@@ -78,9 +82,13 @@ def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSp
 
 
 def _weights_of(spec: RunSpec, run: RunDirectory, reference: str, *, merged: bool) -> str:
-    """Resolve the reference "stage:NAME[@STEP|@best]": returns "run:", the absolute path of that stage's run directory
-    and the suffix, from which an adapter is loaded together with its base model. With `merged` and no suffix, returns
-    the folder of the merged model, if there is one."""
+    """Resolve the reference "stage:NAME[@STEP|@best]" to a value of model.id or model.adapter. Returns
+    "run:PATH[@STEP|@best]" with the absolute path of that stage's run directory; an adapter named in this way is loaded
+    together with its base model. With `merged`, returns the folder of the stage's merged model instead, if that exists
+    and no step is named.
+
+    Raises UsageError if the stage has no such weights.
+    """
     name, which = stage_of_reference(reference)
     number = [other.name for other in spec.recipe.stages].index(name) + 1
     before = stage_directory(run, number, name)

@@ -43,10 +43,11 @@ def forward_all(directory: RunDirectory, name: str) -> int:
 
 
 def follow_engine(directory: RunDirectory, name: str, engine_pid: int, after: int) -> int:
-    """Forward the events of a run to tracker `name` until the engine has ended; returns how many had metrics.
+    """Forward the events of a run to tracker `name` until the engine with process id `engine_pid` has ended; returns
+    how many had metrics.
 
-    `after`: the `seq` of the journal's last event when that engine began. An earlier process that still hands over
-    the last metrics of the run is waited for. Raises EnvironmentProblem if the tracker fails.
+    `after`: the `seq` of the journal's last event when that engine began. If an earlier process still forwards the run,
+    this one waits for its end. Raises EnvironmentProblem if the tracker fails.
     """
     return _follow(directory, name, identify(engine_pid), after, lock_seconds=-1.0)
 
@@ -64,7 +65,8 @@ def _follow(
 
 @contextmanager
 def _failures_recorded(directory: RunDirectory, name: str, record: Record) -> Iterator[None]:
-    """Write why the block failed into the tracker's record, and raise it as EnvironmentProblem."""
+    """Inside the block, any exception is written with its fix into `record`, the record of tracker `name`, and raised
+    as EnvironmentProblem."""
     try:
         yield
     except Exception as error:
@@ -94,7 +96,9 @@ class _Follower:
         self._ended = False
 
     def run(self, engine: ProcessIdentity | None, after: int) -> int:
-        """Forward until the engine has ended, or with None until the last event; returns how many had metrics."""
+        """Forward new events until `engine` has ended, then close the tracker; returns how many events had metrics. If
+        `engine` is None, stop at the journal's present end. `after`: the `seq` of the journal's last event when the
+        engine began."""
         self._remember()
         count = 0
         while True:
@@ -118,7 +122,8 @@ class _Follower:
         return count
 
     def _forward(self, event: Event, after: int) -> bool:
-        """Forward one event; returns whether it had metrics."""
+        """Forward one event; returns whether it had metrics. A `run_finished` event ends the following if its `seq` is
+        above `after`."""
         self._seq = event["seq"]
         if event["kind"] == "resumed":
             self._tracker.rewind(event["step"])

@@ -13,7 +13,7 @@ NOT_METRICS = frozenset({"seq", "rank", "step", "stage_seq"})
 
 
 class Point(NamedTuple):
-    """The metrics of one event."""
+    """The metrics of one event of the journal, as a tracker gets them."""
 
     seq: int
     """The event's number in the journal."""
@@ -41,5 +41,6 @@ def point_of(event: Event) -> Point | None:
 
 
 def _is_number(value: object) -> bool:
-    """True for a number; a value that was not finite is None in the journal."""
+    """Whether a value of the journal is a number (bool excluded). The journal has None in place of a value that was not
+    finite."""
     return isinstance(value, int | float) and not isinstance(value, bool)

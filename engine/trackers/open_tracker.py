@@ -24,9 +24,10 @@ TRACKER_CLASSES: dict[str, type[TensorBoardTracker] | type[WandbTracker] | type[
 
 
 def open_tracker(directory: RunDirectory, name: str, position: dict[str, Any] | None) -> Tracker:
-    """Open tracker `name` for a run; `position` is what an earlier process remembered, None for the first.
+    """Open tracker `name` for a run. `position` is what the tracker's `position` or `close` returned in an earlier
+    process; None for the run's first.
 
-    Raises UsageError for a name that is no tracker's, and whatever the tracker's package raises.
+    Raises UsageError for an unknown name, and whatever the tracker's package raises.
     """
     if name not in TRACKER_CLASSES:
         raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
@@ -34,7 +35,7 @@ def open_tracker(directory: RunDirectory, name: str, position: dict[str, Any] | 
 
 
 def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
-    """The run as tracker `name` shows it. Creates the folder for the tracker's files."""
+    """Return the run as tracker `name` shows it, and create the folder for the tracker's files."""
     spec = load_run_spec(directory.run_toml, own=True)
     parent = directory.path.parent.parent.name if directory.path.parent.name == "stages" else None
     sweep = spec.provenance.sweep

@@ -1,4 +1,4 @@
-"""Which trackers there are, and a check that their packages are installed before a run starts."""
+"""The available trackers, and a check that their packages are installed before a run starts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from engine.spec.schema.recipe import Recipe
 
 
 def missing_trackers(recipe: Recipe) -> list[str]:
-    """The trackers of a recipe whose packages are not installed. Imports none of them."""
+    """Return the names of a recipe's trackers whose packages are not installed. Imports none of the packages."""
     return [name for name in recipe.trackers.use if find_spec(name) is None]
 
 
 def install_command(names: list[str]) -> str:
-    """The command that installs the packages of these trackers."""
+    """Return the shell command that installs the packages of the trackers `names`."""
     return f"pip install {' '.join(names)}"
 
 

@@ -1,4 +1,5 @@
-"""`trackers/NAME.json` of a run directory: what a tracker has of the run, remembered between processes."""
+"""The record of a tracker, `trackers/NAME.json` of a run directory: which events were forwarded, remembered between
+processes."""
 
 from __future__ import annotations
 
@@ -14,25 +15,26 @@ from engine.journal.files import write_atomically
 
 @dataclass
 class Record:
-    """What one tracker has of a run."""
+    """What was forwarded of one run to one tracker."""
 
     seq: int = 0
     """`seq` of the last event that was forwarded."""
     position: dict[str, Any] | None = None
-    """What the tracker needs to continue the run; None before its first start."""
+    """What the tracker needs to continue the run (`Tracker.position`); None if nothing was forwarded yet."""
     error: str = ""
-    """Why the last process ended early; empty if it did not."""
+    """Why the last process that forwarded the run failed; empty if it did not fail."""
     fix: str = ""
-    """What to do about `error`."""
+    """What the user can do about `error`."""
 
 
 def record_file(directory: RunDirectory, name: str) -> Path:
-    """The file of tracker `name`."""
+    """Return the path of the record of tracker `name` in the run directory."""
     return directory.trackers / f"{name}.json"
 
 
 def read_record(directory: RunDirectory, name: str) -> Record:
-    """Read what tracker `name` has of a run. Raises EnvironmentProblem for a damaged file."""
+    """Read the record of tracker `name`; an empty one if there is no file. Raises EnvironmentProblem for a damaged
+    file."""
     path = record_file(directory, name)
     try:
         return Record(**json.loads(path.read_text("utf-8")))
@@ -45,5 +47,5 @@ def read_record(directory: RunDirectory, name: str) -> Record:
 
 
 def write_record(directory: RunDirectory, name: str, record: Record) -> None:
-    """Write what tracker `name` has of a run. Raises OSError."""
+    """Write the record of tracker `name`. Raises OSError."""
     write_atomically(record_file(directory, name), json.dumps(asdict(record)) + "\n")

@@ -19,17 +19,19 @@ from engine.trackers.metrics import Point
 from engine.trackers.tracker import TrackedRun
 
 FILE_PREFIX = "events.out.tfevents"
-"""How TensorBoard recognises its files. It reads those of a folder in the order of their names, each to its end."""
+"""Beginning of the names by which TensorBoard recognises its files. TensorBoard reads the files of a folder in the
+order of their names, each to its end."""
 
 
 class TensorBoardTracker:
-    """One new event file for each process that follows the run."""
+    """Writes the metrics of a run into event files in the folder of `run`. Each process that follows the run begins a
+    new file."""
 
     last_seq: int | None = None
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position`: the size in bytes of each file as it was last remembered. Later bytes, and files that are not
-        named, are from a process that was killed before it remembered them; they are removed."""
+        """`position` is {file name: size in bytes} as an earlier process remembered it. Bytes beyond these sizes, and
+        files not named, were written by a process that was killed before it remembered them; they are removed."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -46,27 +48,28 @@ class TensorBoardTracker:
             self._add(time.time(), 0, summary=_description(run))
 
     def forward(self, point: Point) -> None:
-        """Write one scalar for each metric."""
+        """Add one scalar for each metric of an event to this process's file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
         self._add(point.seconds, point.step, summary=Summary(value=values))
 
     def rewind(self, step: int) -> None:
-        """Write the record at which TensorBoard drops all points after `step`."""
+        """Write the record that makes TensorBoard drop all points after `step`."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._add(time.time(), step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def position(self) -> dict[str, Any]:
-        """The size in bytes of every file, this process's included."""
+        """Write all metrics to the disk; returns {file name: size in bytes} for every event file of the run."""
         self._records.flush()
         os.fsync(self._file.fileno())
         self._sizes[self._path.name] = self._file.tell()
         return self._sizes
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Close the file. TensorBoard has no status of a run."""
+        """Close this process's file; returns what `position` returns. `exit_code` is not used: TensorBoard shows no
+        status of a run."""
         position = self.position()
         self._records.close()
         return position
@@ -76,7 +79,8 @@ class TensorBoardTracker:
 
 
 def _cut_back(folder: Path, sizes: dict[str, int]) -> None:
-    """Cut each file to its remembered size, and remove those that are not in `sizes`."""
+    """Cut each event file in `folder` to its size in bytes in `sizes`, and remove the event files that are not in
+    `sizes`."""
     for path in folder.glob(f"{FILE_PREFIX}.*"):
         if path.name in sizes:
             os.truncate(path, min(sizes[path.name], path.stat().st_size))

@@ -1,4 +1,5 @@
-"""What a tracker is to the follower of a journal, and what a tracker is told about the run."""
+"""The protocol of a tracker, which the follower of a journal calls, and the description of the run that the tracker
+gets."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from engine.trackers.metrics import Point
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker shows it."""
+    """The description of a run with which a tracker begins or continues it."""
 
     name: str
     """The run directory's name; for a stage "RUN/STAGE"."""
     group: str | None
-    """The sweep or the staged run that it belongs to."""
+    """The id of the sweep, or the name of the staged run, that the run belongs to; None if it belongs to neither."""
     project: str
     tags: list[str]
     config: dict[str, Any]
@@ -26,21 +27,23 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run. Every method may raise whatever the tracker's package raises."""
+    """Takes the metrics of one run. Every method may raise any exception of the tracker's package."""
 
     last_seq: int | None
-    """`seq` of the last event that the tracker itself has recorded, if it can tell; else None, and the follower's own
-    record counts."""
+    """`seq` of the last event that the tracker's own storage has. None if the tracker cannot tell: then `seq` of the
+    follower's record is used."""
 
     def forward(self, point: Point) -> None:
-        """Take the metrics of one event."""
+        """Send the metrics of one event to the tracker."""
 
     def rewind(self, step: int) -> None:
-        """Void what was forwarded of the steps after `step`: the run went back to its checkpoint of that step."""
+        """Discard the forwarded metrics of the steps after `step`: the run was resumed from its checkpoint of that
+        step."""
 
     def position(self) -> dict[str, Any] | None:
-        """Hand over what was forwarded; returns what a later process needs to continue after it. None where only
-        `close` can hand over."""
+        """Write everything that was forwarded to the tracker's storage; returns what a later process needs to continue
+        after it. None if the tracker can only do this in `close`."""
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """End the run in the tracker, and return what `position` does. `exit_code` is 0 unless the run failed."""
+        """End the run in the tracker after writing everything that was forwarded; returns what a later process needs to
+        continue, as `position` does. `exit_code` is 0 unless the run failed."""

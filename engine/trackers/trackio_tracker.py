@@ -14,15 +14,16 @@ from engine.trackers.metrics import Point
 from engine.trackers.tracker import TrackedRun
 
 SEQ_METRIC = "journal/seq"
-"""The event's `seq`, logged with every point: trackio writes in a thread of its own, so only its database knows what a
-process that was killed had still written."""
+"""Name under which the event's `seq` is logged with every point. trackio writes in a thread of its own, so after a kill
+only its database can say which points were written."""
 
 
 class TrackioTracker:
     """One trackio run, continued under the same name by every process that follows the run."""
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position`: not None if an earlier process began the trackio run."""
+        """`position` is None if no earlier process began the trackio run; otherwise its value does not matter, because
+        trackio's database says which events it has."""
         import trackio
 
         self.last_seq = None if position is None else _last_seq(run)
@@ -32,24 +33,27 @@ class TrackioTracker:
         )
 
     def forward(self, point: Point) -> None:
-        """Log the metrics at their step."""
+        """Log the metrics of an event at their optimizer step, with the event's `seq`."""
         self._run.log({**point.metrics, SEQ_METRIC: point.seq}, step=point.step)
 
     def rewind(self, step: int) -> None:
-        """Nothing: trackio keeps what it has, and the steps that are done again appear beside it."""
+        """Do nothing: trackio keeps the points that it has, and those of the steps that are repeated appear beside
+        them."""
 
     def position(self) -> dict[str, Any]:
-        """Nothing to remember but that the run began: trackio's database says what it has."""
+        """Return an empty dict, which means that the trackio run was begun. Which events it has is in trackio's
+        database."""
         return {}
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Wait until trackio has written everything. It has no status of a run."""
+        """Wait until trackio has written everything; returns an empty dict. `exit_code` is not used: trackio shows no
+        status of a run."""
         self._run.finish()
         return {}
 
 
 def _last_seq(run: TrackedRun) -> int | None:
-    """The `seq` of the last event in trackio's database; None if it does not have the run."""
+    """Return the `seq` of the run's last event in trackio's database; None if the database has no such run."""
     words = ["get", "metric", "--project", run.project, "--run", run.name, "--metric", SEQ_METRIC, "--json"]
     found = subprocess.run(
         [sys.executable, "-P", "-m", "trackio.cli", *words], check=False, capture_output=True, text=True

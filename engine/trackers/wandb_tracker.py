@@ -20,13 +20,14 @@ STEP_METRIC = "train/global_step"
 class WandbTracker:
     """One wandb run, continued under the same id by every process that follows the run.
 
-    wandb keeps what it is given in memory, and loses a part if its process is killed: only `finish` is certain. So
-    nothing is remembered before, and after a kill either wandb's server says what it has, or, offline, what the killed
-    process left is removed and forwarded again.
+    wandb keeps metrics in memory and loses some if its process is killed; only after `finish` is everything stored. So
+    the follower's record is written only then. After a kill, wandb's server says which events it has; offline, the
+    folder of the killed process is removed and its events are forwarded again.
     """
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position`: the id of the wandb run, and the offline folders that were finished."""
+        """`position` is {"id": id of the wandb run, "finished": names of the offline folders that are complete}; None
+        if no earlier process finished."""
         import wandb
 
         own = hashlib.sha256(f"{run.folder}".encode()).hexdigest()[:12]
@@ -50,18 +51,21 @@ class WandbTracker:
         self.last_seq: int | None = self._run.step - 1 if self._run.resumed else None
 
     def forward(self, point: Point) -> None:
-        """Log the metrics. wandb's own step is the event's `seq`: its server then says which events it has."""
+        """Log the metrics of an event. wandb's own step is set to the event's `seq`, so that wandb's server can say
+        which events it has."""
         self._run.log({**point.metrics, STEP_METRIC: point.step}, step=point.seq)
 
     def rewind(self, step: int) -> None:
-        """Nothing: wandb keeps what it has, and the steps that are done again appear beside it."""
+        """Do nothing: wandb keeps the points that it has, and those of the steps that are repeated appear beside them.
+        """
 
     def position(self) -> None:
-        """None: wandb cannot be told to hand over before its end."""
+        """Return None: wandb stores everything for certain only in `close`."""
         return
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Wait until wandb has taken everything, and mark the run as finished or failed."""
+        """Wait until wandb has stored everything, and mark the run as finished or, by `exit_code`, as failed. Returns
+        the id and the complete offline folders, as `__init__` takes them."""
         folder = Path(self._run.dir).parent.name
         self._run.finish(exit_code=exit_code)
         return {"id": self._id, "finished": [*self._finished, folder]}

@@ -36,7 +36,7 @@ def line_problems(problems: Sequence[str]) -> list[LineProblem]:
 
 
 def annotated_text(text: str, problems: Sequence[LineProblem], width: int, *, ascii_only: bool) -> list[Content]:
-    """The numbered lines of the text, each followed by its problems."""
+    """Return the numbered lines of the text, each followed by its problems, wrapped at `width` cells."""
     lines = text.splitlines() or [""]
     digits = len(str(len(lines)))
     shown: list[Content] = []
@@ -83,7 +83,8 @@ def problems_beside(
 def problems_below(
     problems: Sequence[LineProblem], cursor: int, width: int, height: int, *, ascii_only: bool
 ) -> list[Content]:
-    """The lines below an editor: first the problems of the line with the cursor, then all others, with line numbers."""
+    """Return at most `height` lines to show below an editor: first the problems of the line with the cursor, then all
+    others, with line numbers."""
     cross = glyphs("✗", ascii_only=ascii_only)
     ordered = sorted(problems, key=lambda problem: (problem.line != cursor + 1, problem.line))
     lines = [

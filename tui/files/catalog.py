@@ -29,8 +29,8 @@ SAME_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class Machine:
-    """The first device of this machine, the number of devices, and the title and notes of the profile written for
-    them."""
+    """What was detected on this machine: its first device, the number of devices, and the title and notes of the
+    profile that is offered for them."""
 
     device: Device
     count: int
@@ -48,7 +48,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A profile or recipe that can be chosen. `argument` is the name or path that -p or -r takes."""
+    """A profile or recipe that can be chosen on the Launch screen. `argument` is the name or path that -p or -r takes.
+    """
 
     argument: str
     title: str
@@ -63,7 +64,7 @@ class FileEntry:
 
 
 def read_machine() -> Machine:
-    """Detect this machine's devices."""
+    """Detect this machine's devices; without a GPU, the CPU."""
     table, title, notes = detect_device()
     return Machine(Device.model_validate(table), count_devices(), title, notes)
 
@@ -73,7 +74,8 @@ def _detected_path(machine: Machine) -> Path:
 
 
 def write_detected_profile(machine: Machine) -> str:
-    """Write the profile of this machine into the state folder; returns why that is impossible, else an empty text."""
+    """Write the profile of this machine into the state folder. Returns the reason if it cannot be written, else an
+    empty text."""
     from engine.spec.files.templates import new_profile  # slow to import: not before the first paint
 
     device = machine.device.model_dump(exclude_none=True)
@@ -105,8 +107,8 @@ def recipe_entries() -> list[FileEntry]:
 
 
 def find_entry(kind: SpecKind, argument: str, machine: Machine) -> FileEntry:
-    """Make a FileEntry for a name or path that `profile_entries` and `recipe_entries` do not list; broken if no file is
-    found."""
+    """Return the entry of a profile or recipe, by a name or path that `profile_entries` and `recipe_entries` do not
+    list; with `broken` set if no file is found."""
     try:
         located = find_spec_file(kind, argument)
     except TunedeckError as error:

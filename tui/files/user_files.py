@@ -28,7 +28,8 @@ def unused_name(kind: SpecKind, name: str) -> str:
 
 
 def new_file_path(kind: SpecKind, name: str) -> Path:
-    """The path at which a new profile or recipe is saved. Raises UsageError if the name is not allowed."""
+    """Return the path at which a new profile or recipe called `name` is to be saved. Nothing is written. Raises
+    UsageError if the name is not allowed."""
     require_name(name)
     return own_folder(kind) / f"{name}.toml"
 
@@ -41,8 +42,8 @@ def save_as(kind: SpecKind, source: str, overrides: Sequence[str], name: str) ->
 
 
 def read_text(path: Path) -> str:
-    """Read a file for the editor. Raises UsageError if the file cannot be read, is not UTF-8 or has control
-    characters."""
+    """Return the text of the file `path` for the editor. Raises UsageError if the file cannot be read, is not UTF-8 or
+    has control characters."""
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
@@ -55,8 +56,8 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, *, before: str | None) -> None:
-    """Write an edited file. `before` is the text that was read from the file, None for a new file. Raises UsageError if
-    another program has changed the file meanwhile."""
+    """Write an edited file to `path`. `before` is the text that was read from the file, None for a new file. Raises
+    UsageError if another program has changed the file meanwhile."""
     if before is not None and path.exists() and read_text(path) != before:
         raise UsageError(
             f"{visible(str(path))} was changed by another program meanwhile", fix="copy your text, open the file again"

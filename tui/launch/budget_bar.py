@@ -30,7 +30,7 @@ PHASES = {
     "layer_last": "backward pass", "embedding_backward": "embedding", "optimizer_step": "optimizer step",
     "evaluate": "evaluation", "generate": "generation",
 }  # fmt: skip
-"""The plan's phases in words; `tunedeck plan` prints their names."""
+"""Descriptions of the plan's phases, by the names that `tunedeck plan` prints."""
 
 
 def budget_lines(
@@ -56,12 +56,13 @@ def budget_lines(
 
 
 def device_count(evaluated: EvaluatedChoice) -> int:
-    """How many devices the run would use."""
+    """Return how many devices the run would use."""
     return evaluated.spec.profile.device.count if evaluated.spec is not None else 1
 
 
 def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
-    """One label for the bar of each device, or a single label for all devices if there is no room for one bar each."""
+    """Return the labels of the bars: one for each device, or a single label for all devices if there are more of them
+    than `max_bars`."""
     spec = evaluated.spec
     if spec is None or spec.profile.device.kind == "metered":
         return ["simulated"]
@@ -104,13 +105,13 @@ def next_step(evaluated: EvaluatedChoice) -> str:
 
 
 def decimal_bytes(count: int) -> str:
-    """A number of bytes as text: in MiB below 10 GiB, else in GiB."""
+    """Format `count` bytes: in MiB below 10 GiB, else in GiB."""
     return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
 def bar_line(label: str, plan: Plan, width: int, *, letters: bool, ascii_only: bool) -> Content:
-    """The bar of one device: its label, the components, free cells, a line at the capacity, and the share of the
-    capacity that is used."""
+    """Draw the bar of one device on a line of `width` cells: label, components, free cells, a line at the capacity, and
+    the share of the capacity that is used. With `letters`, every cell shows the letter of its component."""
     cells = max(4, width - LABEL_WIDTH - SHARE_WIDTH)
     used, capacity = plan.prediction.device_bytes, plan.capacity_bytes
     cells_per_byte = cells / max(used, capacity, 1)
@@ -134,7 +135,9 @@ def _nonzero(components: Mapping[str, int]) -> list[tuple[str, int]]:
 def _segment(
     name: str, start: int, end: int, capacity_cell: int, *, letters: bool, ascii_only: bool
 ) -> list[Content]:
-    """The cells of one component, with the capacity line if it lies among these cells."""
+    """Draw cells `start` to `end` (excluded) of a bar, those of the component `name`: its name, its letter, or with
+    `letters` the letter in every cell. If the cell `capacity_cell` is among them, the line of the capacity is drawn
+    there. Empty if there are no cells."""
     width = end - start
     if width <= 0:
         return []
@@ -149,7 +152,8 @@ def _segment(
 
 
 def _free(start: int, cells: int, capacity_cell: int, *, ascii_only: bool) -> list[Content]:
-    """The cells that no component fills, with the capacity line if it lies among these cells."""
+    """Draw the free cells of a bar, from `start` to its end at `cells`, and the line of the capacity if the cell
+    `capacity_cell` is among them."""
     if start >= cells:
         return []
     free = Content.styled(glyphs("·", ascii_only=ascii_only) * (cells - start), "$muted")
@@ -164,7 +168,8 @@ def _capacity_line(ascii_only: bool) -> Content:
 
 
 def legend_lines(plan: Plan, width: int, max_lines: int) -> list[Content]:
-    """Letter, name and size of each component; the smallest are left out where there is no room for all."""
+    """Return the legend in at most `max_lines` lines: letter, name and size of each component. The smallest components
+    are left out where there is no room for all."""
     entries = _nonzero(plan.prediction.components)
     for kept in range(len(entries), 0, -1):
         largest = sorted(entries, key=lambda entry: -entry[1])[:kept]

@@ -34,11 +34,13 @@ class Choice:
 
     @property
     def options(self) -> dict[str, str]:
-        """The values of --devices and --name, the two fields that are flags and not keys of a file."""
+        """The values of the two fields that are command-line flags and not keys of a file, --devices and --name, by row
+        key."""
         return {DEVICES: self.devices, NAME: self.name}
 
     def with_field(self, row: str, text: str) -> Choice:
-        """A copy of this choice in which the field of row `row` has the value `text`."""
+        """Return a copy of this choice in which the field with the key `row` (a key of a file, --devices or --name) has
+        the value `text`."""
         if row == DEVICES:
             return replace(self, devices=text)
         if row == NAME:
@@ -46,8 +48,8 @@ class Choice:
         return replace(self, overrides={**self.without_field(row).overrides, **overrides_from(row, text)})
 
     def without_field(self, row: str) -> Choice:
-        """A copy of this choice in which the field of row `row` has no override, so that the value in the file
-        applies."""
+        """Return a copy of this choice without an override for the field with the key `row`, so that the value in the
+        file applies."""
         if row in (DEVICES, NAME):
             return self.with_field(row, "")
         kept = {key: text for key, text in self.overrides.items() if key != row and row_of_key(key) != row}
@@ -55,7 +57,8 @@ class Choice:
 
 
 def train_command(choice: Choice, *, runs: str = "") -> list[str]:
-    """The command line that starts the same run without the console."""
+    """Return the words of the `tunedeck train` command that starts the same run without the console. `runs` is the
+    folder for --runs; empty leaves the flag out."""
     words = ["tunedeck", "train", *data_arguments(choice)]
     for flag, value in ((DEVICES, choice.devices), (NAME, choice.name), ("--runs", runs)):
         words += [flag, value] if value else []
@@ -63,7 +66,7 @@ def train_command(choice: Choice, *, runs: str = "") -> list[str]:
 
 
 def data_arguments(choice: Choice) -> list[str]:
-    """The arguments with which `tunedeck data` reads the data of this choice."""
+    """Return the command-line arguments with which `tunedeck data` reads the data of this choice."""
     sets = [word for text in choice.set_arguments for word in ("--set", text)]
     return ["-p", choice.profile, "-r", choice.recipe, *sets]
 

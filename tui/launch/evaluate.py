@@ -52,7 +52,8 @@ class FieldProblem(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The text, preceded by the field's key unless the text already begins with the key."""
+        """The problem as a sentence: its text, preceded by the field's key unless the text already begins with the key.
+        """
         return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
 
 
@@ -87,7 +88,7 @@ class EvaluatedChoice:
     """All stages of a staged recipe, in order."""
 
     def problem_of(self, row: str) -> str:
-        """The problems of one field, joined into one text."""
+        """Return the problems of the field with the key `row`, joined into one text; empty if there are none."""
         return "; ".join(problem.text for problem in self.problems if problem.row == row)
 
     def start_refusal(self, action: str) -> str | None:
@@ -124,12 +125,12 @@ class BatchSplit(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """The division in numbers, such as 8 × 4 × 1 = 32."""
+        """The division as a formula: micro-batch × accumulation × devices = effective batch, such as 8 × 4 × 1 = 32."""
         return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}"
 
     @property
     def sentence(self) -> str:
-        """The division in words."""
+        """The division as a sentence, such as "micro-batch 8, 4 of them for a step of 32 sequences"."""
         each = f" on each of {self.devices} devices" if self.devices > 1 else ""
         steps = f"{self.accumulation} of them" if self.accumulation > 1 else "one"
         return f"micro-batch {self.micro_batch}{each}, {steps} for a step of {self.batch} sequences"
@@ -141,7 +142,7 @@ class BatchSplit(NamedTuple):
 
 def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     """Resolve and check a choice, and plan its memory. No input of the user makes this raise: errors are returned as
-    problems."""
+    problems. `cwd` is the folder to which paths are relative, by default the working directory."""
     cwd = (cwd or working_directory()).absolute()
     try:
         limits = Limits(devices=parse_device_indices(choice.devices or None))
@@ -241,8 +242,8 @@ def _field_problem(problem: str) -> FieldProblem:
 
 
 def _unsupported(spec: RunSpec) -> list[FieldProblem]:
-    """The problems of settings that this version does not support, of trackers whose packages are not installed, and of
-    runs over several machines, which the console cannot start."""
+    """Return a problem for each setting that this version does not support, for trackers whose packages are not
+    installed, and for several machines, on which the console cannot start a run."""
     try:
         refuse_unsupported(spec)
     except SpecError as error:

@@ -67,7 +67,7 @@ class FieldList(Vertical):
     """
 
     class EditEnded(Message):
-        """Message: the user has finished editing a row."""
+        """Message: the user has finished editing the row `key`; `text` is its new text."""
 
         def __init__(self, key: str, text: str) -> None:
             super().__init__()
@@ -80,8 +80,9 @@ class FieldList(Vertical):
         self, allowed_values: Callable[[str], list[str]], before_edit: Callable[[], None],
         on_typed: Callable[[str, str], None], *, ascii_only: bool,
     ) -> None:  # fmt: skip
-        """`allowed_values` returns the values through which Enter cycles, an empty list for a field whose value is
-        typed; `before_edit` is called before a row is changed, `on_typed` with key and text at every change."""
+        """`allowed_values` gets a row's key and returns the values through which Enter cycles, an empty list for a
+        field whose value is typed. `before_edit` is called before a row is changed, `on_typed` with the row's key and
+        text at every change."""
         super().__init__(id="fields")
         self._allowed_values, self._before_edit, self._on_typed = allowed_values, before_edit, on_typed
         self._ascii_only = ascii_only
@@ -100,12 +101,12 @@ class FieldList(Vertical):
 
     @property
     def row(self) -> FieldRow | None:
-        """The row under the cursor."""
+        """The row under the cursor; None if the list is empty."""
         index = self.query_one(RowList).cursor
         return self._rows[index] if index < len(self._rows) else None
 
     def set_rows(self, rows: Sequence[FieldRow], problems: dict[str, str], *, width: int) -> None:
-        """Show these rows; `problems` maps the key of a row to its problem."""
+        """Show these rows in lines of `width` cells; `problems` maps the key of a row to its problem."""
         self._rows = list(rows)
         before = self._drawn
         drawn = [(row, problems.get(row.key, ""), width) for row in rows]
@@ -113,7 +114,8 @@ class FieldList(Vertical):
         self.query_one(RowList).show([self._drawn[known] for known in drawn])
 
     def show_hint(self, text: str, style: str) -> None:
-        """Show a text about the row under the cursor."""
+        """Show a text about the row under the cursor below the list, in the Textual style `style`. A text of more than
+        two lines is cut."""
         lines = self.query_one("#hint", TextLines)
         wrapped = Content.styled(text, style).wrap(max(10, lines.size.width))
         if len(wrapped) > HINT_LINES:
@@ -141,7 +143,7 @@ class FieldList(Vertical):
             self.query_one(RowList).move_to(keys.index(key))
 
     def focus_rows(self) -> None:
-        """Move the focus to the rows."""
+        """Give the focus to the list of rows, so that keys move its cursor."""
         self.screen.set_focus(self.query_one(RowList))
 
     def edit(self) -> None:

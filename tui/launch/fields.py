@@ -33,8 +33,8 @@ STAGES = "stages."
 
 
 class LaunchField(NamedTuple):
-    """A key of the profile or recipe that has its own row on the Launch screen, unless `shown_for` is false for the run
-    spec."""
+    """A key of the profile or recipe with a row of its own on the Launch screen. There is no row if `shown_for` returns
+    False for the run spec."""
 
     key: str
     label: str
@@ -117,8 +117,8 @@ def field_rows(
     spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
     with_problems: Sequence[str] = (), stage_notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[FieldRow]:  # fmt: skip
-    """All rows of the field list, for a spec resolved with these overrides; `options` are --devices and --name,
-    `stage_notes` the note and its style of each stage by name.
+    """Return all rows of the field list, for a spec resolved with these overrides. `options` has --devices and --name,
+    `stage_notes` the note and its style of each stage by name; paths below `cwd` are shown relative to it.
 
     Keys with an override, an option or a problem always get a row. If `spec` is None, because it has errors, only these
     rows and the row for typing any other key are returned.
@@ -136,8 +136,8 @@ def _rows_of_field(
     field: LaunchField, spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
     needed: Container[str],
 ) -> list[FieldRow]:  # fmt: skip
-    """The rows of one field: no row if the field is not shown, one row per data source for the data field, else one
-    row."""
+    """Return the rows of one field: one per data source for the field of sources, else one row. Empty if the field is
+    not shown for this spec, unless its key is in `needed`, the keys with an override, an option or a problem."""
     if field.key not in needed and (spec is None or not field.shown_for(spec)):
         return []
     if field.key == SOURCES:
@@ -152,7 +152,8 @@ def _rows_of_field(
 def _stage_rows(
     spec: RunSpec | None, overrides: Mapping[str, str], notes: Mapping[str, tuple[str, str]]
 ) -> list[FieldRow]:
-    """A row for each stage of a staged recipe; its number and name are the label, its verdict is the note."""
+    """Return a row for each stage of a staged recipe: its label is the stage's number and name, its value whether the
+    stage is enabled. Its note is that of `notes` (note and style by stage name), or "off"."""
     stages = spec.recipe.stages if spec is not None else []
     width = max((len(stage.name) for stage in stages), default=0)
     rows = []
@@ -166,7 +167,7 @@ def _stage_rows(
 
 
 def stage_row(name: str) -> str:
-    """The key of a stage's row."""
+    """Return the key of the row of the stage `name`."""
     return f"{STAGES}{name}.enabled"
 
 
@@ -213,7 +214,7 @@ def overrides_from(row: str, text: str) -> dict[str, str]:
 
 
 def _default_note(key: str, spec: RunSpec | None) -> str:
-    """The note of an empty run name or device list: the value that is used instead."""
+    """Return the note of the row `key` (run name or device list) while it is empty: the value that is used instead."""
     if spec is None:
         return ""
     if key == NAME:
@@ -254,7 +255,7 @@ def allowed_values(key: str) -> list[str]:
 
 
 def field_help(key: str) -> str:
-    """The description of a key from the schema."""
+    """Return the description of a key from the schema of profiles and recipes."""
     if key.startswith(SOURCES) and key.count(".") == 2:
         return SPECIAL_HELP[SOURCES]
     if key in SPECIAL_HELP:

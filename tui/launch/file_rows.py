@@ -26,8 +26,8 @@ def name_width(entries: Sequence[FileEntry]) -> int:
 
 
 def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: bool) -> Content:
-    """A row with a profile's name and a note: that it is the profile of this machine, why it does not match this
-    machine, or its title."""
+    """Return a row with a profile's name, in `name_width` cells, and a note: that it is the profile of this machine,
+    why it does not match this machine, or its title. `chosen`: the row is marked as the chosen one."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken or entry.problem:
         glyph = glyphs("✗" if entry.broken else "⚠", ascii_only=ascii_only)
@@ -43,7 +43,8 @@ def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: 
 def recipe_row(
     entry: FileEntry, evaluated: EvaluatedChoice | None, *, chosen: bool, name_width: int, ascii_only: bool
 ) -> Content:
-    """A row with a recipe's name, its verdict on the chosen profile ("…" until it is computed), and its title."""
+    """Return a row with a recipe's name, in `name_width` cells, its verdict on the chosen profile ("…" until it is
+    computed), and its title. `chosen`: the row is marked as the chosen one."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken:
         cross = glyphs("✗", ascii_only=ascii_only)

@@ -23,7 +23,7 @@ class FixLine(NamedTuple):
 
 
 def fix_lines(advice: Advice, width: int) -> list[FixLine]:
-    """Every suggestion as lines, wrapped at `width`."""
+    """Format the advice as lines, wrapped at `width` cells: headings, and the lines of every suggestion."""
     return [
         FixLine(part, suggestion) for content, suggestion in _lines(advice) for part in _wrapped(content, width - 1)
     ]

@@ -23,8 +23,8 @@ QUEUE_WAIT_SECONDS = 24 * 3600.0
 
 
 def make_run(choice: Choice, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
-    """Create the run directory of a choice, ready for an engine to start; returns it with notices for the user. Raises
-    TunedeckError."""
+    """Create the run directory of a choice, ready for an engine to start; returns it with notices for the user. With
+    `force`, also for a run that does not fit. Raises TunedeckError."""
     return create_run(_current_spec(choice), runs_dir, force=force)
 
 

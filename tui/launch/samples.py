@@ -56,7 +56,8 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool) -> list[Content]:
-    """The counts of the report, then each sample; target tokens are bold and enclosed in TARGET_MARKS."""
+    """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample. Target tokens are bold
+    and enclosed in TARGET_MARKS."""
     contents = [*_counts(report), *_samples(report, ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS)]
     return [line for content in contents for line in content.wrap(max(16, width - 1))]
 

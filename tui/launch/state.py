@@ -67,7 +67,7 @@ class LaunchState:
         self._history: list[Choice] = []
         self._advice: tuple[Choice, Advice] | None = None
         self._missing: RunSpec | None = None
-        """The run for whose advice simulations are missing."""
+        """The run spec whose advice needs simulations that have not been made; None if there is none."""
         self._unadvised: Choice | None = None
         """The choice for which there is no advice, because a simulation failed."""
         self._evaluated_files = ("", "")
@@ -84,7 +84,8 @@ class LaunchState:
         )
 
     def begin(self, settings: object = None) -> None:
-        """Read the profile and recipe files again; if `settings` are given, make them the choice."""
+        """Read the profile and recipe files again. If `settings` (a dict of profile, recipe and overrides) are given,
+        they become the choice; otherwise the present choice is kept, or at first a default is made."""
         self._read_files()
         if settings is not None:
             self.remember()
@@ -109,7 +110,8 @@ class LaunchState:
         self._unwritten = None
 
     def _evaluate(self) -> None:
-        """Evaluate the choice; every method that changes the choice calls this."""
+        """Evaluate the present choice and store the result in `evaluated`. Every method that changes the choice calls
+        this."""
         self._missing = None
         files = (self.choice.profile, self.choice.recipe)
         if files[0] not in [entry.argument for entry in self.profiles]:
@@ -139,7 +141,8 @@ class LaunchState:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """The index of the chosen profile in `profiles`, and of the chosen recipe in `recipes`."""
+        """The index of the chosen profile in `profiles`, and of the chosen recipe in `recipes`. Raises ValueError if
+        one is not listed."""
         profiles, recipes = [entry.argument for entry in self.profiles], [entry.argument for entry in self.recipes]
         return profiles.index(self.choice.profile), recipes.index(self.choice.recipe)
 
@@ -156,7 +159,8 @@ class LaunchState:
         return [row._replace(note=split.formula) if row.key == "train.micro_batch" else row for row in rows]
 
     def _stage_notes(self) -> dict[str, tuple[str, str]]:
-        """The verdict of each stage, with its style; muted while the present choice has no plan."""
+        """Return {name of stage: (verdict in words, its style)}; the style is muted while the present choice has no run
+        spec."""
         valid = self.evaluated.spec is not None
         return {
             stage.name: (
@@ -167,14 +171,15 @@ class LaunchState:
         }
 
     def toggle_stage(self, row: FieldRow) -> None:
-        """Switch the stage of a row off, or on again."""
+        """Switch the stage of a row off if it is enabled, else on; the former choice is stored for `undo`."""
         self.remember()
         self.set_field(row.key, "false" if row.value == "true" else "true")
 
     # Slower evaluations, made while the user does not type.
 
     def advice(self, *, compute: bool = False) -> Advice | None:
-        """Advice for the present choice, or None without a plan. Unless `compute` is set, only advice computed earlier
+        """Return the advice of `fit` for the present choice; None if it is not known. With `compute`, the advice is
+        computed now if there is a plan, unless a simulation has to be made first; without, only advice computed earlier
         is returned."""
         evaluated = self.evaluated
         planned = evaluated.planned if evaluated.plan is not None else None
@@ -219,7 +224,7 @@ class LaunchState:
 
     @property
     def can_undo(self) -> bool:
-        """Whether a choice is stored for `undo`."""
+        """Whether an earlier choice is stored, so that `undo` has an effect."""
         return bool(self._history)
 
     def undo(self) -> None:
@@ -228,22 +233,25 @@ class LaunchState:
         self._evaluate()
 
     def change(self, choice: Choice) -> None:
-        """Replace the choice."""
+        """Make `choice` the present choice and evaluate it; the former one is stored for `undo`. Does nothing if they
+        are equal."""
         if choice != self.choice:
             self.remember()
             self.choice = choice
             self._evaluate()
 
     def set_field(self, key: str, text: str) -> None:
-        """Set a field; called at every letter typed. A text equal to the value in the file makes no override."""
+        """Set the field with the key `key` to `text`; called at every letter typed. A text equal to the value in the
+        file makes no override."""
         without = self.choice.without_field(key)
         in_file = key != NAME and self._file_value(without, key) == text
         self.choice = without if in_file else without.with_field(key, text)
         self._evaluate()
 
     def _file_value(self, without: Choice, key: str) -> str | None:
-        """The value that a field has without its override; cached, because every letter typed into the field needs the
-        value."""
+        """Return the value that the field `key` has in the files; None if it has no row. `without` is the choice
+        without an override for the field. The result is stored, because it is needed at every letter typed into the
+        field."""
         if self._file_values is None or self._file_values[0] != without:
             spec = evaluate_choice(without).spec
             rows = field_rows(spec, without.overrides, without.options, working_directory()) if spec is not None else []
@@ -251,7 +259,7 @@ class LaunchState:
         return self._file_values[1].get(key)
 
     def apply(self, suggestion: Suggestion) -> str:
-        """Apply a suggested fix; returns a text that lists the changes."""
+        """Make the changes of a suggested fix to the choice; returns a text that lists the changes."""
         changes = {key: format_value(after) for key, (_, after) in suggestion.changes.items()}
         choice = self.choice
         for key, text in changes.items():

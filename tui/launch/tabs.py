@@ -36,7 +36,7 @@ class TabContents:
         """What the samples tab says instead of samples; empty where it shows them."""
 
     def lines(self, tab: str, width: int) -> list[Content]:
-        """The lines of the tab `tab`, which is one of TABS."""
+        """Return the lines of the tab `tab` (one of TABS) for the present choice, made for `width` cells."""
         return {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines}[tab](width)
 
     def _fix_lines(self, width: int) -> list[Content]:
@@ -69,8 +69,8 @@ class TabContents:
         return train_command(self._state.choice, runs=self._runs)
 
     def suggestion(self, line: int | None, width: int) -> Suggestion | None:
-        """The suggestion described on a line of the fixes tab, or the first suggestion if `line` is None or a heading.
-        Computes the advice if necessary."""
+        """Return the suggestion described on line `line` of the fixes tab; the first suggestion if `line` is None or a
+        heading; None if there are none. Computes the advice if necessary."""
         if self._state.advice() is None:
             advice = self._state.advice(compute=True)
             self._fixes = fix_lines(advice, width) if advice is not None else []
@@ -78,7 +78,8 @@ class TabContents:
         return next((fix.suggestion for fix in [*on_line, *self._fixes] if fix.suggestion is not None), None)
 
     async def read_samples(self, choice: Choice) -> None:
-        """Read the samples of a choice in a separate process."""
+        """Read the samples of a choice's data in a separate process, for the samples tab. An error is shown in the tab
+        instead."""
         try:
             self._report = (choice, await read_samples(data_arguments(choice)))
             self.samples_status = ""

@@ -37,7 +37,8 @@ class LaunchView(Vertical):
         """Message: another pane came to the front."""
 
     def __init__(self, tabs: Sequence[str], fields: FieldList, front: str, *, ascii_only: bool) -> None:
-        """`front` is the pane that is in front at first."""
+        """`tabs` are the names of the tabs, `fields` is the list of fields, and `front` the pane that is in front at
+        first."""
         super().__init__(id="launch")
         self._tabs, self._ascii_only = tabs, ascii_only
         self.fields = fields
@@ -148,12 +149,13 @@ class LaunchView(Vertical):
         box.show(budget_lines(evaluated, last_valid, width, height, letters=letters, ascii_only=ascii_only))
 
     def show_panel(self, lines: Sequence[Content]) -> None:
-        """Show the lines of the open tab."""
+        """Show these lines in the pane of the tabs, for the open tab."""
         self.panel.show(lines, self._front_mark(PANEL))
 
     def _show_heading(self, pane: str, text: str, chosen: Sequence[bool], right: str = "") -> None:
-        """Show the heading of a pane, with `right` at its right end. `chosen` says for each row of a list whether it is
-        the chosen one; the heading then also shows the place of that row and the number of rows."""
+        """Show the heading of the pane `pane`: `text`, and `right` at the right end. `chosen` says for each row of the
+        pane's list whether it is the chosen one; the heading then also shows the place of that row and the number of
+        rows."""
         count = f"  {chosen.index(True) + 1} of {len(chosen)}" if True in chosen else ""
         style = "bold" if pane == self.pane else "bold $muted"
         line = Content.assemble((self._front_mark(pane), "bold $info"), (text + count, style))

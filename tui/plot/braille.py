@@ -28,7 +28,8 @@ ROWS_PER_TICK = 3
 
 @dataclass(frozen=True)
 class PlotCurve:
-    """A curve to draw: its points in columns of dots, two columns per cell of the plot."""
+    """A curve to draw, with one element of `columns` per column of dots (two per cell of the plot); None where it has
+    no point."""
 
     columns: Sequence[PlotColumn | None]
     style: str
@@ -63,7 +64,8 @@ class Cell:
 
 
 def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, log: bool = False) -> YRange | None:
-    """The range that includes every mean and every point; None if there are neither means nor points.
+    """Return the range of the y axis that includes every mean of the curves and every value of `points`; None if there
+    are neither. `log`: a logarithmic axis, on which only positive values count.
 
     Bands may extend beyond the range: otherwise one outlier among thousands of steps would flatten the curve.
     """
@@ -81,7 +83,8 @@ def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, lo
 
 
 def ticks(y_range: YRange, height: int) -> dict[int, str]:
-    """Labels of the y axis, by row of cells: round numbers, at most one every few rows."""
+    """Return labels of the y axis by row number of a plot of `height` rows: round numbers, at most one every few rows.
+    """
     wanted = max(2, height // ROWS_PER_TICK)
     labels: dict[int, str] = {}
     for value in _log_ticks(y_range, wanted) if y_range.log else _even_ticks(y_range, wanted):
@@ -111,7 +114,8 @@ def _log_ticks(y_range: YRange, wanted: int) -> list[float]:
 def draw_curves(
     curves: Sequence[PlotCurve], width: int, height: int, y_range: YRange, *, ascii_only: bool
 ) -> list[list[Cell]]:
-    """Draw the curves over each other, later ones on top; returns rows of cells."""
+    """Draw the curves over each other, later ones on top, into a plot of `width` × `height` cells; returns `height`
+    rows of `width` cells."""
     cells = [[Cell()] * width for _ in range(height)]
     for curve in curves:
         if curve.band:
@@ -146,7 +150,8 @@ def _band_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRang
 
 
 def _line_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRange) -> list[tuple[int, int] | None]:
-    """The dots of a line through the means. A line crosses columns without a point in a straight line."""
+    """Return for each dot column the first and last dot row of a line through the means, None before the first and
+    after the last point. Columns without a point in between are crossed by a straight line. `height` is in cells."""
     last = 4 * height - 1
     known = [(x, round((1 - y_range.share(c.mean)) * last)) for x, c in enumerate(columns) if c is not None]
     dots: list[tuple[int, int] | None] = [None] * len(columns)
@@ -164,7 +169,8 @@ def _line_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRang
 
 
 def plot_lines(cells: Sequence[Sequence[Cell]], labels: Mapping[int, str]) -> list[Content]:
-    """Convert the cells into lines of text, with the labels of the y axis on their left."""
+    """Convert rows of cells into lines of text with the labels of the y axis on their left; `labels` maps row numbers
+    to texts."""
     return [_row(row, labels.get(index, "")) for index, row in enumerate(cells)]
 
 

@@ -32,7 +32,8 @@ class PlotOptions:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The steps at which events of one kind happened (such as checkpoints), drawn as marks in a row under the curve."""
+    """The steps at which events of one kind (such as checkpoints) happened. They are drawn as marks in a row under the
+    curve."""
 
     name: str
     glyph: str
@@ -68,7 +69,7 @@ class LossPlot(TextLines):
         """Whether keys act on this pane, which the title shows."""
 
     def set_data(self, data: LossPlotData) -> None:
-        """Draw new data."""
+        """Replace the data and draw the plot again."""
         self._data = data
         self._paint()
 
@@ -147,6 +148,7 @@ class _XScale:
     width: int
 
     def column(self, step: float) -> int:
-        """The column of cells in which a step is drawn."""
+        """Return the column of cells, from 0, in which a step is drawn. A step outside the range is drawn at the nearer
+        end."""
         share = (step - self.start) / ((self.end - self.start) or 1.0)
         return max(0, min(self.width - 1, int(share * self.width)))

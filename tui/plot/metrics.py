@@ -16,7 +16,7 @@ class Metric(NamedTuple):
     """A number that events of one kind have."""
 
     label: str
-    """What a plot's title says, with the unit."""
+    """The metric's name with its unit, for the title of a plot."""
     kind: str
     """The kind of the events: "step", "eval" or "gpu"."""
     field: str
@@ -51,5 +51,6 @@ METRICS = (
 
 
 def metric_beside(metric: Metric, by: int) -> Metric:
-    """The metric `by` places after `metric`; after the last comes the first."""
+    """Return the metric `by` places after `metric` in METRICS (before it if `by` is negative); after the last comes the
+    first."""
     return METRICS[(METRICS.index(metric) + by) % len(METRICS)]

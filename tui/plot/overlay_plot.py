@@ -57,7 +57,7 @@ class OverlayPlot(TextLines):
         self._data: OverlayData | None = None
 
     def set_data(self, data: OverlayData) -> None:
-        """Draw new data."""
+        """Replace the data and draw the plot again."""
         self._data = data
         self._paint()
 
@@ -98,7 +98,8 @@ def _columns(series: BoundedSeries, width: int, start: float, end: float, smooth
 
 
 def _write_letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:
-    """Write the letter of a curve at the curve's end; if letters of other curves are there, to the left of those."""
+    """Write the letter of the curve with this number into `cells`, at the curve's end; if letters of other curves are
+    there, to the left of those."""
     known = [(x, column) for x, column in enumerate(curve.columns) if column is not None]
     if not known:
         return

@@ -31,7 +31,8 @@ LINES_BETWEEN_CLOCKS = 256
 
 
 class RunCurve:
-    """A metric of one run, over each of AXES. `read_error` says why the run cannot be read."""
+    """The values of one metric of a run, over each of AXES (steps, tokens, time). `read_error` says why the run cannot
+    be read; empty if it can."""
 
     def __init__(self, directory: RunDirectory, metric: Metric = LOSS) -> None:
         self.directory, self.metric = directory, metric
@@ -43,12 +44,12 @@ class RunCurve:
         self._tokens = self._seconds = 0.0
         self._values: list[float | None] = []
         self._place = (0.0, 0.0, 0.0)
-        """Where the latest step lies on each of AXES."""
+        """(steps, tokens, seconds) of the latest step."""
         self._field = re.compile(rb'"%s":([^,}]+)' % metric.field.encode())
         self._places: list[tuple[float, float, float]] = []
 
     def over(self, axis: str) -> BoundedSeries:
-        """The metric over one of AXES. Tokens and seconds are counted from the start of the run."""
+        """Return the metric over `axis`, one of AXES. Tokens and seconds are counted from the start of the run."""
         return self._series[axis]
 
     def read_more(self, *, seconds: float) -> bool:

@@ -40,7 +40,7 @@ class BoundedSeries:
         self._count = array("q")
 
     def __len__(self) -> int:
-        """Number of buckets."""
+        """Number of buckets in which the points are stored."""
         return len(self._first)
 
     @property
@@ -50,12 +50,12 @@ class BoundedSeries:
 
     @property
     def start(self) -> float:
-        """The x of the first point; 0 where there is none."""
+        """The x of the first point; 0 if there are no points."""
         return self._first[0] if self._first else 0.0
 
     @property
     def end(self) -> float:
-        """The x of the last point; 0 where there is none."""
+        """The x of the last point; 0 if there are no points."""
         return self._last[-1] if self._last else 0.0
 
     def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
@@ -120,7 +120,7 @@ class BoundedSeries:
         self._count.append(0)
 
     def _fill(self, points: Sequence[tuple[float, float]]) -> None:
-        """Add points to the last bucket."""
+        """Add points (x, y), in order of x, to the last bucket."""
         values = [y for _, y in points]
         self._last[-1] = points[-1][0]
         self._sum[-1] += sum(values)

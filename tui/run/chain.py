@@ -1,4 +1,5 @@
-"""The chain of a staged run: each stage with its state (done, running, to come, skipped), and which one is looked at.
+"""The chain of a staged run: each stage with its state (done, running, to come, skipped), and which stage the Run
+screen shows.
 
 Pure functions of a `RunWatch`; nothing here reads events or uses widgets.
 
@@ -23,19 +24,19 @@ TO_COME = "to come"
 ARROW = " → "
 
 KEYS = "[ ] look into others "
-"""Shown at the right end where there is room."""
+"""Help on the keys, shown at the right end of the line where there is room."""
 
 
 class Link(NamedTuple):
-    """One stage of the chain."""
+    """One stage of the chain: its name and state."""
 
     name: str
     state: str
-    """A status of the journal, skipped, or to come."""
+    """The stage's status in the journal; "skipped" or "to come" for a stage that has none."""
 
 
 def chain_of(watch: RunWatch) -> list[Link]:
-    """The enabled stages of a staged run, in order; empty for a run without stages."""
+    """Return the enabled stages of a staged run with their states, in order; empty for a run without stages."""
     summary = watch.summary
     if summary is None:
         return []
@@ -49,13 +50,13 @@ def _state_of(name: str, summary: RunSummary) -> str:
 
 
 def current_stage(watch: RunWatch) -> str:
-    """The stage that runs, or ran last; "" before the first one."""
+    """Return the name of the stage that runs, or that ran last; empty before the first stage."""
     return watch.state.stage
 
 
 def stage_beside(chain: Sequence[Link], looked_at: str, by: int) -> tuple[str, str | None]:
-    """The name of the stage `by` places after the stage `looked_at`, and None; if there is no such stage, an empty name
-    and the reason."""
+    """Return (name, None) of the stage `by` places after the stage `looked_at`, before it if `by` is negative; ("",
+    reason) if there is no such stage."""
     names = [link.name for link in chain]
     if not names:
         return "", "this run has no stages"
@@ -66,8 +67,9 @@ def stage_beside(chain: Sequence[Link], looked_at: str, by: int) -> tuple[str, s
 
 
 def chain_line(chain: Sequence[Link], looked_at: str, width: int, *, ascii_only: bool) -> Content:
-    """The chain on one line, the stage that is looked at in reverse. Where words do not fit, only that stage has its
-    state in words; where names do not fit, stages far from it are left out."""
+    """Draw the chain on one line; the stage that the panes show (`looked_at`) has reversed colours. If there is no room
+    for every state in words, only that stage has one; if there is no room for all names, stages far from it are left
+    out."""
     place = next((index for index, link in enumerate(chain) if link.name == looked_at), -1)
     links = [_link(link, index == place, True, ascii_only=ascii_only) for index, link in enumerate(chain)]
     if _width(links) > width:
@@ -78,7 +80,8 @@ def chain_line(chain: Sequence[Link], looked_at: str, width: int, *, ascii_only:
 
 
 def _nearest(links: list[Content], place: int, width: int, *, ascii_only: bool) -> list[Content]:
-    """The links around `place` that fit into `width` cells, with dots for those left out at an end."""
+    """Return the links around index `place` that fit into `width` cells, with dots at each end where links were left
+    out."""
     dots = Content.styled(glyphs("…", ascii_only=ascii_only), "$muted")
     first, last = 0, len(links)
     while True:

@@ -47,7 +47,8 @@ class EngineProcesses:
         self._children: list[_Child] = []
 
     def start(self, directory: RunDirectory, *, resume: bool) -> str | None:
-        """Start an engine process on a run; returns a warning or None. Raises EnvironmentProblem, OSError."""
+        """Start an engine process on a run, or with `resume` on a run to be continued; returns warnings for the user,
+        None if there are none. Raises EnvironmentProblem or OSError if the engine cannot be started."""
         from engine.launch.create_run import drop_untrusted_limits  # slow to import: not before the first paint
 
         untrusted = drop_untrusted_limits(directory) if resume else None
@@ -75,7 +76,7 @@ def _has_recorded_end(child: _Child) -> bool:
 
 
 def _end_message(child: _Child) -> str:
-    """A message with how the process ended, and the line of its log that most likely gives the reason."""
+    """Return a message that says how the process ended, with the line of its log that most likely gives the reason."""
     how = engine_died(child.directory, child.process.returncode).found.splitlines()[0]
     log = log_tail(child.directory, start=child.log_start)
     errors = [line for line in log if line.startswith("tunedeck: ")] or log[-1:]

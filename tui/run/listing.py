@@ -127,13 +127,13 @@ class RunList:
 
 
 def stage_names(spec: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the enabled stages in the tables of a run.toml; empty for a run without stages."""
+    """Return the names of the enabled stages in `spec`, the tables of a run.toml; empty for a run without stages."""
     stages = nested(spec, "recipe", "stages") or []
     return tuple(str(stage.get("name")) for stage in stages if isinstance(stage, dict) and stage.get("enabled", True))
 
 
 def nested(table: Any, *keys: str) -> Any:
-    """The value under nested keys; None if one of the keys is missing."""
+    """Return the value under nested keys in a table read from TOML or JSON; None if one of the keys is missing."""
     for key in keys:
         table = table.get(key) if isinstance(table, dict) else None
     return table

@@ -19,30 +19,31 @@ class PaneChoice:
     """The pane that the keys act on, and the panes that are shown beside it."""
 
     room: str = "all"
-    """"all" where there is room for every pane; "regular": for the upper panes and one other; "one": for one."""
+    """How many panes the terminal has room for: "all"; "regular" (the upper panes and one other); or "one"."""
     active: str = "events"
     """The pane that the keys act on."""
     enlarged: bool = False
-    """Whether the active pane has the screen for itself."""
+    """Whether the active pane takes the whole screen."""
     has_ranks: bool = False
     """Whether the run has several processes, and a pane for them."""
     _below: str = "events"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The panes of this run, in the order of `tab`."""
+        """The names of this run's panes, in the order in which the Tab key goes through them."""
         return tuple(name for name in PANES if name != "ranks" or self.has_ranks)
 
     @property
     def shown(self) -> set[str]:
-        """The panes that are shown."""
+        """The names of the panes that fit the room: only the active one if it is enlarged or there is room for one."""
         if self.enlarged or self.room == "one":
             return {self.active}
         return set(self.names) if self.room == "all" else {*UPPER, self.below}
 
     @property
     def below(self) -> str:
-        """The pane below the upper ones, where there is room for one: the active pane, or the last that was active."""
+        """The name of the pane below the upper panes, where there is room for one: the active pane if it is no upper
+        one, else the last such pane that was active."""
         return self.active if self.active not in UPPER else self._below
 
     @property
@@ -59,6 +60,7 @@ class PaneChoice:
             self._below = self.below
 
     def step(self, by: int) -> None:
-        """Make the pane `by` places after the active one active; after the last comes the first."""
+        """Make the pane `by` places after the active one active, or before it if `by` is negative; after the last comes
+        the first."""
         names = self.names
         self.activate(names[(names.index(self.active) + by) % len(names)])

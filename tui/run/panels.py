@@ -1,4 +1,5 @@
-"""The text of the Run screen's panes: functions from a `RunWatch` to lines. They read no files and use no widgets.
+"""The text of the Run screen's panes: functions from a `RunWatch` to lines. They read no files and use no widgets. The
+parameter `glyphs` is a function that replaces the console's glyphs by ASCII characters where necessary.
 
 Try: `[line.plain for line in figure_lines(watch, str, ascii_only=True)]`
 """
@@ -49,8 +50,8 @@ MIN_SHOWN_BYTES = 2**19
 
 
 def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
-    """The two lines shown at every screen size: state and progress of the run; then its phase, or its error if there is
-    one."""
+    """Return the two lines that are shown at every screen size: state and progress of the run; then its phase, or its
+    error if there is one. `glyphs` replaces the console's glyphs by ASCII characters where necessary."""
     summary = watch.summary
     if summary is None:
         style = "$bad" if watch.read_error else "$muted"
@@ -100,8 +101,8 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
 
 
 def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
-    """The figures of the latest step. `with_ranks` adds a brief line about the ranks, for screens without the table of
-    ranks."""
+    """Return the figures of the latest step, one per line. `with_ranks` adds a brief line about the ranks, for screens
+    without the table of ranks; `glyphs` replaces the console's glyphs by ASCII characters where necessary."""
     step = watch.latest or {}
     rows: list[tuple[str, str | Content]] = [("loss", _loss(step))]
     rows += _scores(watch)
@@ -144,7 +145,7 @@ def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Con
 
 
 def _loss(step: dict[str, Any]) -> str:
-    """The loss; of a mixture of experts also the auxiliary loss."""
+    """Format the loss of a step's event; for a mixture of experts, also its auxiliary loss."""
     if "loss" not in step:
         return "-"
     auxiliary = f", aux {format_number(step['aux_loss'])}" if "aux_loss" in step else ""
@@ -194,7 +195,8 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
 
 
 def memory_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
-    """Predicted and measured memory: first the peaks, then each component, last the devices."""
+    """Return predicted and measured memory as lines: first the peaks, then each component, last the devices. `glyphs`
+    replaces the console's glyphs by ASCII characters where necessary."""
     summary = watch.summary
     if summary is None:
         return []
@@ -249,7 +251,7 @@ def _held_now(watch: RunWatch) -> list[Content]:
 
 
 def devices(watch: RunWatch) -> list[Content]:
-    """A line for each device with its latest reading."""
+    """Return a line for each GPU with the driver's latest reading: used bytes, utilisation, temperature and power."""
     if watch.summary is not None and watch.summary.simulated:
         return [_row("device", "simulated: no sensors to read")]
     return [_row(f"GPU {index}", _device_text(event)) for index, event in sorted(watch.gpu_readings.items())]
@@ -271,7 +273,7 @@ def event_lines(line: FeedLine, width: int) -> list[Content]:
 
 
 def log_lines(line: str, width: int) -> list[Content]:
-    """One line of the log, folded at the width."""
+    """Return one line of the engine's log as lines of at most `width` cells."""
     return [Content.assemble(" ", part) for part in Content.styled(line, "$muted").fold(max(10, width - 1))]
 
 

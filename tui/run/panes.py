@@ -38,7 +38,7 @@ BOXES = ("words", "upper", "lower")
 
 
 class RunPanes(Vertical):
-    """The widget with all panes of a run."""
+    """The widget with all panes of the Run screen; `PaneChoice` decides which are shown."""
 
     def __init__(self, glyphs: Callable[[str], str], ascii_only: bool) -> None:
         super().__init__(id="run-panes")
@@ -52,7 +52,7 @@ class RunPanes(Vertical):
         """The metric that is plotted, if it is another than the loss."""
 
     def compose(self) -> ComposeResult:
-        """Yield the panes."""
+        """Yield one widget for each pane, and the field of the filter."""
         yield TextLines(id="all-tabs", classes="tabs")
         with Horizontal(id="upper"):
             yield LossPlot(self._glyphs, self._ascii_only, id="loss")
@@ -68,12 +68,12 @@ class RunPanes(Vertical):
 
     @property
     def plot(self) -> LossPlot:
-        """The plot of the loss."""
+        """The widget of the loss pane, which plots the chosen metric."""
         return self.query_one(LossPlot)
 
     @property
     def scrolled(self) -> Scrollback[Any]:
-        """The pane that scrolls: the log if it is active, else the events."""
+        """The pane on which scroll keys act: the log if it is the active pane, else the events."""
         return self.query_one("#log" if self.choice.active == "log" else "#events", Scrollback)
 
     def show_panes(self, room: str) -> None:
@@ -143,20 +143,21 @@ class RunPanes(Vertical):
 
     @property
     def metric(self) -> Metric:
-        """The metric that is plotted."""
+        """The metric that is plotted, one of METRICS; the loss at first."""
         return self._curve.metric if self._curve is not None else LOSS
 
     @property
     def metric_version(self) -> int:
-        """A number that changes when values of a metric other than the loss were read."""
+        """A number that changes each time values of a metric other than the loss were read; 0 at first."""
         return self._curve.version if self._curve is not None else 0
 
     def read_metric(self, watch: RunWatch, *, seconds: float) -> bool:
-        """Read the plotted metric, unless it is the loss, for about `seconds`; returns whether anything was read."""
+        """Read values of the plotted metric from the run's journal for about `seconds`; returns whether anything was
+        read. Does nothing while the loss is plotted, which `RunWatch` reads."""
         return self._curve is not None and self._curve_of(watch).read_more(seconds=seconds)
 
     def change_metric(self, watch: RunWatch, by: int) -> None:
-        """Plot the metric `by` places after the present one."""
+        """Plot the metric `by` places after the present one, or before it if `by` is negative."""
         chosen = metric_beside(self.metric, by)
         self._curve = None if chosen is LOSS else RunCurve(watch.directory, chosen)
 
@@ -167,7 +168,7 @@ class RunPanes(Vertical):
         return self._curve
 
     def show_log(self, lines: Sequence[str]) -> None:
-        """Show these lines of the engine's log."""
+        """Replace the lines of the log pane by `lines`."""
         self.query_one("#log", Scrollback).replace(lines)
 
     def has_new_events(self, watch: RunWatch) -> bool:
@@ -180,7 +181,7 @@ class RunPanes(Vertical):
         self._feed_shown = watch.feed_total
 
     def open_filter(self) -> None:
-        """Ask for the words of a filter of events and log."""
+        """Show the field for the words of a filter, and give it the focus. The filter applies to events and log."""
         if self.choice.active != "log":
             self.choice.activate("events")
         self.show_panes(self.choice.room)

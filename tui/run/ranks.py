@@ -119,7 +119,9 @@ def ranks_in_brief(watch: RunWatch) -> str:
 
 
 def rank_lines(watch: RunWatch, width: int, height: int, glyphs: Callable[[str], str]) -> list[Content]:
-    """A heading and a line for each rank. If there is no room for all ranks, the noteworthy ones are chosen first."""
+    """Return a heading and a line for each rank, in at most `height` lines. If there is no room for all ranks, slow
+    ranks and those that ran out of memory are chosen first. `glyphs` replaces the console's glyphs by ASCII characters.
+    """
     rows = rank_summaries(watch)
     if not rows:
         return []
@@ -150,7 +152,8 @@ def _line(
 
 
 def _remarks(row: RankSummary, cells: int, glyphs: Callable[[str], str]) -> list[tuple[str, str]]:
-    """Remarks on a rank that is slow or ran out of memory, abbreviated if there is no room."""
+    """Return (text, style) of each remark on a rank that is slow or ran out of memory, abbreviated to `cells` cells if
+    necessary."""
     long, brief = [], []
     if row.failures:
         times, style = f", {row.failures} times" if row.failures > 1 else "", "bold $bad" if row.failed_lately else ""

@@ -18,7 +18,8 @@ ASKED_FOR = ("paused", "stopped", "queued")
 
 
 class RunEnds:
-    """The runs of a folder that have an engine, as they were at the last `poll`."""
+    """Finds the runs of a folder that end while the console is open: it compares the runs that have an engine with
+    those at the last `poll`."""
 
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir

@@ -34,7 +34,8 @@ def has_scores(watch: RunWatch) -> bool:
 
 
 def score_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
-    """Bars of every score by checkpoint, then the newest samples."""
+    """Return bars of every score by checkpoint, then the newest samples, as lines of `width` cells. `glyphs` replaces
+    the console's glyphs by ASCII characters where necessary."""
     bar = max(6, min(MOST_BAR, width - LABEL_WIDTH - VALUE_WIDTH - 14))
     lines = [*_of_evaluations(watch.evaluations, bar, glyphs), *_of_training(watch, bar, glyphs)]
     return [*lines, *_samples(watch, width)]
@@ -63,8 +64,9 @@ def _of_training(watch: RunWatch, bar: int, glyphs: Glyphs) -> Iterator[Content]
 def bar_lines(
     metric: str, rows: Mapping[int, float | None], bar: int, glyphs: Glyphs, *, start: str = "base"
 ) -> Iterator[Content]:
-    """The name of a metric, then a line for each checkpoint: step, value, a bar from 0 to the largest value, a star at
-    the best. `start` is what step 0 is called."""
+    """Yield the name of a metric, then a line for each checkpoint: step, value, a bar from 0 to the largest value, a
+    star at the best. `rows` maps steps to values, `bar` is the width of a bar in cells, and `start` is what step 0 is
+    called."""
     known = {step: value for step, value in sorted(rows.items()) if isinstance(value, int | float)}
     if not known:
         return

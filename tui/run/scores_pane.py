@@ -49,5 +49,5 @@ class ScoresPane(TextLines):
 
     @property
     def page(self) -> int:
-        """The number of lines in one page."""
+        """The number of lines by which the page keys scroll."""
         return max(1, self.size.height - 1)

@@ -67,7 +67,8 @@ def state_of(summary: RunSummary) -> str:
 
 
 def state_cell(state: str, glyphs: Callable[[str], str], *, ascii_only: bool) -> Content:
-    """The glyph and the word of a state, in the state's colour."""
+    """Return the glyph and the word of a run's state, in the state's colour. `glyphs` replaces the glyph by ASCII where
+    necessary."""
     shown = STATES.get(state)
     if shown is None:
         return Content(clean(state))
@@ -84,8 +85,9 @@ def run_row(
     entry: RunEntry, width: int, ascii_only: bool, columns: Sequence[TableColumn] = COLUMNS, *, marked: bool = False,
     title: str = "", of_all: RunSummary | None = None,
 ) -> Content:  # fmt: skip
-    """The run as one line of `width` cells. `title`, if given, replaces the run's name, and `of_all` (such as the
-    summary of a sweep) replaces the run's own summary."""
+    """Draw the run as one line of `width` cells, with those of `columns` for which there is room. `marked` draws a mark
+    before it; `title`, if given, replaces the run's name, and `of_all` (such as the summary of a sweep) replaces the
+    run's own summary."""
     lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
     summary = of_all or entry.summary
     if summary is None:
@@ -108,7 +110,8 @@ def _sizes(width: int, columns: Sequence[TableColumn]) -> list[tuple[TableColumn
 
 
 def _fit(text: str, size: int, right: bool) -> str:
-    """Cut the text with an ellipsis or pad it, to exactly `size` cells."""
+    """Cut the text with an ellipsis, or pad it on the right (on the left if `right`, which aligns it right), to exactly
+    `size` cells."""
     content = Content(text)
     if content.cell_length > size:
         content = content.truncate(size, ellipsis=True)
@@ -117,8 +120,8 @@ def _fit(text: str, size: int, right: bool) -> str:
 
 
 def matches(entry: RunEntry, wanted: str) -> bool:
-    """Whether a run matches every word of the filter. A word `field:text` is searched in that field, any other word in
-    all fields."""
+    """Whether a run matches every word of the filter `wanted`. A word `field:text` is searched in that field, any other
+    word in all fields."""
     return all(_matches_word(entry, word.lower()) for word in wanted.split())
 
 

@@ -27,7 +27,7 @@ SWEEP = "sweep:"
 TO_COME = "to come"
 
 WORST_FIRST = ("running", "stopping", "oom", "failed", "stale", "queued", "paused", "stopped", "done")
-"""The state of a sweep is the first of these that one of its runs has."""
+"""States in order of importance: a sweep has the first of these that one of its runs has."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TreeRow:
     members: tuple[RunEntry, ...] = ()
     """The runs of a sweep, in the order of its points."""
     state: str = ""
-    """The state of a stage that has not begun: to come or skipped."""
+    """For a stage that has not begun: "to come" or "skipped". Empty for all other rows."""
     parent: str = ""
     """The key of the row above that this one belongs to."""
 
@@ -84,7 +84,7 @@ class RunTree:
         return self.runs.unread + self._stages.unread
 
     def set_open(self, key: str, *, is_open: bool) -> None:
-        """Show or hide the rows below the row with this key."""
+        """Show (`is_open`) or hide the rows below the row with this key."""
         (self._open.add if is_open else self._open.discard)(key)
 
     def rows(self, matches: Callable[[RunEntry], bool] | None = None) -> list[TreeRow]:
@@ -150,8 +150,9 @@ def _sweeps(entries: list[RunEntry]) -> dict[str, tuple[RunEntry, ...]]:
 
 
 def summary_of_sweep(members: tuple[RunEntry, ...]) -> RunSummary | None:
-    """The summary of the best run of a sweep (the smallest evaluation loss), with the steps, out-of-memory errors and
-    time of all of them, and the state that matters most."""
+    """Return one summary for a sweep: that of its best run (the smallest evaluation loss), with the steps,
+    out-of-memory errors and time of all runs together. Its state is `running` if any run is running, else the worst of
+    the runs' states. None if no run was read."""
     summaries = [entry.summary for entry in members if entry.summary is not None]
     if not summaries:
         return None
@@ -170,7 +171,8 @@ def summary_of_sweep(members: tuple[RunEntry, ...]) -> RunSummary | None:
 
 
 def tree_row(row: TreeRow, width: int, ascii_only: bool, *, marked: bool = False) -> Content:
-    """The row as one line of `width` cells, indented by its depth, with a mark where it can be opened or closed."""
+    """Draw the row as one line of `width` cells, indented by its depth, with a symbol where it can be opened or closed.
+    `marked` draws the mark of a run that is to be compared."""
     mark = {None: "", False: "▶ ", True: "▼ "}[row.is_open]
     branch = f"{'  ' * (row.depth - 1)}└ " if row.depth else ""
     title = glyphs(branch + mark, ascii_only=ascii_only) + clean(row.name)

@@ -69,7 +69,7 @@ class Curves:
 
 
 class RunWatch:
-    """One run, with everything that the Run screen shows about it."""
+    """Follows one run: reads its journal bit by bit and keeps the state, curve and events that the Run screen shows."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -131,7 +131,7 @@ class RunWatch:
 
     @property
     def step(self) -> int:
-        """The number of the last completed step."""
+        """The number of the last completed step; 0 before the first."""
         return int(self.latest["step"]) if self.latest is not None else self.state.step
 
     def seconds_left(self) -> float | None:
@@ -184,8 +184,8 @@ class RunWatch:
         return count > 0
 
     def _fold(self, batch: _StepBatch) -> None:
-        """Add a batch of steps to the loss curve and to the latest steps; update the state with its first and its last
-        step."""
+        """Add a batch of steps to the loss curve and to the latest steps, and update the run's state with the first and
+        the last step of the batch."""
         latest = [event for event in map(decode_event, batch.latest) if event is not None]
         if not latest:
             return
@@ -236,7 +236,8 @@ class RunWatch:
 
 
 class _StepBatch:
-    """Consecutive step events: step and loss of each for the curve, and the complete lines of the latest ones."""
+    """Consecutive step events of a journal: step and loss of all of them for the curve, and the complete lines of the
+    latest."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -246,7 +247,7 @@ class _StepBatch:
         self.peak_bytes = 0
 
     def take(self, line: bytes) -> bool:
-        """Add one journal line; returns False if the line is not a step in a known format."""
+        """Add one journal line; returns False, adding nothing, if it is not the event of a step."""
         found = STEP.search(line)
         try:
             step, loss, peak = found.groups() if found else _parsed(line)
@@ -262,7 +263,8 @@ class _StepBatch:
 
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
-    """Step, loss and peak of a line that STEP does not match, parsed as JSON. Raises ValueError for a damaged line."""
+    """Return (step, loss, peak bytes) of a journal line in another form than STEP matches, parsed as JSON; the loss is
+    b"null" if it is no number. Raises ValueError for a line that is no step's event."""
     event = decode_event(line)
     if event is None or not isinstance(event.get("step"), int):
         raise ValueError("no step")

@@ -37,7 +37,7 @@ CREATION = "creation"
 
 
 def creations(workers: WorkerManager) -> list[Worker[object]]:
-    """The workers that are creating a run."""
+    """Return those of a screen's workers that are creating a run."""
     return [worker for worker in workers if worker.group == CREATION and not worker.is_finished]
 
 
@@ -95,7 +95,7 @@ class BaseScreen(Screen[None]):
             getattr(self, f"do_{action}")()
 
     def show_message(self, text: str, style: str = "") -> None:
-        """Show a message for a few seconds in the footer, instead of the keys."""
+        """Show a message for a few seconds in the footer, instead of the keys, in the Textual style `style`."""
         self.query_one(FooterBar).show_message(visible(text, keep="\n"), style)
 
     def show_error(self, error: TunedeckError) -> None:
@@ -114,8 +114,8 @@ class BaseScreen(Screen[None]):
         return [*keys.of_screen(self.screen_name), *keys.of_screen(keys.EVERYWHERE)]
 
     def footer_rows(self) -> list[keys.Key]:
-        """The keys to show in the footer. Back is left out on screens that are kept in memory: one gets to these with
-        digits."""
+        """The rows of the keys to show in the footer. "Back" is left out on screens that are kept in memory: a digit
+        key opens each of them."""
         kept = any(row.kept for row in SCREENS if row.name == self.screen_name)
         return [key for key in self.key_rows() if not (kept and key.action == "back")]
 

@@ -35,7 +35,7 @@ CATCH_UP_SECONDS = 0.02
 """The interval while long journals are read."""
 
 READ_SECONDS = 0.04
-"""Longest time that one poll reads."""
+"""Most seconds for which one poll reads journals."""
 
 TABLE_SECONDS = 5.0
 """Interval at which the table is updated, once every run has been read."""
@@ -94,7 +94,8 @@ class CompareScreen(BaseScreen):
         return CATCH_UP_SECONDS if self._read() else POLL_SECONDS
 
     def _read(self) -> bool:
-        """Read new lines of the runs' journals, for READ_SECONDS in total; returns whether anything was added."""
+        """Read new lines of the runs' journals, for READ_SECONDS in total, and repaint if necessary; returns whether
+        anything was added."""
         each = READ_SECONDS / max(1, 2 * len(self._curves))
         news = [curve.read_more(seconds=each) for curve in self._curves]
         if self._curves and time.monotonic() >= self._table_due:
@@ -105,8 +106,9 @@ class CompareScreen(BaseScreen):
         return any(news)
 
     def _compare(self, seconds: float) -> bool:
-        """Update the table if every run has been read to its end. If a run's folder no longer exists, the old table is
-        left."""
+        """Read the summaries of all runs, each for about `seconds`, and once all are read to their ends update the
+        table. Returns whether anything may have changed. If a run's folder no longer exists, the table stays as it is.
+        """
         if self._found is not None and not all(reader.directory.exists() for reader in self._readers):
             return False
         try:
@@ -123,7 +125,8 @@ class CompareScreen(BaseScreen):
         return True
 
     def _update_gains(self, stamp: list[list[str]]) -> None:
-        """Compute the gains over the first run, if scores have changed."""
+        """Compute each run's gain over the first run, if scores have changed. `stamp` has the times of all evaluations
+        of each run; nothing is computed if they are those of the last call."""
         if stamp == self._gains_stamp or self._found is None:
             return
         self._gains_stamp, self._gains = stamp, None
@@ -235,7 +238,8 @@ def _gain_lines(found: Gains, runs: Sequence[str], width: int) -> Iterator[Conte
 
 
 def _bars(group: ScoreGroup, metric: str, width: int, glyphs: Callable[[str], str]) -> Iterator[Content]:
-    """A bar for each scored checkpoint of each run."""
+    """Yield the name of a metric and a bar for each scored checkpoint of each run. `glyphs` replaces the console's
+    glyphs by ASCII characters where necessary."""
     for number, found in enumerate(group.checkpoints):
         rows: dict[int, float | None] = {step: values.get(metric) for step, values in found.items()}
         lines = list(bar_lines(metric, rows, max(6, min(40, width - 36)), glyphs))
@@ -246,7 +250,8 @@ def _bars(group: ScoreGroup, metric: str, width: int, glyphs: Callable[[str], st
 
 
 def _line(key: str, cells: Sequence[tuple[str, str]]) -> Content:
-    """One row of the table. Long values are cut; `tunedeck compare` prints them in full."""
+    """Format one row of the table: the name `key`, then (text, style) of each run's cell. Long values are cut;
+    `tunedeck compare` prints them in full."""
     name = Content(clean(key)).truncate(NAME_WIDTH - 2, ellipsis=True)
     parts = [name.pad_left(1).pad_right(NAME_WIDTH - 1 - name.cell_length)]
     for text, style in cells:

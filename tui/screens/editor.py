@@ -34,7 +34,7 @@ HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
 
 @dataclass(frozen=True)
 class Draft:
-    """A text to edit, and the file `target` to which it will be saved."""
+    """A text to edit, and `target`, the path of the file in which it will be saved."""
 
     kind: SpecKind
     text: str
@@ -44,8 +44,8 @@ class Draft:
 
 
 class TomlArea(OrderedKeys, TextArea):
-    """The text area of the editor. It reports Esc to the screen, which closes, or warns first if there are unsaved
-    changes."""
+    """The text area of the editor. On Esc it posts `EscapePressed`; the screen then closes, or warns first if there are
+    unsaved changes."""
 
     BINDINGS = [Binding("escape", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
 
@@ -53,12 +53,13 @@ class TomlArea(OrderedKeys, TextArea):
         """Message: Esc was pressed."""
 
     def action_leave(self) -> None:
-        """Report Esc to the screen."""
+        """Post `EscapePressed` to the screen."""
         self.post_message(self.EscapePressed())
 
 
 class EditorScreen(BaseScreen):
-    """The screen that shows the edited text and the checker's problems."""
+    """The screen on which a profile or recipe is edited as TOML, with the checker's problems beside or below the text.
+    """
 
     screen_name = "editor"
     AUTO_FOCUS = "TomlArea"
@@ -106,7 +107,7 @@ class EditorScreen(BaseScreen):
         return self.area.text != (self._saved if self._saved is not None else self._draft.text)
 
     def on_text_area_changed(self) -> None:
-        """Check the text after every change."""
+        """Check the text after every change, and show the problems found."""
         self._problems, self._warned = line_problems(self._check(self.area.text)), False
         self._show_notes()
         self.refresh_title_and_footer()

@@ -72,7 +72,7 @@ class LaunchScreen(BaseScreen):
 
     @property
     def view(self) -> LaunchView:
-        """The widget that fills the screen."""
+        """The widget that fills the screen between title bar and footer."""
         return self.query_one(LaunchView)
 
     def set_argument(self, argument: object) -> None:
@@ -119,8 +119,8 @@ class LaunchScreen(BaseScreen):
             self.view.fields.move_to(row)
 
     def _show(self) -> None:
-        """Show the state after a change. Computations that take longer than a plan run later, when the screen is
-        idle."""
+        """Show the state after a change of the choice. Advice and verdicts of other recipes take longer and are
+        computed when the screen is idle."""
         self.view.show_lists(self.state.snapshot())
         self._show_without_lists()
 
@@ -206,19 +206,19 @@ class LaunchScreen(BaseScreen):
             self.do_next_pane()
 
     def do_next_pane(self) -> None:
-        """Go to the next pane."""
+        """Give the focus to the next pane."""
         self.view.focus_next_pane(1)
 
     def do_previous_pane(self) -> None:
-        """Go to the previous pane."""
+        """Give the focus to the previous pane."""
         self.view.focus_next_pane(-1)
 
     def do_next_tab(self) -> None:
-        """Open the next tab."""
+        """Open the next tab (fixes, samples, command)."""
         self._next_tab(1)
 
     def do_previous_tab(self) -> None:
-        """Open the previous tab."""
+        """Open the previous tab (fixes, samples, command)."""
         self._next_tab(-1)
 
     def _next_tab(self, by: int) -> None:
@@ -239,8 +239,8 @@ class LaunchScreen(BaseScreen):
         self.state.remember()
 
     def _on_typed(self, key: str, text: str) -> None:
-        """Set a field at every letter typed. The row for any other KEY=VALUE is an exception: it is applied when
-        editing ends."""
+        """Set the field `key` to `text`, at every letter typed. The row for any other KEY=VALUE is an exception: it is
+        applied when editing ends."""
         if key != OTHER:
             self.state.set_field(key, text)
             self._show_without_lists()
@@ -292,7 +292,7 @@ class LaunchScreen(BaseScreen):
             self._show()
 
     def do_undo(self) -> None:
-        """Undo the last change of the choice."""
+        """Return to the choice before the last change, and move the cursors of the lists to its files."""
         self.state.undo()
         self._show_with_cursors()
 
@@ -312,27 +312,29 @@ class LaunchScreen(BaseScreen):
     # Runs, samples and files made from the choice.
 
     def do_start(self) -> None:
-        """Start the run."""
+        """Create the run of the present choice and start its engine, then open the Run screen."""
         self._start(force=False)
 
     def do_force(self) -> None:
-        """Start the run although it does not fit."""
+        """Create and start the run of the present choice although its plan says that it does not fit."""
         self._start(force=True)
 
     def _start(self, *, force: bool) -> None:
         self._create(self._make_and_start(self.state.choice, force=force))
 
     def do_queue(self) -> None:
-        """Put the run into the queue."""
+        """Create the run of the present choice and put it at the end of the queue."""
         self._create(self._make_and_enqueue(self.state.choice))
 
     def _create(self, creation: Coroutine[None, None, bool]) -> None:
-        """Run `creation`, which waits for a thread: slow disks and the hub must not stop the screen."""
+        """Run the coroutine `creation`, which creates a run in a thread, as a worker of the screen, so that slow disks
+        and the hub do not block the screen."""
         self.show_message("creating the run ...")
         self.run_worker(creation, group=CREATION)
 
     async def _make_and_start(self, choice: Choice, *, force: bool) -> bool:
-        """Create the run of a choice and start its engine; returns whether it started."""
+        """Create the run of a choice and start its engine; returns whether it started. With `force`, also a run that
+        does not fit."""
         from tui.launch.make_run import make_run  # slow to import: not before the first paint
 
         try:
@@ -365,12 +367,12 @@ class LaunchScreen(BaseScreen):
         (front if isinstance(front, BaseScreen) else self).show_error(error)
 
     def do_copy(self) -> None:
-        """Copy the command to the terminal's clipboard."""
+        """Copy the command that starts the same run without the console to the terminal's clipboard."""
         self.app.copy_to_clipboard(shlex.join(self._tab_contents.command()))
         self.show_message("the command was sent to the terminal's clipboard")
 
     def do_samples(self) -> None:
-        """Read samples of the data in a separate process."""
+        """Read samples of the data in a separate process and show them in the samples tab."""
         self._tab_contents.samples_status = READING
         self._show_tab()
         self.run_worker(self._read_samples(self.state.choice), group="samples", exclusive=True)

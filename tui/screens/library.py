@@ -79,7 +79,8 @@ class LibraryScreen(BaseScreen):
             self.call_after_refresh(self._show_text)
 
     def _list(self, stem: str) -> None:
-        """Read the folders again, and move the cursor to the file named `stem` unless that is empty."""
+        """Read the folders of profiles and recipes again, and move the cursor to the file named `stem`; with an empty
+        `stem` the cursor stays in its row."""
         found: dict[SpecKind, list[FileEntry]] = {"profile": profile_entries(self._machine), "recipe": recipe_entries()}
         self._items = []
         for kind, entries in found.items():
@@ -120,7 +121,7 @@ class LibraryScreen(BaseScreen):
 
     @property
     def chosen(self) -> Item:
-        """The row under the cursor."""
+        """The row under the cursor: a file, or a heading."""
         return self._items[self.query_one("#files", RowList).cursor]
 
     def disabled_reason(self, action: str) -> str | None:
@@ -189,7 +190,7 @@ class LibraryScreen(BaseScreen):
         self._open(kind, entry.path, target)
 
     def do_import_file(self) -> None:
-        """Ask for the path of a file, and import the file."""
+        """Ask for the path of a file, check the file, and copy it to the user's profiles or recipes."""
         self.query_one(InputPrompt).ask("file to import", "", self._import)
 
     def _import(self, text: str) -> None:

@@ -38,7 +38,7 @@ class OomScreen(TextScreen):
         self._contents = [*self._backoffs(), *self._reports()]
 
     def title_detail(self) -> str:
-        """The run's name."""
+        """The run's name, for the title bar."""
         return clean(self._directory.name)
 
     def text_lines(self, width: int) -> Sequence[Content]:
@@ -68,7 +68,8 @@ class OomScreen(TextScreen):
 
 
 def _report(path: Path, bar: str) -> list[Content]:
-    """The lines of one out-of-memory report."""
+    """Return the lines of the out-of-memory report in the file `path`; a single line that says so if it cannot be read.
+    `bar` is the character of which bars are drawn."""
     report = read_report(path)
     if report is None:
         return [Content.styled("cannot be read: it may be incomplete", "$caution")]

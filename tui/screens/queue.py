@@ -32,7 +32,7 @@ POLL_SECONDS = 1.0
 """Interval at which queue and runs are read."""
 
 READ_SECONDS = 0.05
-"""Longest time that one poll reads: less than what a key press may wait."""
+"""Most seconds for which one poll reads: less than the time that a key press may wait."""
 
 
 class QueueScreen(BaseScreen):
@@ -69,7 +69,7 @@ class QueueScreen(BaseScreen):
         self._runs = RunList(self._queued_runs)
 
     def poll(self) -> float:
-        """Read the queue."""
+        """Read the queue and show it; returns the seconds until the next reading."""
         self._read()
         return POLL_SECONDS
 
@@ -117,7 +117,7 @@ class QueueScreen(BaseScreen):
 
     @property
     def chosen(self) -> RunEntry | None:
-        """The run under the cursor."""
+        """The run under the cursor; None if the queue is empty."""
         entries, index = self._runs.entries, self.query_one(RowList).cursor
         return entries[index] if index < len(entries) else None
 
@@ -163,12 +163,12 @@ class QueueScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:
-        """Open the run under the cursor."""
+        """Open the Run screen with the run under the cursor."""
         if self.chosen is not None:
             self.console.open_screen("run", self.chosen.directory)
 
     def do_start(self) -> None:
-        """Start the queue's worker process."""
+        """Start the queue's worker process, which starts the waiting runs; a message says whether it was started."""
         try:
             pid = start_queue_worker(self.console.runs_dir)
         except TunedeckError as error:
@@ -222,7 +222,8 @@ class QueueScreen(BaseScreen):
             self.show_message(f"{clean(name)} is in the trash of the runs folder")
 
     def _try(self, change: Callable[[], object]) -> bool:
-        """Call `change`, which changes the queue; show its error if it raises one; read the queue again."""
+        """Call `change`, which changes the queue, then read the queue again. Returns False, and shows the error, if
+        `change` raises one."""
         try:
             change()
         except TunedeckError as error:

@@ -47,7 +47,7 @@ PLOT_SECONDS = 2.0
 """Least interval between repaints of the curve, 3 KB each."""
 
 READ_SECONDS = 0.04
-"""Longest time that one poll reads; a key press waits no longer."""
+"""Most seconds for which one poll reads; a key press waits no longer than this."""
 
 CATCH_UP_SECONDS = 0.02
 """The interval while a long journal is being read."""
@@ -61,7 +61,7 @@ PANE_ACTIONS = (
 
 
 class RunScreen(BaseScreen):
-    """The screen that shows one run."""
+    """The screen that shows one run while it trains or after it has ended, and sends it requests."""
 
     screen_name = "run"
     BINDINGS = bindings("run")
@@ -119,11 +119,11 @@ class RunScreen(BaseScreen):
 
     @property
     def panes(self) -> RunPanes:
-        """The widget with all panes."""
+        """The widget with all panes of the run."""
         return self.query_one(RunPanes)
 
     def poll(self) -> float:
-        """Read the run's journal and log, and repaint what they change."""
+        """Read the run's journal and log, and repaint what has changed; returns the seconds until the next reading."""
         self._unpainted = self._read() or self._unpainted
         happened = self.panes.has_new_events(self.run_watch) or self.status != self._painted[0]
         if self._unpainted and (happened or time.monotonic() - self._painted[1] >= PAINT_SECONDS):
@@ -171,7 +171,8 @@ class RunScreen(BaseScreen):
             self.panes.plot_run(self.run_watch)
 
     def title_detail(self) -> str:
-        """The run's name; of a staged run, also the name of a stage that is looked at instead of the present one."""
+        """The run's name for the title bar; for a staged run, also the name of the stage that the panes show, unless
+        that is the present one."""
         whole = self.run_watch is self._whole
         return clean(self.directory.name if whole else f"{self.directory.name}/{self.looked_at}")
 
@@ -213,22 +214,24 @@ class RunScreen(BaseScreen):
         return None
 
     def _other_stage(self, by: int) -> tuple[str, str | None]:
-        """The stage `by` places after the one looked at, and why it cannot be looked at; None if it can."""
+        """Return the name of the stage `by` places after the one that the panes show, and the reason why it cannot be
+        shown; the reason is None if it can."""
         name, refusal = stage_beside(chain_of(self._whole), self.looked_at, by)
         if refusal is None and find_stage(self.directory, name) is None:
             refusal = f"stage {name} has not begun"
         return name, refusal
 
     def do_next_stage(self) -> None:
-        """Look into the next stage."""
+        """Show the next stage of a staged run in the panes."""
         self._look_into(self._other_stage(1)[0])
 
     def do_previous_stage(self) -> None:
-        """Look into the stage before."""
+        """Show the previous stage of a staged run in the panes."""
         self._look_into(self._other_stage(-1)[0])
 
     def _look_into(self, name: str) -> None:
-        """Show a stage in all panes. At the stage that runs, or ran last, the panes follow the run as a whole again."""
+        """Show the stage `name` in all panes. For the stage that runs, or ran last, the panes show the run as a whole
+        again, and so follow it to the next stage."""
         stage = find_stage(self.directory, name)
         if stage is None:
             return
@@ -243,11 +246,11 @@ class RunScreen(BaseScreen):
         self._plot()
 
     def do_checkpoint(self) -> None:
-        """Request a checkpoint."""
+        """Ask the engine to write a checkpoint after the present step and go on training."""
         self._ask_engine("checkpoint", "asked for a checkpoint after this step")
 
     def do_pause(self) -> None:
-        """Request a pause."""
+        """Ask the engine to write a checkpoint and end, so that the device is free."""
         self._ask_engine("pause", "asked to pause: a checkpoint, then the device is free")
 
     def do_stop(self) -> None:
@@ -274,8 +277,8 @@ class RunScreen(BaseScreen):
         self._refresh_now()
 
     def _force(self) -> None:
-        """Kill the engine. This runs in a thread, because a GPU driver may delay the end of a killed process for
-        seconds."""
+        """Kill the engine and record the end; an error is shown in the footer. Called in a thread, because a GPU driver
+        may delay the end of a killed process for seconds."""
         try:
             force_stop(self.directory)
         except (TunedeckError, OSError) as error:
@@ -302,11 +305,11 @@ class RunScreen(BaseScreen):
         self.console.open_screen("launch", launch_settings(self.directory))
 
     def do_next_metric(self) -> None:
-        """Plot the next metric."""
+        """Plot the next metric of METRICS; after the last comes the first."""
         self._change_metric(1)
 
     def do_previous_metric(self) -> None:
-        """Plot the metric before."""
+        """Plot the previous metric of METRICS; before the first comes the last."""
         self._change_metric(-1)
 
     def _change_metric(self, by: int) -> None:
@@ -325,11 +328,11 @@ class RunScreen(BaseScreen):
         plot.set_options(replace(plot.options, smooth=not plot.options.smooth))
 
     def do_zoom_in(self) -> None:
-        """Show a later and shorter part of the run: its last half, its last tenth."""
+        """Plot a shorter part at the end of the run: first its last half, then its last tenth."""
         self._zoom(1)
 
     def do_zoom_out(self) -> None:
-        """Show a longer part of the run again."""
+        """Plot a longer part of the run again, up to all of it."""
         self._zoom(-1)
 
     def _zoom(self, by: int) -> None:
@@ -338,22 +341,23 @@ class RunScreen(BaseScreen):
         plot.set_options(replace(plot.options, zoom=names[place]))
 
     def do_next_pane(self) -> None:
-        """Make the next pane active."""
+        """Make the next pane active; after the last comes the first."""
         self.panes.choice.step(1)
         self._arrange()
 
     def do_previous_pane(self) -> None:
-        """Make the pane before active."""
+        """Make the previous pane active; before the first comes the last."""
         self.panes.choice.step(-1)
         self._arrange()
 
     def do_enlarge(self) -> None:
-        """Give the active pane the screen for itself, or show the others again."""
+        """Show only the active pane; if it is already alone, show all panes again."""
         self.panes.choice.enlarged = not self.panes.choice.enlarged
         self._arrange()
 
     def on_key(self, event: events.Key) -> None:
-        """On Escape, close the scores, show the other panes again, or remove the filter, before the screen is left."""
+        """Handle Escape: close the scores, else show all panes again, else remove the filter. Only when none of these
+        applies does Escape leave the screen."""
         if event.key == "escape" and self.scores.is_open:
             event.stop()
             self.do_scores()
@@ -369,19 +373,19 @@ class RunScreen(BaseScreen):
         self.panes.open_filter()
 
     def do_older(self) -> None:
-        """Scroll up by a line, in the log if it is active, else in the events."""
+        """Scroll up by a line, in the log if that is the active pane, else in the events."""
         self._scrolled.scroll_lines(1)
 
     def do_newer(self) -> None:
-        """Scroll down by a line, in the log if it is active, else in the events."""
+        """Scroll down by a line, in the log if that is the active pane, else in the events."""
         self._scrolled.scroll_lines(-1)
 
     def do_page_older(self) -> None:
-        """Scroll up by a page, in the log if it is active, else in the events."""
+        """Scroll up by a page, in the log if that is the active pane, else in the events."""
         self._scrolled.scroll_lines(self._scrolled.page)
 
     def do_page_newer(self) -> None:
-        """Scroll down by a page, in the log if it is active, else in the events."""
+        """Scroll down by a page, in the log if that is the active pane, else in the events."""
         self._scrolled.scroll_lines(-self._scrolled.page)
 
     def do_newest(self) -> None:

@@ -35,7 +35,7 @@ POLL_SECONDS = 1.0
 """Interval at which the folder is read."""
 
 READ_SECONDS = 0.05
-"""Longest time that one poll reads: less than what a key press may wait."""
+"""Most seconds for which one poll reads: less than the time that a key press may wait."""
 
 CATCH_UP_SECONDS = 0.02
 """The interval while there are runs that were not read yet."""
@@ -62,12 +62,12 @@ class RunsScreen(BaseScreen):
         yield RowList(id="runs")
 
     def on_mount(self) -> None:
-        """Create the list of runs."""
+        """Create the list of runs and the tree of rows, for the console's runs folder."""
         self.runs = RunList.of_folder(self.console.runs_dir)
         self._tree = RunTree(self.runs)
 
     def poll(self) -> float:
-        """Read the runs folder."""
+        """Read the runs folder for READ_SECONDS and show what was read; returns the seconds until the next reading."""
         self._tree.refresh(seconds=READ_SECONDS)
         self._fill()
         return CATCH_UP_SECONDS if self._tree.unread else POLL_SECONDS
@@ -108,7 +108,7 @@ class RunsScreen(BaseScreen):
 
     @property
     def chosen(self) -> TreeRow | None:
-        """The row under the cursor."""
+        """The row under the cursor; None if there are no rows."""
         index = self.query_one(RowList).cursor
         return self.shown[index] if index < len(self.shown) else None
 
@@ -159,7 +159,8 @@ class RunsScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:
-        """Open the run under the cursor; of a sweep, the rows of its runs."""
+        """Open the Run screen with the run or stage under the cursor; for a sweep, show or hide the rows of its runs.
+        """
         row = self.chosen
         if row is not None and row.is_sweep:
             self._set_open(row.key, is_open=not row.is_open)
@@ -184,7 +185,7 @@ class RunsScreen(BaseScreen):
         self._fill()
 
     def do_resume(self) -> None:
-        """Resume the run under the cursor, and open it."""
+        """Start an engine that resumes the run under the cursor, and open its Run screen if the engine was started."""
         directory = self.chosen.directory if self.chosen is not None else None
         if directory is not None and self.console.start_engine(directory, resume=True):
             self.do_open()
@@ -229,7 +230,7 @@ class RunsScreen(BaseScreen):
         self._fill()
 
     def do_filter(self) -> None:
-        """Open the filter field."""
+        """Show the filter field and give it the focus."""
         self.query_one(FilterField).open()
 
     def on_key(self, event: events.Key) -> None:

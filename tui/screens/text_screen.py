@@ -20,7 +20,7 @@ class TextScreen(BaseScreen):
         yield RowList()
 
     def text_lines(self, width: int) -> Sequence[Content]:
-        """The lines to show at this width."""
+        """Return the lines to show, made for `width` cells. Subclasses define this."""
         raise NotImplementedError
 
     def refill(self) -> None:

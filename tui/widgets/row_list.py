@@ -66,7 +66,8 @@ class RowList(TextLines):
                 self.redraw(index - self.top)
 
     def move_to(self, index: int) -> None:
-        """Move the cursor to the row `index`."""
+        """Move the cursor to the row `index`, or to the nearest row if there is none; posts `Highlighted` if the cursor
+        moved."""
         target = max(0, min(index, len(self._lines) - 1))
         if target == self.cursor:
             return
@@ -118,11 +119,11 @@ class RowList(TextLines):
         self.move_to(index)
 
     def on_mouse_scroll_down(self) -> None:
-        """Move three rows down."""
+        """Move the cursor three rows down."""
         self.action_move(3)
 
     def on_mouse_scroll_up(self) -> None:
-        """Move three rows up."""
+        """Move the cursor three rows up."""
         self.action_move(-3)
 
     def on_focus(self) -> None:

@@ -27,7 +27,8 @@ class Scrollback(TextLines, Generic[T]):
     def __init__(
         self, name: str, form: Callable[[T, int], list[Content]], words: Callable[[T], str], *, empty: str, id: str
     ) -> None:
-        """`words` gives the text of an item in which the words of a filter are looked for."""
+        """`name` is shown in the heading. `form` turns an item and the width into lines, `words` returns the text of an
+        item in which a filter looks for its words, and `empty` is shown while there are no items."""
         super().__init__(id=id, classes="pane")
         self._name, self._form, self._words, self._empty = name, form, words, Content.styled(f" {empty}", "$muted")
         self._filter: list[str] = []
@@ -41,7 +42,8 @@ class Scrollback(TextLines, Generic[T]):
         """Whether keys act on this pane, which the name shows."""
 
     def add(self, items: Iterable[T]) -> None:
-        """Append items."""
+        """Append items as the newest. The view follows them, unless the user has scrolled up: then the same lines stay
+        visible."""
         new = list(items)
         self._items.extend(new)
         lines = self._lines_of(new)
@@ -77,16 +79,16 @@ class Scrollback(TextLines, Generic[T]):
         self._reform()
 
     def on_mouse_scroll_up(self) -> None:
-        """Scroll up with the mouse wheel."""
+        """Scroll up by three lines."""
         self.scroll_lines(3)
 
     def on_mouse_scroll_down(self) -> None:
-        """Scroll down with the mouse wheel."""
+        """Scroll down by three lines."""
         self.scroll_lines(-3)
 
     @property
     def page(self) -> int:
-        """The number of lines in one page."""
+        """The number of lines by which the page keys scroll."""
         return max(1, self._room - 1)
 
     @property

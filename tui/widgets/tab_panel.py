@@ -25,7 +25,7 @@ class TabPanel(Vertical):
         """The tab that is open."""
 
     def compose(self) -> ComposeResult:
-        """Yield heading and lines."""
+        """Yield the line with the tabs' names and the list of the open tab's lines."""
         yield TextLines(classes="heading")
         yield RowList(id=f"{self.id}-rows")
 
@@ -35,7 +35,8 @@ class TabPanel(Vertical):
         self.query_one(RowList).move_to(0)
 
     def show(self, lines: Sequence[Content], mark: str) -> None:
-        """Show the lines of the open tab; `mark` is shown at the start of the heading."""
+        """Show the lines of the open tab; `mark` is drawn at the start of the heading, such as the mark of the pane in
+        front."""
         parts = [(f" {tab} ", "bold reverse" if tab == self.tab else "$muted") for tab in self.tabs]
         self.query_one(TextLines).show([Content.assemble((mark, "bold $info"), *parts)])
         self.query_one(RowList).show(lines)

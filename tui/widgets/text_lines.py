@@ -61,7 +61,7 @@ class TextLines(Widget):
         return self._lines[y] if y < len(self._lines) else BLANK
 
     def line_style(self, y: int) -> Style:
-        """The base style with which line `y` is drawn."""
+        """Return the base style of line `y`, the widget's own; subclasses return others, such as that of a cursor."""
         return self.visual_style
 
     def render_line(self, y: int) -> Strip:
@@ -88,7 +88,7 @@ class TextLines(Widget):
 
     @property
     def _cut(self) -> str:
-        """The mark at the end of a line that was cut."""
+        """The character that ends a line that was cut: an ellipsis, or its ASCII form."""
         return glyphs("…", ascii_only=getattr(self.app, "ascii_only", False))
 
     def on_resize(self) -> None:

@@ -39,7 +39,7 @@ class FooterBar(TextLines):
         self._timer: Timer | None = None
 
     def set_keys(self, keys: Sequence[tuple[Key, bool]]) -> None:
-        """Show these keys. The flag of a key says whether the key is enabled now."""
+        """Show these keys, each with a flag that says whether the key is enabled now; a disabled key is grey."""
         self._keys = [(key, usable) for key, usable in keys if key.label]
         self._fill()
 
