@@ -144,8 +144,8 @@ def _cheaper(levers: Sequence[Lever], most: float, chosen: tuple[Lever, ...] = (
 
 
 def failures_of_runs(count: int, seed: int) -> int:
-    """Train `count` small runs, drawn with `seed`, that do not fit as written with their first offer; returns how many
-    ran out of memory."""
+    """Draw `count` small runs with `seed` that do not fit as they are written, and train each with the changes of the
+    first suggestion of `fit`; returns how many ran out of memory nevertheless."""
     from tests.budget.capacity_runs import capacity_cases, spec_of
     from tests.train.run_helpers import new_run, of_kind, train
 

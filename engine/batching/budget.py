@@ -185,7 +185,8 @@ class MicroBatchBudget:
         self.clean_steps = 0
 
     def _end_patience(self) -> None:
-        """Call `wait_longer` if a failed cost is tried again only because `patience_steps` clean steps have passed."""
+        """Lengthen `patience_steps`, by `wait_longer`, when the present wait is over: `clean_steps` steps without an
+        OOM have passed, so a cost that failed is about to be tried again."""
         if self.clean_steps >= self.patience_steps:
             self.wait_longer()
 

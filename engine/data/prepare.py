@@ -130,7 +130,8 @@ def prepare_sources(
     *,
     notify: Notify = lambda text: None,
 ) -> TokenData:
-    """Token data of other sources than a run's own, to score a model on. Raises the same errors as `prepare_data`."""
+    """Token data of other sources than a run's own, to score a model on. Raises DataError if all are switched off, and
+    as `prepare_data` does for files that cannot be used."""
     enabled = [source for source in sources if source.enabled]
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")

@@ -191,7 +191,8 @@ class TokenData:
         return self.pixels.inputs(wanted, ids_BS)
 
     def pictures_of(self, row: int) -> list[NDArray[np.uint8]]:
-        """Small pictures of the images of a row that is not packed, with their boxes; uint8[rows, columns, 3] each."""
+        """Small pictures of the images of a row that is not packed, for display, with the bounding boxes of its answer
+        drawn into the pixels; uint8[rows, columns, 3] each. Empty for rows without images."""
         if self.pixels is None or not self.has_images:
             return []
         document = int(self.documents[row])

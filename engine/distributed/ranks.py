@@ -54,7 +54,9 @@ class Ranks:
     local_rank: int = 0
     """This rank's number among the ranks of its machine."""
     host_gather: HostGather | None = None
+    """Exchanges small values between all ranks; None in a run of one process."""
     store: Store | None = None
+    """torch's key-value store that all ranks reach, for messages of rank 0; None in a run of one process."""
     patience_seconds: float = 600.0
     """How long other ranks wait for rank 0 without a sign of life from it, before they raise LostRankError."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -134,9 +134,9 @@ def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
 
 
 def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, resamples: int = RESAMPLES) -> Gains:
-    """The gains of runs over the run `against`, or over the model that they started from if `against` is "base", by one
-    metric. They are compared on the samples that most runs are scored on. `resamples`: number of resamples for the
-    intervals; with 0 there are none.
+    """The gains of runs over the run `against`, or over the model that they started from if `against` is "base": value
+    minus reference, by one metric, on the samples that most runs are scored on. Each has a 95 % bootstrap interval from
+    `resamples` resamples of the samples; none with 0.
 
     Raises UsageError if the reference is not scored, or no run is scored by the metric on the same samples.
     """

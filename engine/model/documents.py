@@ -59,8 +59,8 @@ def separate_documents(apart: bool, *, handed_over: bool = False) -> Iterator[No
     """Inside the block, transformers' attention masks separate the documents of a row if `apart` is True; otherwise
     they treat every row as one document. transformers' `find_packed_sequence_indices` is replaced inside the block.
 
-    `handed_over`: the forward pass gets the `flash_options`. Its kernel then separates documents without a mask, and
-    the masks do not separate them.
+    `handed_over`: the attention kernel gets the documents' boundaries as arguments of the forward pass (from
+    `flash_options`) and separates them itself, so the masks never do, whatever `apart` says.
     """
     global _handed_over
     former = masking_utils.find_packed_sequence_indices

@@ -189,8 +189,8 @@ def _answers_at_once(spec: RunSpec, length: int) -> int:
 
 
 def _ends(spec: RunSpec) -> dict[int, str]:
-    """Map the number of each layer whose backward pass the plan predicts to the name of that phase; empty for an
-    unknown architecture."""
+    """Map layer numbers to the phase that a plan names after the layer's backward pass ("layer_first", "layer_last");
+    the other layers need no more memory and have no phase. Empty for an unknown architecture."""
     try:
         arch = find_architecture(spec)
     except UnknownArchitectureError:

@@ -25,7 +25,9 @@ class Choice:
     overrides: Mapping[str, str] = field(default_factory=dict)
     """Maps a dotted key to the text of its value, as typed after --set."""
     devices: str = ""
+    """Device indices as typed after --devices, such as "0,2"; empty: as the profile says."""
     name: str = ""
+    """The run's name as typed after --name; empty: the recipe's."""
 
     @property
     def set_arguments(self) -> list[str]:

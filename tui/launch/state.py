@@ -193,8 +193,9 @@ class LaunchState:
 
     @property
     def simulation(self) -> Callable[[], object] | None:
-        """A function to call through `with_simulations` in another thread than the screen's: it simulates what the
-        choice's plan or advice needs. None if no simulation is missing."""
+        """A function that makes and stores the simulations that the choice's plan or fixes need; None if none is
+        missing. To be called in another thread than the screen's, by `engine.launch.simulation.with_simulations`;
+        afterwards `simulated` evaluates the choice again."""
         to_simulate, missing = self.evaluated.to_simulate, self._missing
         if to_simulate is not None:
             return partial(make_plan, to_simulate)

@@ -135,8 +135,8 @@ class LaunchScreen(BaseScreen):
         self._idle_timer = self.set_timer(IDLE_SECONDS, self._while_idle)
 
     def _while_idle(self) -> None:
-        """Compute the advice first, then on each further call one recipe's verdict. Behind another screen nothing is
-        computed: `on_screen_resume` starts again."""
+        """Compute the fixes for the present choice first, then on each further call one recipe's verdict, until all are
+        known. Behind another screen nothing is computed: `on_screen_resume` starts again."""
         if not self.is_active:
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:

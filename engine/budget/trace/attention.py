@@ -274,7 +274,8 @@ def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> Trac
 
 
 def _matmul(trace: MemoryTrace, left: TracedTensor, right: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace `torch.matmul` with an output of `elements` elements; both factors are saved for backward."""
+    """Trace `torch.matmul`, which saves both factors for backward. `elements`: elements of the output as a polynomial
+    in the rows and tokens of the micro-batch; each takes as many bytes as one of `left`."""
     left_size = left.size if left.node is not None else None
     right_size = right.size if right.node is not None else None
 

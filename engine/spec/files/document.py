@@ -104,8 +104,9 @@ def read_document(path: str | Path) -> Document:
 
 @lru_cache(maxsize=64)
 def _parsed(raw: bytes, label: str) -> Document:
-    """Parse the content of a TOML file. Cached, because the console resolves the same files at every keystroke, and
-    parsing takes longer than planning. The caller must not change the result."""
+    """Parse the content of a TOML file that messages call `label`. Cached, because the console resolves the same files
+    at every keystroke, and parsing takes longer than planning. The caller must not change the result. Raises SpecError
+    for content that is not UTF-8 or not TOML."""
     return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
 
 

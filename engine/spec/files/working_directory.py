@@ -1,4 +1,4 @@
-"""Finds the working directory, also after it was deleted.
+"""Says where the process was started, also after that folder was deleted.
 
 A console may run for days, while the folder in which it was started is deleted. The process continues, but finds no
 files in that folder.

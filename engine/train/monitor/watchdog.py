@@ -32,6 +32,7 @@ class Work:
     """A piece of work that should end: a step, an evaluation, the writing of a checkpoint."""
 
     kind: str
+    """Such as "step" or "evaluation"; only work of the same kind is compared."""
     name: str
     """The work's name as used in the sentence of a warning, such as "step 7" or "an evaluation"."""
     began: float

@@ -32,7 +32,8 @@ class LocalRecoveries:
 
     def note(self, failure: OutOfMemory, remedy: str, attempt: int, *, step: int = 0) -> None:
         """Record a failure on this rank from which it recovered by `remedy`; `attempt` is the number of the attempt
-        that failed, from 1. Rank 0 writes it to the journal at once, other ranks keep it until `take`."""
+        that failed, from 1, and `step` the step it belongs to, 0 outside of steps. Rank 0 writes it to the journal at
+        once, other ranks keep it until `take`."""
         recovered = RecoveredOom(step, RankOom(failure, self._ranks.rank), remedy, attempt, rows_after=0)
         if self._ranks.is_rank0:
             self._record(recovered)

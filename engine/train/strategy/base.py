@@ -123,7 +123,8 @@ class Strategy(ABC):
         return LocalStorage(self.loaded, optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Context manager around forward passes without a backward. All ranks enter it."""
+        """Context manager around forward passes without a backward. All ranks enter it. It readies the weights for such
+        passes, where a strategy has to; it does not switch gradients off."""
         return nullcontext()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:

@@ -40,8 +40,8 @@ class CheckpointStorage(Protocol):
         all ranks if they are sharded."""
 
     def write_optimizer(self, checkpoint: Path) -> None:
-        """On rank 0: write the optimizer state into the folder of a checkpoint. Raises OSError, for example on a full
-        disk."""
+        """Write the optimizer state into the folder of a checkpoint. Only rank 0 calls this, inside
+        `Ranks.run_on_rank0`; other ranks are asked for their parts. Raises OSError, for example on a full disk."""
 
     def read_optimizer(self, checkpoint: Path) -> None:
         """On all ranks: load into the optimizer the state that `write_optimizer` wrote, on any number of ranks.
