@@ -133,8 +133,8 @@ def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> lis
 
 
 def _cheaper(levers: Sequence[Lever], most: float, chosen: tuple[Lever, ...] = ()) -> Iterator[tuple[Lever, ...]]:
-    """Yield `chosen` extended by each set of `levers` that together cost less than `most` and change no key twice.
-    `levers` must be in the order of their costs."""
+    """Yield `chosen` together with each non-empty set of `levers` whose `Lever.cost` (percent) sums to less than `most`
+    and that changes no key twice. `levers` must be in the order of their costs."""
     for place, lever in enumerate(levers):
         if lever.cost >= most:
             return

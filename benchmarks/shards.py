@@ -47,7 +47,8 @@ def main() -> None:
 
 def measure(ranks: int, shard: str) -> dict[str, Any]:
     """Run two steps on `ranks` processes of this machine, with `shard` = "parameters" (ZeRO-3) or "gradients" (ZeRO-2).
-    Returns bytes and seconds of the second step, and its votes (see `benchmarks.slices.measure_steps`)."""
+    Returns what `benchmarks.slices.measure_steps` measured in the second step on rank 0: peak bytes, seconds, and the
+    number of votes."""
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder, "job"), [TOKENS] * 64, vocabulary=512, hidden=WIDTH, steps=2)
         return measure_on_ranks(measure_steps, ranks, _spec(job, ranks, shard))

@@ -203,8 +203,9 @@ class ImageReader:
         return self.processor.inputs([future.result() for future in waiting], ids_BS)
 
     def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
-        """Small pictures of the images of a sample, with the boxes that are to be found on them. The sample is named by
-        the number of its source and its row there. Raises DataError for an image that cannot be read."""
+        """Small pictures of the images of a sample, for display: RGB as uint8[rows, columns, 3] each, with the boxes of
+        a detection sample's reference drawn into the pixels. The sample is named by the number of its source and its
+        row there. Raises DataError for an image that cannot be read."""
         given = self.sources[source]
         record = given.format.record(given.rows.row(origin))
         found = []

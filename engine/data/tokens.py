@@ -77,8 +77,9 @@ class PixelReader(Protocol):
     """Reads images when a micro-batch is made (`engine.data.images`)."""
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs, by name, for the images of some samples; `ids_BS` are the samples' tokens. Each sample in
-        `wanted` is (number of its source, row in its source, the digests of its images)."""
+        """The model's inputs, by name, for the images of some samples; empty if they have none. `ids_BS` are the
+        samples' tokens, one row for each sample in `wanted`, which is (number of its source, row in its source, the
+        digests of its images). Raises DataError for an image that is gone or has changed."""
 
     def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
         """Small pictures of the images of the sample in row `origin` of a source, uint8[rows, columns, 3] each."""

@@ -112,7 +112,8 @@ class _Leaving(NamedTuple):
 
 
 class CopyStreams:
-    """Makes host copies on streams of their own, so that they run at the same time as the computation."""
+    """Copies device tensors to host memory and back on streams of its own, at the same time as the computation. The
+    module's docstring says who waits for what; callers need not synchronise."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams, self._device = streams, device

@@ -101,7 +101,9 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def count_new(self, storage: torch.UntypedStorage, func: Any, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor`, a result of `func`, unless it is host memory or on another device."""
+        """Count `storage`, which is not counted yet, as device memory, unless it is host memory or on another device.
+        `tensor`, a result of the operation `func`, describes it in reports. Raises torch.OutOfMemoryError above the
+        cap."""
         tracker = self.tracker
         kinds = ("meta", "cpu") if tracker.counts_fake_tensors else ("cpu",)  # a simulation also has a few real tensors
         if storage._cdata in tracker.host or storage.device.type not in kinds:

@@ -33,6 +33,7 @@ class Evaluation:
     step: int
     """Step of the checkpoint; 0 for the model that the run started from."""
     metrics: dict[str, float]
+    """Scores by name, such as "loss" or "exact_match"; shares are from 0 to 1."""
     count: int
     """Number of samples."""
     data: str
@@ -46,8 +47,9 @@ class Evaluation:
     sources: list[str] = field(default_factory=list)
     """Names of the data's sources."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """For accuracy: precision, recall, f1 and count of each label."""
+    """For accuracy: precision, recall, f1 and count, by label."""
     notes: list[str] = field(default_factory=list)
+    """What a reader should know about the scores, as sentences."""
     scorer: str | None = None
     """The user's own scorer, as FILE.py:FUNCTION; None if there is none."""
     values: str = ""

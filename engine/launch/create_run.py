@@ -178,8 +178,9 @@ def _checked_plans(
 def checked_plan(spec: RunSpec, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
     """Check and plan a run whose directory would be in `folder`; returns the plan and notices for the user.
 
-    The plan is None where memory cannot be predicted. Raises UsageError as `create_run` does, and DoesNotFitError for a
-    run that does not fit, unless `force`.
+    The plan is None where memory cannot be predicted. Raises SpecError or UsageError for what this version cannot train
+    or the user has not allowed, such as a model's own code; and, unless `force`, DoesNotFitError if the run does not
+    fit.
     """
     refuse_unsupported(spec)
     refuse_unsafe(spec)

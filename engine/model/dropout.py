@@ -42,7 +42,8 @@ FUNCTIONAL = "_functional_dropout"
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose masks, one per sample, are determined by a `DropoutKey`. Identity in evaluation mode."""
+    """Dropout whose masks, one for each sample (dimension 0), are determined by the `DropoutKey` that `keyed` sets.
+    Identity in evaluation mode."""
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()

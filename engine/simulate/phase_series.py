@@ -39,8 +39,8 @@ class PhaseSeries:
         self._gradients.setdefault(phase, self._gradient_bytes())
 
     def leave(self) -> None:
-        """End the current phase. If the same phase was entered before, its new levels are appended to the earlier
-        ones."""
+        """End the current phase and record its levels: the allocated bytes after each allocation. If the same
+        phase was entered before, they are appended to the earlier ones."""
         log = self._device.take_log()
         if self._phase:
             self._found.setdefault(self._phase, []).extend(log)

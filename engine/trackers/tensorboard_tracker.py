@@ -31,7 +31,8 @@ class TensorBoardTracker:
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
         """`position` is {file name: size in bytes} as an earlier process remembered it. Bytes beyond these sizes, and
-        files not named, were written by a process that was killed before it remembered them; they are removed."""
+        files not named, were written by a process that was killed before it remembered them; they are removed. None: no
+        process has remembered any, so all event files of an earlier process are removed."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 

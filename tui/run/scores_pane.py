@@ -28,7 +28,7 @@ class ScoresPane(TextLines):
         self.display = self.is_open
 
     def set_lines(self, lines: Sequence[Content]) -> None:
-        """Replace all lines; the first visible one stays the same where there are enough."""
+        """Replace all lines. The number of the first visible line stays as it was, unless there are too few lines."""
         self._all = list(lines)
         self.scroll_lines(0)
 

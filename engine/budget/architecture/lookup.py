@@ -122,8 +122,8 @@ def scaling_of(model: str) -> RopeScaling | None:
 
 def _starts(model: str) -> Iterator[Model]:
     """Yield the table [model] of the run that `model` ("run:RUN") names, then that of the run which this run started
-    from, and so on. For a stage that assembled a mixture, yield a [model] whose id is the mixture's folder, and
-    stop."""
+    from, and so on. For a stage that assembled a mixture, yield a [model] whose id is the mixture's folder, and stop.
+    Yields nothing for other names. Raises UsageError if there is no such run."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         run = result_run(resolve_run(text, None))

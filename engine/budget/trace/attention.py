@@ -58,8 +58,8 @@ def _rotate_half(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 
 
 def _times_table(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `x * cos`, promoted to the wider dtype; cos itself, of `itemsize` bytes per value, costs nothing here,
-    because all layers share it."""
+    """Trace `x * cos` of a rotary embedding, promoted to the wider dtype. The table of cosines, of `itemsize` bytes per
+    value, costs nothing here, because all layers share it."""
     return multiply(trace, x, trace.new(NO_BYTES, itemsize))
 
 
@@ -266,8 +266,8 @@ def _softmax_with_sinks(
 
 
 def _maximum(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """Trace `x.max(-1, keepdim=True)`, with `rows` maxima: the index of each maximum is saved; backward scatters into
-    zeros of x's size."""
+    """Trace `x.max(-1, keepdim=True)`: the index of each maximum is saved; backward scatters into zeros of x's size.
+    `rows`: the number of maxima as a polynomial in the rows and tokens of the micro-batch."""
     index = trace.new(rows, INDEX)
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, rows, x.itemsize, saved)

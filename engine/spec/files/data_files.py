@@ -63,8 +63,9 @@ def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
 
 
 def _other_path(source: Source, key: str) -> str:
-    """The fix for a missing file: a `--set` option with the data file of the working directory whose name is similar,
-    else the only data file there, else FILE.jsonl."""
+    """The fix for a missing file of `source`, as a sentence: a `--set` option for the source's path. It names the data
+    file of the working directory whose name is similar, else the only data file there, else FILE.jsonl. `key`: the
+    dotted key of the list of sources, such as "data.sources"."""
     wanted = os.path.basename(source.path or "")
     with os.scandir(working_directory()) as entries:
         here = [entry.name for entry in islice(entries, MOST_LOOKED_AT) if suffix_of(Path(entry.name)) in LOADERS]

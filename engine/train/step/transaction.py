@@ -46,13 +46,19 @@ class StepOutcome:
 
     loss: float
     grad_norm: float
+    """Norm of the gradients of all ranks, before clipping."""
     tokens: int
+    """Tokens of the step on all ranks, without padding."""
     target_tokens: int
+    """Those that count for the loss."""
     micro_batches: int
+    """Micro-batches of the rank that had most."""
     micro_batch_rows: int
+    """Sequences of the largest micro-batch on any rank."""
     samples: int
     """Sequences that were trained on, or had no target tokens; 0 if an fp16 overflow skipped the step."""
     data_wait_seconds: float
+    """Seconds that this rank waited for data."""
     applied: bool
     ran: tuple[MicroBatchShape, ...] = ()
     """The micro-batches of this rank, in the order in which they ran."""

@@ -128,8 +128,9 @@ class Strategy(ABC):
         return nullcontext()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        """Return the context with which rank 0 evaluates `data`. If ranks share an evaluation, or the model cannot run
-        on one rank alone, the returned context has all ranks take part. All ranks call this."""
+        """Return the context with which rank 0 evaluates `data`; other ranks do not use what they get. If ranks share
+        an evaluation, or the model cannot run on one rank alone, rank 0's context requests each pass of all ranks,
+        which wait for it in `Ranks.run_on_rank0`. All ranks call this."""
         return context
 
     def evaluation_cost(self, cost: Cost) -> Cost:
