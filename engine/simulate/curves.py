@@ -265,9 +265,13 @@ class _Simulated:
 def _curves(
     found: list[tuple[dict[str, list[int]], dict[str, int]]], trials: list[Trial], ends_only: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return {phase of a plan: {"gradients": bytes of gradients when it begins, "sizes": coefficients of its levels}};
-    the coefficients are an array of shape (levels, units). `found` has (levels, gradient bytes), both by recorded
-    phase, of the simulation of each of `trials`. For `ends_only` see `_phases`."""
+    """Fit the allocated bytes of each phase as a function of a micro-batch's size, from simulations of several sizes.
+
+    Returns {phase of a plan: {"gradients": bytes of gradients when it begins, "sizes": float[levels, units]}}: a level
+    is the allocated bytes at one moment of the phase, its row the factors of the units (`units_of` a size: rows,
+    tokens, …) that add up to it. `found` has (levels, gradient bytes), both by recorded phase, of the simulation of
+    each of `trials`. `_phases` says which recorded phases a plan's phase consists of, and what `ends_only` leaves
+    out."""
     units = np.array([units_of(*trial) for trial in trials], dtype=float)
     if len(trials) < len(UNITS):  # one chunk: its targets are all targets
         units = units[:, :-1]

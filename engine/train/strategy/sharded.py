@@ -49,7 +49,7 @@ class Sharded(Strategy):
 
     def run_stage(self, stage: Callable[[], None]) -> None:
         """Run one stage of a step. Ranks vote before each collective on weights and gradients, so that a failure on one
-        rank ends the stage on all."""
+        rank ends the stage on all: the exception is raised on that rank alone, and the others return early."""
         self._votes.run_together(stage)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
