@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.strategy import settle_parallel
-from engine.errors import SpecError
+from engine.errors import UsageError
 from engine.spec.files.find import list_spec_files
 from engine.spec.load import resolve
 from engine.spec.schema.run import RunSpec
@@ -76,11 +76,9 @@ def rows(models: Sequence[str] = MODELS) -> Iterator[Row | Refused]:
         for model in (None,) if recipe == "demo" else models:
             for profile in (found.name for found in list_spec_files("profile")):
                 try:
-                    spec = resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec
-                except SpecError as error:
-                    yield Refused(model or "", recipe, profile, str(error).rpartition(": ")[2])
-                else:
-                    yield _answer(spec)
+                    yield _answer(resolve(profile, recipe, [f"model.id={model}"] if model else ()).spec)
+                except UsageError as error:
+                    yield Refused(model or "", recipe, profile, error.found.rpartition(": ")[2])
 
 
 def _answer(spec: RunSpec) -> Row:
