@@ -33,10 +33,10 @@ TABLE: list[tuple[str, str, str, str, str, str]] = [
     ("4xh200", "", "lora", L70, S, "if replicated"),
     ("4xh200", "", "full", Q7, R, WHOLE), ("4xh200", "", "full", Q14, S, SMALLER), ("4xh200", "", "full", L70, S, NONE),
     ("24gb", "device.count=2", "lora", Q7, R, WHOLE), ("24gb", "device.count=2", "lora", Q14, S, NONE),
-    ("24gb", "device.count=2", "full", Q05, R, WHOLE), ("24gb", "device.count=2", "full", Q3, S, NONE),
+    ("24gb", "device.count=2", "full", Q05, R, WHOLE), ("24gb", "device.count=2", "full", Q3, R, "ranks exchange less"),
     ("24gb", "device.count=2", "qlora", Q14, R, NF4), ("24gb", "device.count=2", "lora", L70, S, NONE),
     ("48gb", "device.count=8", "lora", Q14, R, WHOLE), ("48gb", "device.count=8", "lora", Q32, S, NONE),
-    ("48gb", "device.count=8", "full", Q3, R, WHOLE), ("48gb", "device.count=8", "full", Q7, S, NONE),
+    ("48gb", "device.count=8", "full", Q3, R, WHOLE), ("48gb", "device.count=8", "full", Q7, S, "if replicated"),
     ("80gb", "nodes.count=4", "full", Q3, R, WHOLE), ("80gb", "nodes.count=16", "full", L70, S, NONE),
     ("4xh100", "train.optimizer=adafactor", "full", Q7, R, "adafactor"),
     ("4xh100", "train.optimizer=adamw_8bit", "full", Q7, R, "adamw_8bit"),
@@ -48,7 +48,8 @@ TABLE: list[tuple[str, str, str, str, str, str]] = [
 
 
 def settled(profile: str, recipe: str, *overrides: str) -> Settled:
-    return settle_parallel(resolve(profile, recipe, overrides).spec)
+    # What may be offloaded must not depend on the memory of the machine that tests.
+    return settle_parallel(resolve(profile, recipe, ["device.host_memory_gib=1024", *overrides]).spec)
 
 
 def test_the_table_has_forty_cases() -> None:
