@@ -64,7 +64,7 @@ async def test_a_straggler_and_a_rank_short_of_memory_are_recognised_at_every_si
     run_of_ranks(runs, slow=3, short=1)
     async with console(width, height) as pilot:
         await open_run(pilot)
-        await pilot.until(lambda: pilot.screen._rank_lines, "the ranks")
+        await pilot.until(lambda: pilot.screen.panes.choice.has_ranks, "the ranks")
         while not pilot.screen.query_one("#ranks").region.area:
             await pilot.press("tab")
         await pilot.sees("computes", "waits", "peak", "100 ms", "16 × 1", "40 MiB")
