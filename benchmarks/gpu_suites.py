@@ -243,15 +243,15 @@ SHIPPED: dict[str, TrainingCase] = {
 }
 
 
-def _caps(device: SuiteDevice) -> list[float]:
-    return [0.05] if device.is_small else [cap for cap in CAPS_GIB if cap < device.memory_gib]
+def _caps(device: SuiteDevice, *, small_gib: float) -> list[float]:
+    return [small_gib] if device.is_small else [cap for cap in CAPS_GIB if cap < device.memory_gib]
 
 
 def backoff(device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements of the backoff: each trains with twice the micro-batch that fits by the plan, under a memory
     cap."""
     for name, case in SHIPPED.items():
-        for cap_gib in _caps(device):
+        for cap_gib in _caps(device, small_gib=0.015):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_doubled, case, cap_gib))
 
 
@@ -278,7 +278,7 @@ def edge(device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements that search the largest micro-batch that trains without an OOM, and compare it with the
     planned one."""
     for name, case in SHIPPED.items():
-        for cap_gib in _caps(device):
+        for cap_gib in _caps(device, small_gib=0.05):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_largest, case, cap_gib))
 
 
@@ -310,7 +310,7 @@ SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
 SMALL = {
     "smoke": ("lora-bfloat16", "sigterm-and-resume", "nf4-offload-gradients"),
     "budget": ("qwen2.5-7b-padded-4x1024", "qwen2.5-7b-nf4-1x2048"),
-    "backoff": ("attention-lora-0.05gb",),
+    "backoff": ("attention-lora-0.015gb",),
     "edge": ("full-0.05gb",),
 }
 """The measurements that are run on the metered device: the others run the same code with other numbers."""
