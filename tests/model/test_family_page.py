@@ -14,7 +14,7 @@ from benchmarks.family_cell import refused, trained
 from benchmarks.family_configs import REFUSED, TRAINED
 from benchmarks.family_page import PAGE, write_page
 
-LEAST = 25
+LEAST = 45
 """Families that the page must have trained."""
 
 
