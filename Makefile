@@ -1,7 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests: about two minutes, for whoever changes something
-# make test    the same with all tests: 15 to 20 minutes on two cores
+# make test    the same with all tests: about 45 minutes on two cores
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
@@ -26,7 +26,7 @@ check: $(READY)
 	$(PYTEST) -m "not torture and not slow"
 
 test: $(READY)
-	@echo "make test: 15 to 20 minutes on two cores. make check takes about two, with the fast tests alone."
+	@echo "make test: about 45 minutes on two cores. make check takes about two, with the fast tests alone."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
