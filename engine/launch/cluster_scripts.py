@@ -49,11 +49,9 @@ class Job:
         return self.spec.profile.device.kind == "cuda"
 
 
-def slurm_script(job: Job) -> str:
-    """Return the text of a batch script that trains the job's run on several machines with `sbatch`. Nothing is written
-    or submitted."""
-    profile = job.spec.profile
-    devices, nodes = profile.device.count, profile.nodes
+def _slurm_options(job: Job) -> str:
+    """The #SBATCH lines of the job's batch script: what the job asks of Slurm."""
+    devices, nodes = job.spec.profile.device.count, job.spec.profile.nodes
     options = {
         "job-name": job.spec.name,
         "nodes": nodes.count,
@@ -69,10 +67,16 @@ def slurm_script(job: Job) -> str:
         "requeue": True,
         "signal": f"TERM@{SECONDS_TO_SAVE}",
     }
-    asked = "\n".join(_option(name, value) for name, value in options.items() if value is not None)
+    return "\n".join(_option(name, value) for name, value in options.items() if value is not None)
+
+
+def slurm_script(job: Job) -> str:
+    """Return the text of a batch script that trains the job's run on several machines with `sbatch`. Nothing is written
+    or submitted."""
+    devices, nodes = job.spec.profile.device.count, job.spec.profile.nodes
     return f"""\
 #!/bin/bash
-{asked}
+{_slurm_options(job)}
 #
 # {job.spec.name}: {nodes.count} machines with {devices} devices each. Submit with: sbatch FILE
 # This assumes that on every machine

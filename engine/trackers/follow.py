@@ -69,7 +69,7 @@ def _failures_recorded(directory: RunDirectory, name: str, record: Record) -> It
     as EnvironmentProblem."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any kind: the code of a tracker's package runs here
         problem = _problem(directory, name, error)
         record.error, record.fix = problem.found, problem.fix
         write_record(directory, name, record)

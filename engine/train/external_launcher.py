@@ -205,7 +205,7 @@ def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: 
             _write_restart(place, launcher_rank)
         try:
             status, code = run_rank0(RunStart(spec, place, ranks, task.resume, task.from_step))
-        except Exception as lost:
+        except Exception as lost:  # raised again: only what a new process can mend is told here
             if isinstance(lost, LostRankError) or beyond_repair(lost):
                 traceback.print_exc()
                 _write_loss(place, launcher_rank, lost)
@@ -223,7 +223,7 @@ def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task
     spec = load_run_spec(place.run_toml, own=True)
     try:
         code = run_other_rank(RunStart(spec, place, ranks, task.resume, task.from_step))
-    except Exception as lost:
+    except Exception as lost:  # raised again: only what a new process can mend is told here
         if isinstance(lost, LostRankError) or beyond_repair(lost):
             traceback.print_exc()
         raise

@@ -119,7 +119,7 @@ def as_rank(
     except LostRankError as error:
         report(error)
         return LOST_CODE
-    except Exception as error:
+    except Exception as error:  # raised again, unless a new process can mend it
         if not beyond_repair(error):
             raise
         report(error)

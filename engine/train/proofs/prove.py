@@ -95,7 +95,7 @@ def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
         return False, str(error)
     except LostRankError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any kind: a proof shows whether a kernel or driver fails
         clear_frames(error)
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if is_sticky(error):
