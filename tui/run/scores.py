@@ -8,7 +8,7 @@ Try: `b` on the Run screen of a run that was scored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from textual.content import Content
@@ -61,19 +61,32 @@ def _of_training(watch: RunWatch, bar: int, glyphs: Glyphs) -> Iterator[Content]
         yield from bar_lines(metric, rows, bar, glyphs, start="step 0")
 
 
+def full_bar(metric: str, values: Iterable[float | None]) -> float:
+    """The value whose bar is full: 1 for scores from 0 to 1, so that a low share looks low; else the largest of
+    `values`."""
+    largest = max((abs(value) for value in values if isinstance(value, int | float)), default=0.0)
+    return 1.0 if not largest or (largest <= 1.0 and metric not in LOWER_IS_BETTER) else largest
+
+
 def bar_lines(
-    metric: str, rows: Mapping[int, float | None], bar: int, glyphs: Glyphs, *, start: str = "base"
+    metric: str,
+    rows: Mapping[int, float | None],
+    bar: int,
+    glyphs: Glyphs,
+    *,
+    start: str = "base",
+    full_at: float | None = None,
 ) -> Iterator[Content]:
-    """Yield the name of a metric, then a line for each checkpoint: step, value, a bar from 0 to the largest value, a
-    star at the best. `rows` maps steps to values, `bar` is the width of a bar in cells, and `start` is what step 0 is
-    called."""
+    """Yield the name of a metric, then a line for each checkpoint: step, value, a bar, a star at the best. `rows` maps
+    steps to values, `bar` is the width of a bar in cells, and `start` is what step 0 is called. The bar of the value
+    `full_at` is full; None: `full_bar` of these rows."""
     known = {step: value for step, value in sorted(rows.items()) if isinstance(value, int | float)}
     if not known:
         return
     best = best_checkpoints(metric, known)
     shown = list(known)[-MOST_CHECKPOINTS:]
     shown = [step for step in known if step in shown or step in best or step == 0]
-    top = max(map(abs, known.values())) or 1.0
+    top = full_at if full_at is not None else full_bar(metric, known.values())
     better = "lower is better" if metric in LOWER_IS_BETTER else ""
     yield Content.assemble(f"  {clean(metric)}", (f"  {better}", "$muted"))
     for step in shown:

@@ -23,7 +23,7 @@ from engine.journal.summary import SummaryReader, read_spec
 from tui.keys import bindings
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
-from tui.run.scores import bar_lines
+from tui.run.scores import bar_lines, full_bar
 from tui.screens.base import BaseScreen
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
@@ -238,11 +238,12 @@ def _gain_lines(found: Gains, runs: Sequence[str], width: int) -> Iterator[Conte
 
 
 def _bars(group: ScoreGroup, metric: str, width: int, glyphs: Callable[[str], str]) -> Iterator[Content]:
-    """Yield the name of a metric and a bar for each scored checkpoint of each run. `glyphs` replaces the console's
-    glyphs by ASCII characters where necessary."""
+    """Yield the name of a metric and a bar for each scored checkpoint of each run, all on one scale. `glyphs` replaces
+    the console's glyphs by ASCII characters where necessary."""
+    full_at = full_bar(metric, [values.get(metric) for found in group.checkpoints for values in found.values()])
     for number, found in enumerate(group.checkpoints):
         rows: dict[int, float | None] = {step: values.get(metric) for step, values in found.items()}
-        lines = list(bar_lines(metric, rows, max(6, min(40, width - 36)), glyphs))
+        lines = list(bar_lines(metric, rows, max(6, min(40, width - 36)), glyphs, full_at=full_at))
         if lines:
             head = (f" {letter_of(number)} ", f"bold {style_of(number)}")
             yield Content.assemble(head, lines[0].plain.strip() if number == 0 else "")
