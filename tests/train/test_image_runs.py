@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.batching.budget import MicroBatchBudget
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.prediction import Predictor
 from engine.spec.schema.run import RunSpec
+from engine.train.step.transaction import StepTransaction
 from tests.train.fault_rig import STEP, UNITS, Case, rigged
-from tests.train.run_helpers import change_of_a_step, make_spec, new_run, of_kind, train
+from tests.train.run_helpers import Workshop, change_of_a_step, make_spec, new_run, of_kind, train
 from tests.train.torture import sweep
 from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl
 
@@ -90,6 +95,32 @@ def test_the_peak_is_the_predicted_one(tmp_path: Path, family: str, checkpointin
     assert code == 0
     measured = of_kind(events, "run_finished")[0]["measured"]
     assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+def test_the_plan_of_twenty_shapes_of_images_is_the_peak_and_their_cost_a_bound(tmp_path: Path) -> None:
+    drawn = random.Random(7)
+    data = write_boxes(tmp_path / "data", count=40, sizes=tuple(
+        (drawn.randint(56, 300), drawn.randint(56, 300)) for _ in range(40)
+    ))  # fmt: skip
+    model = str(write_qwen2_vl(tmp_path / "model", largest=260**2))
+    spec = make_spec(
+        data, model={"id": model, "tokenizer": model, "init": "pretrained"}, train={"batch_size": 8},
+        method={"kind": "lora", "rank": 4, "targets": [LANGUAGE, *TOWER]},
+        data={"sources": [detection_source(data)], "max_length": 512},
+    )  # fmt: skip
+    with Workshop(spec, tmp_path / "run") as setup:
+        context, predictor = setup.context, Predictor(find_architecture(setup.spec), setup.spec)
+        context.budget = MicroBatchBudget(1 << 40, top_bytes=1 << 40, floor_tokens=1 << 20)
+        transaction, static = StepTransaction(context), context.static_bytes
+        for step in range(1, 21):
+            samples = np.array(drawn.sample(range(len(context.data)), drawn.randint(1, 6)))
+            outcome = transaction.run(step, samples)
+            (shape,) = outcome.ran
+            measured, planned = transaction.work.peak_bytes, predictor.predict_shape(shape)
+            assert planned.peak_bytes == pytest.approx(measured, rel=0.02)
+            cost = context.cost(shape.rows, shape.length, shape.patches)
+            assert measured <= 1.02 * (static + cost)
+            assert cost <= context.cost(shape.rows, shape.length)
 
 
 @pytest.mark.parametrize(
