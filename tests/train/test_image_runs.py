@@ -97,7 +97,12 @@ def test_the_peak_is_the_predicted_one(tmp_path: Path, family: str, checkpointin
     assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
 
 
-def test_the_plan_of_twenty_shapes_of_images_is_the_peak_and_their_cost_a_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [{"kind": "lora", "rank": 4, "targets": [LANGUAGE, *TOWER]}, {"kind": "full"}], ids=["lora", "full"]
+)
+def test_the_plan_of_twenty_shapes_of_images_is_the_peak_and_their_cost_a_bound(
+    tmp_path: Path, method: dict[str, Any]
+) -> None:
     drawn = random.Random(7)
     data = write_boxes(tmp_path / "data", count=40, sizes=tuple(
         (drawn.randint(56, 300), drawn.randint(56, 300)) for _ in range(40)
@@ -105,8 +110,7 @@ def test_the_plan_of_twenty_shapes_of_images_is_the_peak_and_their_cost_a_bound(
     model = str(write_qwen2_vl(tmp_path / "model", largest=260**2))
     spec = make_spec(
         data, model={"id": model, "tokenizer": model, "init": "pretrained"}, train={"batch_size": 8},
-        method={"kind": "lora", "rank": 4, "targets": [LANGUAGE, *TOWER]},
-        data={"sources": [detection_source(data)], "max_length": 512},
+        method=method, data={"sources": [detection_source(data)], "max_length": 512},
     )  # fmt: skip
     with Workshop(spec, tmp_path / "run") as setup:
         context, predictor = setup.context, Predictor(find_architecture(setup.spec), setup.spec)

@@ -21,6 +21,12 @@ def in_vision_encoder(name: str) -> bool:
     return name.startswith(_INSIDE) or name in VISION_MODULES
 
 
+def behind_vision_layers(name: str) -> bool:
+    """Whether a parameter outside the encoder's layers, by its name in `vision_end_parameters`, is used after them, not
+    before."""
+    return "merger" in name or "projector" in name or "post_layernorm" in name
+
+
 def vision_layer_prefix(encoder: VisionEncoder, layer: int) -> str:
     """The prefix of a vision layer's parameter names, such as "model.visual.blocks.3.", with the dot at its end."""
     return (

@@ -18,7 +18,11 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import vision_end_parameters, vision_layer_parameters
+from engine.budget.architecture.vision_parameters import (
+    behind_vision_layers,
+    vision_end_parameters,
+    vision_layer_parameters,
+)
 from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT
@@ -120,6 +124,13 @@ def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, trainable:
     """Bytes of one layer of a vision encoder, by component; `trainable` tells which of its weights are trained or
     adapted."""
     return _tensors(vision_layer_parameters(vision), trainable, config)
+
+
+def vision_end_gradients(vision: VisionEncoder, config: MemoryConfig, *, behind: bool) -> int:
+    """Bytes of the gradients of what is trained outside the encoder's layers: of parameters that are used after the
+    layers (`behind`), or of those that are used before them."""
+    parameters = [p for p in vision_end_parameters(vision) if behind_vision_layers(p.name) == behind]
+    return _tensors(parameters, trainable_vision_ends(vision, config.patterns), config).gradients
 
 
 def layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:

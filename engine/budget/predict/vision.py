@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import vision_end_parameters
+from engine.budget.architecture.vision_parameters import behind_vision_layers, vision_end_parameters
 from engine.budget.predict.layer_traces import Sizes
-from engine.budget.predict.static import vision_layer_tensors
+from engine.budget.predict.static import vision_end_gradients, vision_layer_tensors
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
 from engine.budget.trace.operations import FLOAT, activation, copy, gather, linear, rms_norm
@@ -29,7 +29,7 @@ from engine.budget.trace.weights import Weights
 
 @dataclass(frozen=True)
 class VisionBackward:
-    """Bytes while one layer or the merger of the encoder runs backward.
+    """Bytes while one layer, the merger or the patch embedding of the encoder runs backward.
 
     `gradients`: of parameters that backward has already reached; `kept`: saved by the layers before this one;
     `working`: of the layer itself, at its local maxima.
@@ -62,7 +62,7 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
     assert encoder is not None
     by_layer = vision_trainable_by_layer(encoder, config.patterns)
     ends = trainable_vision_ends(encoder, config.patterns)
-    follows = learning and any(not _is_behind(name) for name in ends.trained)
+    follows = learning and any(not behind_vision_layers(name) for name in ends.trained)
     around, keeps = _around(encoder, config), learning and not config.activation_offload
     kept = _kept_around(encoder, config, ends, by_layer) if keeps else NO_BYTES
     around = around if encoder.kind == "siglip" else around - kept
@@ -83,36 +83,33 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
         forward=highest(forward),
         held=merger.held,
         kept=kept if config.activation_offload else kept + merger.saved,
-        backward=_backward(encoder, config, ends, merger, kept, layers) if merger.backward else (),
+        backward=_backward(encoder, config, merger, kept, layers) if merger.backward else (),
     )
-
-
-def _is_behind(name: str) -> bool:
-    """Whether a parameter outside the encoder's layers is used after them, not before."""
-    return "merger" in name or "projector" in name or "post_layernorm" in name
 
 
 def _backward(
     encoder: VisionEncoder,
     config: MemoryConfig,
-    ends: Trainable,
     merger: MergerTrace,
     kept: BytesPolynomial,
     layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]],
 ) -> tuple[VisionBackward, ...]:
     """The moments of the encoder's backward pass: the merger, then the layers from the last to the first that backward
-    reaches.
+    reaches, then the patch embedding if it is trained.
 
-    `ends`: what is trained outside the layers; `kept`: bytes saved when the merger runs backward; `layers`: each
-    layer's trace, the bytes saved before it, and the bytes of its gradients.
+    `kept`: bytes saved when the merger runs backward; `layers`: each layer's trace, the bytes saved before it, and the
+    bytes of its gradients.
     """
     moments = [VisionBackward(0, kept, merger.backward)]
-    gradients = sum(p.elements * config.base_bytes for p in vision_end_parameters(encoder) if p.name in ends.trained)
+    gradients = vision_end_gradients(encoder, config, behind=True)
     for found, below, made in reversed(layers):
         if not found.backward:
             break
         moments.append(VisionBackward(gradients, below, found.backward))
         gradients += made
+    if patches := vision_end_gradients(encoder, config, behind=False):
+        working = patches * BYTE + encoder.hidden * config.base_bytes * PATCH
+        moments.append(VisionBackward(gradients, layers[0][1], (working,)))
     return tuple(moments)
 
 
