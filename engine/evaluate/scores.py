@@ -148,7 +148,9 @@ def _planned(
     """Divide the samples `indices` into micro-batches; returns (sample indices, predicted bytes) for each."""
     if not len(indices):
         return []
-    groups = plan_micro_batches(data.lengths[indices], context.cost, context.budget.budget_bytes)
+    patches = None if data.patches is None else data.patches[indices]
+    budget_bytes = context.budget.budget_bytes
+    groups = plan_micro_batches(data.lengths[indices], context.cost, budget_bytes, patches=patches)
     return [(indices[list(group.members)], group.cost_bytes) for group in groups]
 
 

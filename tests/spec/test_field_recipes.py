@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.budget.advise.changes import with_changes
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import refuse_unsafe
 from engine.budget.advise.staged_plan import planning_specs
@@ -44,3 +45,23 @@ def test_a_recipe_of_the_field_fits_the_profile_that_it_names(name: str) -> None
     assert all(plan.verdict == "fits" for plan in plans.values())
     found = {stage: plan.peak_bytes / 2**30 for stage, plan in plans.items()}
     assert found == pytest.approx(PLANNED_GIB[name], rel=0.02)
+
+
+def test_the_stages_of_detection_are_planned_by_component() -> None:
+    """The encoder's optimizer state takes 10 bytes per weight: two moments in fp32, and the bits that rounding to bf16
+    drops. With both in bf16 and rounding to nearest it takes 4, as in PyTorch."""
+    language, vision, two_stage, joint = [make_plan(spec) for spec in planning_specs(resolved("qwen2-vl-detect"))]
+    shared = {"weights": 15.44, "buffers": 0.37}
+    expected = [
+        (language, shared | {"adapters": 0.15, "optimizer": 0.30, "activations": 4.43, "recompute": 6.90}),
+        (vision, shared | {"optimizer": 6.29, "activations": 11.69, "recompute": 6.57}),
+        (joint, shared | {"adapters": 0.19, "optimizer": 0.38, "activations": 11.12, "recompute": 6.90}),
+    ]
+    for plan, components in expected:
+        assert plan.prediction.deciding_phase == "layer_first"
+        found = {name: size / 2**30 for name, size in plan.prediction.phases["layer_first"].items() if size}
+        assert found == pytest.approx(components, rel=0.02, abs=0.01)
+    assert two_stage.peak_bytes == language.peak_bytes
+    narrow = {"train.rounding": "nearest", "train.state_dtype": "bfloat16"}
+    without = make_plan(with_changes(planning_specs(resolved("qwen2-vl-detect"))[1], narrow))
+    assert (vision.peak_bytes - without.peak_bytes) / 2**30 == pytest.approx(6.29 * 6 / 10, rel=0.01)

@@ -127,6 +127,21 @@ def test_the_plan_of_twenty_shapes_of_images_is_the_peak_and_their_cost_a_bound(
             assert cost <= context.cost(shape.rows, shape.length)
 
 
+def test_validation_images_larger_than_those_of_training_are_no_surprise(tmp_path: Path) -> None:
+    """Rows of validation as large as a step's would take more memory than there is."""
+    model = str(write_qwen2_vl(tmp_path / "model", largest=260**2))
+    small, large = (write_boxes(tmp_path / name, count=8, sizes=(size,)) for name, size in
+                    (("small", (56, 56)), ("large", (260, 260))))  # fmt: skip
+    spec = make_spec(
+        small, memory_gib=0.0042, model={"id": model, "tokenizer": model, "init": "pretrained"},
+        method={"kind": "lora", "rank": 4}, train={"max_steps": 1, "gradient_checkpointing": True},
+        data={"sources": [detection_source(small)], "validation": [detection_source(large)], "max_length": 512},
+    )  # fmt: skip
+    code, events = train(new_run(tmp_path / "runs", spec))
+    assert code == 0 and of_kind(events, "eval")
+    assert not of_kind(events, "backoff")
+
+
 @pytest.mark.parametrize(
     ("part", "learns"),
     [
