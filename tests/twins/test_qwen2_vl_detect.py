@@ -26,7 +26,7 @@ RECIPE = "qwen2-vl-detect"
 STAGES = ["language", "vision", "two-stage", "joint"]
 SIDE = 56
 """Pixels along a side of every image. All have one size, so that pixels of another row would fit as well."""
-CORNERS = [(0.05, 0.05), (0.55, 0.05), (0.05, 0.55), (0.55, 0.55)]
+CORNERS = [(0.2, 0.2), (0.4, 0.2), (0.2, 0.4), (0.4, 0.4)]
 """Left and top of the boxes, whose sides are BOX long."""
 BOX = 0.4
 COLOURS = [(230, 60, 60), (60, 230, 60), (60, 60, 230), (230, 230, 60)]
@@ -43,7 +43,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """The four stages as a run has them, but all trained by this process: starting each takes longer than its steps."""
     folder = tmp_path_factory.mktemp("detect")
     write_images(folder / "train.jsonl", count=32, seed=1)
-    write_images(folder / "val.jsonl", count=8, seed=2)
+    write_images(folder / "val.jsonl", count=4, seed=2)
     write_detector(folder)
     spec = twin(RECIPE, folder)
     run = new_staged_run(folder, spec)
@@ -129,21 +129,23 @@ def test_with_the_images_of_other_rows_it_is_no_better_than_the_mean_box(chain: 
     run = stage_of(chain, "joint")
     scores = []
     for shift in (0, 1):
-        write_images(chain.folder / "val.jsonl", count=8, seed=2, shift=shift)
+        write_images(chain.folder / "val.jsonl", count=4, seed=2, shift=shift)
         ((_, found),) = score_run(run, None, lambda text: None)
         scores.append(found.metrics)
     own, swapped = scores
     middle = tuple(sum(corner[axis] for corner in CORNERS) / len(CORNERS) for axis in (0, 1))
     guess = sum(overlap(corner, (middle[0], middle[1])) for corner in CORNERS) / len(CORNERS)
-    assert own["mean_iou"] > 0.9 and own["detection_rate"] == 1.0
-    assert swapped["mean_iou"] <= guess < 0.1
-    assert swapped["detection_rate"] == 1.0
+    assert own["detection_rate"] == swapped["detection_rate"] == 1.0
+    assert own["mean_iou"] > guess + 0.4
+    assert swapped["mean_iou"] <= guess < 0.4
 
 
 @pytest.mark.parametrize("stage", ["vision", "joint"])
 def test_micro_batches_of_one_two_and_four_have_one_gradient(chain: Chain, tmp_path: Path, stage: str) -> None:
+    """The model has not learned: gradients of rows cancel where a loss is small, and rounding counts more."""
     plain = [
-        "model.dtype=float32", "train.optimizer=sgd", "train.max_grad_norm=0", "train.batch_size=4",
+        f"model.id={chain.folder / 'untrained'}", "model.dtype=float32", "train.optimizer=sgd",
+        "train.max_grad_norm=0", "train.batch_size=4",
         "train.learning_rate=100.0", "stages.vision.train.learning_rate=100.0",
     ]  # fmt: skip
     spec = stage_specs(twin(RECIPE, chain.folder, *plain))[STAGES.index(stage)]
