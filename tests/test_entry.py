@@ -64,6 +64,15 @@ def test_help_imports_nothing_heavy_nor_pydantic() -> None:
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
 
 
+def test_the_first_screen_imports_nothing_that_starts_runs() -> None:
+    script = (
+        "import sys, tui.app, tui.screens.launch\n"
+        "print([name for name in sys.modules if name.startswith(('engine.launch.', 'engine.journal.summary'))])"
+    )
+    done = python("-c", script)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_the_version_is_the_distributions() -> None:
     assert python(str(ROOT / "tunedeck.py"), "--version").stdout == f"tunedeck {version('tunedeck')}\n"
 

@@ -12,14 +12,17 @@ import gc
 import os
 import sys
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.dom import DOMNode
+from textual.reactive import Initialize, Reactive
 from textual.screen import Screen
+from textual.theme import Theme
 
 from engine.errors import TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
@@ -27,13 +30,15 @@ from engine.journal.index import list_runs, runs_folder
 from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
-from tui.run.engine_processes import EngineProcesses, running_runs
-from tui.run.run_ends import RunEnds
 from tui.screens.base import BaseScreen, creations
 from tui.screens.table import SCREENS, ScreenRow, screen_row
 from tui.terminal import Terminal
 from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
+
+if TYPE_CHECKING:
+    from tui.run.engine_processes import EngineProcesses
+    from tui.run.run_ends import RunEnds
 
 HOME = "runs"
 """The screen that `do_back` shows when no earlier screen is left."""
@@ -49,6 +54,11 @@ PAINTED_SECONDS = 1.0
 """Time after which the first screen is painted, and garbage is collected again (`tunedeck.py` switches that off)."""
 
 
+def _first_theme(app: DOMNode) -> str:
+    """The name of the theme that the console begins with: from its flags or the environment."""
+    return arguments.theme_name(cast(TunedeckApp, app).flags, os.environ)
+
+
 class TunedeckApp(SequentialKeysApp):
     """The Textual application: opens screens by name, and performs the actions of the keys that work on every
     screen."""
@@ -60,23 +70,39 @@ class TunedeckApp(SequentialKeysApp):
         *(Binding(row.key, f"open_screen({row.name!r})", row.title, show=False) for row in SCREENS if row.key),
     ]
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    # The theme to begin with is a default value: when a theme is set, Textual parses the style sheet a second time.
+    theme: Reactive[str] = Reactive(Initialize(_first_theme))
 
     def __init__(self, flags: Flags) -> None:
+        self.flags = flags
         # Under NO_COLOR, Textual draws its default colours as shades of grey, the terminal's own colours not at all.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.flags = flags
-        self._engine_processes = EngineProcesses()
         self._visited: list[str] = []
         """Names of the screens that were shown and are kept in memory, for going back; the present one is last."""
         self._leaving = False
         """Whether the console closes as soon as the runs that are being created have started."""
         self.runs_dir = runs_folder(flags.runs)
-        self._run_ends = RunEnds(self.runs_dir)
         self._terminal = Terminal(self._write_to_terminal)
         self.ascii_only = arguments.ascii_only(flags, os.environ)
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = arguments.theme_name(flags, os.environ)
+
+    @property
+    def available_themes(self) -> dict[str, Theme]:
+        """The themes that can be chosen, by name."""
+        return {theme.name: theme for theme in THEMES}
+
+    @cached_property
+    def _engine_processes(self) -> EngineProcesses:
+        """The engine processes that this console has started."""
+        from tui.run.engine_processes import EngineProcesses  # slow to import: not before the first paint
+
+        return EngineProcesses()
+
+    @cached_property
+    def _run_ends(self) -> RunEnds:
+        """Finds the runs that end while the console is open."""
+        from tui.run.run_ends import RunEnds  # slow to import: not before the first paint
+
+        return RunEnds(self.runs_dir)
 
     def on_mount(self) -> None:
         """Open the Runs screen; if there is no run yet, or the command line names a profile or recipe, the Launch
@@ -268,6 +294,8 @@ def run(flags: Flags) -> NoReturn:
     _ignore_exported_size()
     app = TunedeckApp(flags)
     app.run()
+    from tui.run.engine_processes import running_runs  # slow to import: not before the first paint
+
     for name in running_runs(app.runs_dir):
         sys.stderr.write(f"tunedeck: {visible(name)} goes on; tunedeck shows it again\n")
     sys.exit(app.return_code)

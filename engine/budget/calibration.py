@@ -21,9 +21,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.budget.installed import installed
 from engine.journal.files import write_atomically
 from engine.journal.index import state_folder
+from engine.spec.installed import installed
 from engine.spec.schema.profile import Profile
 
 FILE = "calibration.json"

@@ -61,10 +61,9 @@ def resume(
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" removes one.
     """
     from engine.commands.follow import start_and_follow
-    from engine.launch.create_run import require_launcher
     from engine.launch.launcher_rank import find_launcher_rank, require_launchable
     from engine.launch.resume_run import prepare_resume
-    from engine.spec.check.devices import parse_device_indices
+    from engine.spec.check.devices import parse_device_indices, require_launcher
     from engine.spec.load import load_run_spec, override
 
     given: dict[str, Any] = {

@@ -66,8 +66,9 @@ def train(
     one run.
     """
     from engine.commands.follow import start_and_follow
-    from engine.launch.create_run import command_line_limits, require_launcher, resolve_start
+    from engine.launch.create_run import command_line_limits, resolve_start
     from engine.launch.launcher_rank import find_launcher_rank, require_launchable
+    from engine.spec.check.devices import require_launcher
 
     limits = command_line_limits(max_hours, wait, on_finish, devices, trust_remote_code)
     resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)

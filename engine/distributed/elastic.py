@@ -28,9 +28,9 @@ from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
-from engine.launch.create_run import require_launcher
 from engine.launch.on_finish import run_on_finish
 from engine.launch.process import ENTRY_FILE
+from engine.spec.check.devices import require_launcher
 from engine.spec.load import load_run_spec
 from engine.spec.schema.run import RunSpec
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+
+import tomli
 
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
@@ -118,8 +119,8 @@ def run_name(directory: RunDirectory) -> str:
     """The run's --name, from its spec; its directory's name where the spec cannot be read."""
     try:
         with directory.run_toml.open("rb") as file:
-            return str(tomllib.load(file)["name"])
-    except (OSError, tomllib.TOMLDecodeError, KeyError):
+            return str(tomli.load(file)["name"])
+    except (OSError, tomli.TOMLDecodeError, KeyError):
         return directory.name
 
 

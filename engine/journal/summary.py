@@ -12,12 +12,13 @@ import json
 import math
 import re
 import time
-import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_requested
@@ -293,14 +294,14 @@ def read_spec(directory: RunDirectory) -> dict[str, Any]:
     try:
         found = directory.run_toml.stat()
         return _parsed_spec(directory.run_toml, found.st_mtime_ns, found.st_ino)
-    except (OSError, tomllib.TOMLDecodeError):
+    except (OSError, tomli.TOMLDecodeError):
         return {}
 
 
 @lru_cache(maxsize=64)
 def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> dict[str, Any]:
     with path.open("rb") as file:
-        return tomllib.load(file)
+        return tomli.load(file)
 
 
 def _nested(table: Any, *keys: str) -> Any:

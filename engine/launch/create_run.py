@@ -32,7 +32,7 @@ from engine.launch.require_device import require_device
 from engine.launch.require_hub import require_hub
 from engine.launch.simulation import with_simulations
 from engine.launch.training_packages import require_training_packages
-from engine.spec.check.devices import parse_device_indices, require_matching_devices
+from engine.spec.check.devices import parse_device_indices, require_launcher, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.data_files import require_data_files
 from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override, resolve
@@ -206,16 +206,6 @@ def refuse_sweep(spec: RunSpec) -> None:
             f"recipe {spec.recipe.name!r} has a [sweep], which is many runs",
             expected="one run, or a command that starts all of them",
             fix="tunedeck train or tunedeck queue add; --set sweep= leaves the sweep out",
-        )
-
-
-def require_launcher(spec: RunSpec) -> None:
-    """Raise UsageError for a profile of several machines: Tunedeck starts no process on another machine."""
-    machines = spec.profile.nodes.count
-    if machines > 1:
-        raise UsageError(
-            f"profile {spec.profile.name!r} has {machines} machines, and this command starts processes on one",
-            fix="write a script that starts the run on all of them: tunedeck launch with the same -p and -r",
         )
 
 

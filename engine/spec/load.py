@@ -9,7 +9,6 @@ Try: `python -c "from engine.spec.load import resolve; print(resolve('demo', 'de
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from engine.spec.files.find import SpecFile, SpecKind, find_spec_file
 from engine.spec.files.paths import make_absolute
 from engine.spec.files.text import quoted
 from engine.spec.files.working_directory import working_directory
+from engine.spec.installed import installed
 from engine.spec.schema import describe
 from engine.spec.schema.base import NAME_PATTERN, Table
 from engine.spec.schema.profile import Profile
@@ -322,18 +322,8 @@ def _default(key: tuple[str, ...]) -> Any:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Return the version of each installed package that a run spec records; reads package metadata and imports
-    nothing."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            # importlib.metadata.version parses all of a package's metadata, its whole description included.
-            installed = importlib.metadata.distribution(package)
-            metadata = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
-            found[package] = metadata.partition("\nVersion: ")[2].partition("\n")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Return the version of each installed package that a run spec records; imports none of them."""
+    return {package: version for package in PACKAGES if (version := installed(package))}
 
 
 def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.installed import installed, older
 from engine.budget.predict.prediction import predict
+from engine.spec.installed import installed, older
 from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (
     GEMMA2,

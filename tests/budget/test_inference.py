@@ -11,12 +11,12 @@ from engine.budget.advise.evaluation_plan import plan_evaluation
 from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.lookup import builtin_config, find_architecture
-from engine.budget.installed import older
 from engine.budget.predict import inference
 from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, generation_bytes
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
+from engine.spec.installed import older
 from engine.spec.schema.recipe import Generate
 from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.batching.cost import micro_batch_cost
-from engine.budget.installed import installed, older
 from engine.budget.predict.shards import SHARDS_SINCE
 from engine.distributed.ranks import Ranks
+from engine.spec.installed import installed, older
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json

@@ -27,8 +27,7 @@ from engine.errors import (
     UsageError,
 )
 from engine.journal.event_text import describe_verdict
-from engine.launch.create_run import require_launcher
-from engine.spec.check.devices import parse_device_indices, require_matching_devices
+from engine.spec.check.devices import parse_device_indices, require_launcher, require_matching_devices
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.working_directory import working_directory
 from engine.spec.load import resolve

@@ -17,7 +17,6 @@ from typing import Any
 from textual.content import Content
 
 from engine.errors import TunedeckError
-from engine.launch.process import ENTRY_FILE
 from engine.spec.files.text import visible
 
 SAMPLES = 8
@@ -34,6 +33,8 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
 
     If the call is cancelled, the process is ended.
     """
+    from engine.launch.process import ENTRY_FILE  # slow to import: not before the first paint
+
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", str(ENTRY_FILE), "data", *arguments, "--show", str(SAMPLES), "--json",

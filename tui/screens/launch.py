@@ -20,7 +20,6 @@ from textual.app import ComposeResult
 from textual.timer import Timer
 
 from engine.errors import TunedeckError
-from engine.launch.simulation import with_simulations
 from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
 from tui.files.catalog import read_machine
@@ -159,6 +158,8 @@ class LaunchScreen(BaseScreen):
     def _simulate(self, compute: Callable[[], object]) -> None:
         """Call `compute` with simulations allowed, then show the result or its problem on the screen. Runs in a thread
         of its own."""
+        from engine.launch.simulation import with_simulations  # slow to import: not before the first paint
+
         problem = ""
         try:
             with_simulations(compute)

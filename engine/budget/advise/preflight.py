@@ -24,13 +24,13 @@ from engine.budget.architecture.parameters import elements, layer_parameters, pa
 from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
 from engine.budget.architecture.trainable_families import experts_note, refuse_family, refuse_own_code
-from engine.budget.installed import installed, older
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
 from engine.spec.check.images import image_key
+from engine.spec.installed import installed, older
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 

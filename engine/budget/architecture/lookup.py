@@ -89,9 +89,9 @@ def _config_file(model: str, revision: str | None) -> Path | None:
 def _shipped_config(model: str) -> dict[str, Any]:
     if model.startswith(BUILTIN_PREFIX):
         return builtin_config(model)
-    shipped = shipped_configs().get(model.lower())
+    shipped = _shipped_entry(model.lower())
     if shipped is not None:
-        return dict(shipped)
+        return dict(shipped["config"])
     raise ConfigNotHereError(
         f"no config.json of {model!r} on this machine",
         expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
@@ -136,29 +136,35 @@ def _starts(model: str) -> Iterator[Model]:
 def builtin_config(name: str) -> dict[str, Any]:
     """The config of "builtin:NAME", read from profiles/models/builtin-NAME.toml. Raises UsageError if there is no such
     model."""
-    config = shipped_configs().get(name)
-    if config is None or not name.startswith(BUILTIN_PREFIX):
-        known = ", ".join(sorted(key for key in shipped_configs() if key.startswith(BUILTIN_PREFIX)))
+    entry = _shipped_entry(name) if name.startswith(BUILTIN_PREFIX) else None
+    if entry is None:
+        ids = sorted(str(model) for entry in shipped_entries() for model in entry["ids"])
+        known = ", ".join(model for model in ids if model.startswith(BUILTIN_PREFIX))
         raise UsageError(f"no built-in model {name!r}", expected=known, fix="set model.id to one of them")
-    return dict(config)
+    return dict(entry["config"])
 
 
-@lru_cache(maxsize=1)
-def shipped_configs() -> dict[str, dict[str, Any]]:
-    """Maps each lower-case model id to its config, over every `profiles/models/*.toml` (one file may describe several
-    ids)."""
-    configs: dict[str, dict[str, Any]] = {}
-    for entry in shipped_entries():
-        for model in entry["ids"]:
-            configs[str(model).lower()] = dict(entry["config"])
-    return configs
+@lru_cache(maxsize=64)
+def _shipped_entry(model: str) -> dict[str, Any] | None:
+    """The content of the file in profiles/models that describes a model, by its lower-case id; None if there is none.
+    Only files in which the id occurs are parsed: parsing all of them took as long as a plan."""
+    for text in _shipped_texts():
+        if model in text.lower():
+            entry = tomli.loads(text)
+            if model in [str(name).lower() for name in entry["ids"]]:
+                return entry
+    return None
 
 
 def shipped_entries() -> Iterator[dict[str, Any]]:
     """Yield the content of each file in profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    yield from map(tomli.loads, _shipped_texts())
+
+
+def _shipped_texts() -> Iterator[str]:
     for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
         if path.name.endswith(".toml"):
-            yield tomli.loads(path.read_text(encoding="utf-8"))
+            yield path.read_text(encoding="utf-8")
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:

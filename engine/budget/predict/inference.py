@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.installed import DECODES_WITH_REPEATED_HEADS
 from engine.budget.predict.layer_traces import (
     Sizes,
     caching_forward,
@@ -28,10 +27,14 @@ from engine.budget.trace.layer_kinds import layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, highest, highest_value, shape_of
+from engine.spec.installed import installed, older
 from engine.spec.schema.recipe import Generate, Recipe
 
 GENERATION_ROWS = 64
 """Number of answers that generation first tries to write at once; the same as in `engine.evaluate.scores`."""
+
+DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), "5.23")
+"""Before 5.23, sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""
 
 
 def evaluates(recipe: Recipe) -> bool:

@@ -20,13 +20,13 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameter import Parameter
 from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
 from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
-from engine.budget.installed import installed, older
 from engine.budget.predict.static import Tensors, state_bytes, vision_tensors, widened_bytes
 from engine.budget.trace.layer_kinds import LayerKind, layer_stack
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.trainable import trainable_outer
 from engine.errors import EnvironmentProblem
+from engine.spec.installed import installed, older
 
 KNOWN_TORCH = ("2.13",)
 """Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested.

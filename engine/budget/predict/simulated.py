@@ -22,7 +22,6 @@ from typing import Any
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_config
-from engine.budget.installed import installed
 from engine.budget.predict.host_memory import host_capacity_bytes
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import non_torch_memory
@@ -31,6 +30,7 @@ from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Predic
 from engine.budget.trace.memory_config import MemoryConfig, chunk_tokens, memory_config_of
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.spec.files.user_folders import cache_folder
+from engine.spec.installed import installed
 from engine.spec.schema.run import RunSpec
 
 FORMAT = 2

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.vision_parameters import VISION_MODULES
-from engine.budget.installed import installed
 from engine.spec.attention_choice import AttentionCard, AttentionNeeds, Obstacle, choose_kernel
 from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.check.images import image_key
+from engine.spec.installed import installed
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
 

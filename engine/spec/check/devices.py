@@ -1,4 +1,4 @@
-"""The option `--devices`: which GPUs of the machine a run may use; parsed, and checked against the profile.
+"""The devices of a start: the option `--devices`, parsed and checked against the profile, and the number of machines.
 
 Try: `python -c "from engine.spec.check.devices import parse_device_indices as p; print(p('2,3'))"`
 """
@@ -33,4 +33,14 @@ def require_matching_devices(spec: RunSpec) -> None:
             f"--devices names {len(given)}, and profile {spec.profile.name!r} has device.count = {count}",
             expected=f"{count} {'index' if count == 1 else 'indices'}",
             fix="name as many, or choose another profile",
+        )
+
+
+def require_launcher(spec: RunSpec) -> None:
+    """Raise UsageError for a profile of several machines: Tunedeck starts no process on another machine."""
+    machines = spec.profile.nodes.count
+    if machines > 1:
+        raise UsageError(
+            f"profile {spec.profile.name!r} has {machines} machines, and this command starts processes on one",
+            fix="write a script that starts the run on all of them: tunedeck launch with the same -p and -r",
         )

@@ -1,19 +1,22 @@
-"""Installed releases of libraries that memory depends on, read once from package metadata, without importing them."""
+"""Versions of installed packages, read once from their metadata; no package is imported."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 
 
 @cache
 def installed(package: str) -> str:
     """Version of an installed package; empty where it is not installed."""
     try:
-        return version(package)
+        found = distribution(package)
     except PackageNotFoundError:
         return ""
+    # Its property `version` parses all of the metadata, the package's whole description included.
+    metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    return metadata.partition("\nVersion: ")[2].partition("\n")[0].strip()
 
 
 def older(found: str, release: str) -> bool:
@@ -23,7 +26,3 @@ def older(found: str, release: str) -> bool:
 
 def _release(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)[:2]]
-
-
-DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), "5.23")
-"""Before 5.23, sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""
