@@ -46,17 +46,16 @@ def require_complete(messages: list[Message], whole: str, answers: dict[int, str
     for number, message in enumerate(messages):
         is_answer = message["role"] == "assistant"
         text = answers.get(number, whole) if is_answer and answers is not None else whole
-        content = text_of(message)
-        if not contains(text, content) and not (is_answer and _contains_answer(text, content)):
+        if not all(contains(text, part) or (is_answer and _contains_answer(text, part)) for part in texts_of(message)):
             raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
         if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
             raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
 
 
-def text_of(message: Message) -> str:
-    """The text of a message, whose content may be a list of parts with images among them."""
+def texts_of(message: Message) -> list[str]:
+    """The texts of a message: one, or those before, between and behind its images, which a template need not join."""
     content = message["content"] or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _shows_call(text: str, call: Any) -> bool:

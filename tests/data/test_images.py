@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from engine.commands.data import in_half_blocks, in_letters
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
+from engine.data.images import decoded
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokens import IGNORED
 from engine.errors import DataError
@@ -139,6 +141,32 @@ def test_gemmas_image_is_written_as_its_processor_writes_it(tmp_path: Path) -> N
     assert text.startswith("<user>\n\n<start_of_image>" + 4 * "<image_soft_token>" + "<end_of_image>\n\nWhat?<end>")
     batch = collate(data, [0], pad_id=258)
     assert batch.images["pixel_values"].shape == (1, 3, 28, 28) and int(batch.images["token_type_ids"].sum()) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_several_images_of_a_row_stand_where_its_turns_name_them(family: str, tmp_path: Path) -> None:
+    model = {"qwen2_vl": write_qwen2_vl, "gemma3": write_gemma3}[family](tmp_path / "model")
+    small, wide = pictures(tmp_path, (56, 56), (140, 56))
+    turns = [{"role": "user", "content": "A<image>B"}, {"role": "assistant", "content": "x"},
+             {"role": "user", "content": "C<image>D"}, {"role": "assistant", "content": "y"}]  # fmt: skip
+    rows = [{"messages": turns, "images": names} for names in ([small, wide], [wide, small])]
+    spec = spec_for(model, chat_file(tmp_path, rows))
+    tokenizer = load_tokenizer(spec.recipe.model)
+    processor = present(load_image_processor(spec, tokenizer))
+    assert "Pil" in type(processor.processor).__name__  # whatever else is installed
+    data = prepare_data(spec, tokenizer, processor).train
+    part = str(tokenizer.convert_ids_to_tokens(processor.token_id))
+    for row, names in enumerate(([small, wide], [wide, small])):
+        pieces = str(tokenizer.decode(data[row].input_ids)).split("C")
+        expected = [4 if family == "gemma3" or name == small else 10 for name in names]
+        assert [piece.count(part) for piece in pieces] == expected
+        assert pieces[0].startswith("<user>A") and "B<end><assistant>x<end>" in pieces[0] and "D<end>" in pieces[1]
+    batch = collate(data, [1, 0], pad_id=258)
+    images = [decoded((tmp_path / name).read_bytes()) for name in (wide, small, small, wide)]
+    expected_pixels = np.concatenate([processor.pixels(image)["pixel_values"] for image in images])
+    assert np.array_equal(batch.images["pixel_values"], expected_pixels)
+    types_BS = batch.images["token_type_ids" if family == "gemma3" else "mm_token_type_ids"]
+    assert torch.equal(types_BS == 1, batch.input_ids_BS == processor.token_id)
 
 
 BOX = (0.1, 0.2, 0.5, 0.75)

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LogitsProcessorList
 
 from engine.batching.budget import MicroBatchBudget
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
+from engine.evaluate.generation import generate
+from engine.spec.load import dump_run_spec
+from engine.spec.schema.recipe import Generate
 from engine.spec.schema.run import RunSpec
 from engine.train.step.transaction import StepTransaction
 from tests.train.fault_rig import STEP, UNITS, Case, rigged
@@ -176,6 +181,7 @@ def test_adapters_are_where_the_recipe_puts_them_and_all_of_them_learn(
     rate = {"max_steps": 2, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0}
     place = new_run(tmp_path / "runs", image_spec(tmp_path, method={"kind": "lora", "targets": targets}, train=rate))
     assert train(place)[0] == 0
+    assert (place.adapter / "preprocessor_config.json").is_file()
     adapters = load_file(place.adapter / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.model.").split(".")[0] for name in adapters} == roots
     assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)  # they begin as zeros
@@ -198,3 +204,37 @@ def test_a_tower_learns_where_some_samples_have_no_images(tmp_path: Path) -> Non
     code, events = train(new_run(tmp_path / "runs", spec))
     assert code == 0
     assert not of_kind(events, "backoff")
+
+
+def test_a_run_goes_on_with_its_images_and_not_with_others(tmp_path: Path) -> None:
+    steady = {"batch_size": 4, "learning_rate": 1e-2, "scheduler": "constant", "warmup_steps": 0}
+    spec, first = (image_spec(tmp_path, train={**steady, "max_steps": steps}) for steps in (4, 2))
+    whole, place = new_run(tmp_path / "whole", spec), new_run(tmp_path / "in two", first)
+    assert train(whole)[0] == train(place)[0] == 0
+    place.run_toml.write_text(dump_run_spec(spec))
+    image = tmp_path / "data" / "images" / "0.png"
+    own = image.read_bytes()
+    image.write_bytes((image.parent / "4.png").read_bytes())  # of the same size, so that its tokens are the same
+    code, events = train(place, resume=True)
+    assert code == 2 and "another data" in str(of_kind(events, "run_finished")[-1])
+    image.write_bytes(own)
+    code, events = train(place, resume=True)
+    assert code == 0 and of_kind(events, "resumed")[0]["step"] == 2
+    expected, found = (load_file(each.model / "model.safetensors") for each in (whole, place))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_answers_about_images_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    with Workshop(image_spec(tmp_path), tmp_path / "run") as setup:
+        data, loaded = setup.context.data, setup.context.loaded
+
+        def answers(rows: list[int]) -> list[list[int]]:
+            prompts = [data.split_question(row)[0] for row in rows]
+            settings, images = Generate(max_new_tokens=6), partial(data.images_of, rows)
+            return generate(loaded, prompts, rows, settings, LogitsProcessorList(), images)
+
+        loaded.model.eval()
+        rows = [0, 1, 2]  # of three sizes
+        assert len({len(data.split_question(row)[0]) for row in rows}) == 3
+        together = answers(rows)
+        assert together == [answers([row])[0] for row in rows]
