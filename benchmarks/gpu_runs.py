@@ -103,7 +103,9 @@ class TrainingCase:
     rows: int
     length: int
     train: dict[str, Any]
-    dtype: str = "bfloat16"
+    dtype: str | None = None
+    """The model's dtype. None: bfloat16 on a GPU and float32 on the metered device, because some CPUs multiply bfloat16
+    thirty times more slowly."""
     quantize: str = "none"
     padded: bool = False
     """Whether sequences have different lengths, so that micro-batches are padded."""
@@ -132,11 +134,12 @@ class TrainingCase:
         """Write the model into `folder` and return the recipe's [model] table. A quantised base gets random weights in
         files, because weights are quantised while they are read; any other gets random weights when the run starts."""
         quantized = self.quantize != "none"
+        dtype = self.dtype or ("float32" if device.is_small else "bfloat16")
         published = None if device.is_small else self.model
-        path = write_model(folder / "model", published, weights=self.dtype if quantized else None)
+        path = write_model(folder / "model", published, weights=dtype if quantized else None)
         start = "pretrained" if quantized else "random"
         return {
-            "id": path, "tokenizer": "builtin:bytes", "init": start, "dtype": self.dtype, "quantize": self.quantize,
+            "id": path, "tokenizer": "builtin:bytes", "init": start, "dtype": dtype, "quantize": self.quantize,
         }  # fmt: skip
 
     def _write_samples(self, folder: Path, count: int, length: int) -> Path:

@@ -251,7 +251,7 @@ def backoff(device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements of the backoff: each trains with twice the micro-batch that fits by the plan, under a memory
     cap."""
     for name, case in SHIPPED.items():
-        for cap_gib in _caps(device, small_gib=0.015):
+        for cap_gib in _caps(device, small_gib=0.02):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_doubled, case, cap_gib))
 
 
@@ -278,7 +278,7 @@ def edge(device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements that search the largest micro-batch that trains without an OOM, and compare it with the
     planned one."""
     for name, case in SHIPPED.items():
-        for cap_gib in _caps(device, small_gib=0.05):
+        for cap_gib in _caps(device, small_gib=0.03):
             yield Measurement(f"{name}-{cap_gib:g}gb", partial(_largest, case, cap_gib))
 
 
@@ -310,8 +310,8 @@ SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
 SMALL = {
     "smoke": ("lora-bfloat16", "sigterm-and-resume", "nf4-offload-gradients"),
     "budget": ("qwen2.5-7b-padded-4x1024", "qwen2.5-7b-nf4-1x2048"),
-    "backoff": ("attention-lora-0.015gb",),
-    "edge": ("full-0.05gb",),
+    "backoff": ("attention-lora-0.02gb",),
+    "edge": ("full-0.03gb",),
 }
 """The measurements that are run on the metered device: the others run the same code with other numbers."""
 
