@@ -71,6 +71,19 @@ def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
             os.environ[FLASH_SWITCH] = switch
 
 
+@contextmanager
+def unfilled_memory() -> Iterator[None]:
+    """Context manager for allocations that a device must refuse: torch does not write into new memory inside the block,
+    as it does while only deterministic kernels are used. The metered device refuses an allocation after torch has made
+    it; filled, a request beyond the cap would take that much real host memory."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 def _require_fixed_workspace() -> None:
     found = os.environ.get(CUBLAS_VARIABLE, "")
     if found in CUBLAS_SETTINGS:

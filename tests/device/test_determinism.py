@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from engine.device.determinism import deterministic_kernels
+from engine.device.determinism import deterministic_kernels, unfilled_memory
 from engine.errors import EnvironmentProblem, UsageError
 from engine.train.step.computation import StepComputation
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
@@ -23,6 +24,15 @@ def test_settings_hold_inside_the_block_and_are_restored() -> None:
     assert not torch.are_deterministic_algorithms_enabled() and "FLASH_ATTENTION_DETERMINISTIC" not in os.environ
     with deterministic_kernels(False, "cuda"):
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_memory_that_a_device_must_refuse_is_not_written_to() -> None:
+    with deterministic_kernels(True, "cpu"):
+        with unfilled_memory():
+            before = psutil.Process().memory_info().rss
+            kept = torch.empty(2**28)
+            assert psutil.Process().memory_info().rss - before < kept.nbytes / 4
+        assert torch.empty(4).isnan().all()
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.device.base import Device
 from engine.device.catch_oom import catch_oom, free_failed_graph
+from engine.device.determinism import unfilled_memory
 from engine.device.oom import OutOfMemory
 from engine.train.proofs.record import DisprovedError, drawn
 from engine.train.setup import TrainingSetup
@@ -51,7 +52,8 @@ def prove_backward(setup: TrainingSetup) -> str:
     weight = drawn((64, 64), torch.float32, setup, 30).requires_grad_()
     expected = _gradient(weight, 0)
     before = device.memory().allocated_bytes
-    failure = catch_oom(lambda: _gradient(weight, _too_much(device)), device, "proof")
+    with unfilled_memory():
+        failure = catch_oom(lambda: _gradient(weight, _too_much(device)), device, "proof")
     if failure is None:
         raise DisprovedError("backward goes on after an allocation that exceeds the cap")
     free_failed_graph(device)
@@ -94,7 +96,9 @@ class _Allocates(torch.autograd.Function):
 def _refused(device: Device) -> OutOfMemory:
     """Request more bytes than the cap allows; returns the failure. Raises DisprovedError if the request is granted."""
     size_bytes = _too_much(device)
-    refusal = catch_oom(lambda: torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device), device, "proof")
+    with unfilled_memory():
+        place = device.torch_device
+        refusal = catch_oom(lambda: torch.empty(size_bytes, dtype=torch.uint8, device=place), device, "proof")
     if refusal is None:
         raise DisprovedError(f"{size_bytes:,} bytes above the cap of {device.capacity_bytes:,} are granted")
     device.release_cached()
