@@ -44,8 +44,14 @@ def keep_mask(
 def reference_drop(tensor_BSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
     """Return tensor_BSF [B, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p). `keys`: one for each
     row; `first`: position of each row's first token; p is `probability`."""
-    length, features = tensor_BSF.shape[1:]
     result_BSF = torch.empty_like(tensor_BSF)
+    return drop_into(result_BSF, tensor_BSF, keys, first, probability)
+
+
+def drop_into(result_BSF: Tensor, tensor_BSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """Write into result_BSF what `reference_drop` returns for the other arguments, and return it. Allocates the mask of
+    a row while that of the row before it exists."""
+    length, features = tensor_BSF.shape[1:]
     for row, key in enumerate(keys):
         mask_SF = keep_mask(key, length, features, probability, tensor_BSF.device, first)
         torch.mul(tensor_BSF[row], mask_SF, out=result_BSF[row])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,12 +30,12 @@ from engine.budget.predict.simulated import UNITS, has_chunks, units_of
 from engine.data.batch import Batch
 from engine.device.allocation_tracker import bytes_of
 from engine.model.dropout import keyed, keyed_dropouts
-from engine.model.dropout_kernel import using
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.loss import CHUNKED, LossFunction, choose_implementation
 from engine.simulate.depth import at_depth, depth_of
 from engine.simulate.device import SimulatedDevice
+from engine.simulate.dropout import simulated_dropout
 from engine.simulate.generate import simulate_generation
 from engine.simulate.phase_series import EMBEDDING, PhaseSeries
 from engine.simulate.step import (
@@ -43,7 +43,6 @@ from engine.simulate.step import (
     gradients_of,
     leave_meta,
     on_meta,
-    output_of_dropout,
     static_components,
 )
 from engine.spec.schema.run import RunSpec
@@ -153,8 +152,7 @@ class _Simulated:
         self.device = SimulatedDevice.of(spec.profile.device)
         self.loaded: LoadedModel = on_meta(spec, self.device, facts if depth is None else at_depth(facts, depth))
         self.depth = depth
-        kernel = using(output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()
-        with self.device.simulating(packed=spec.recipe.data.packing), kernel:
+        with self.device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
             leave_meta(self.loaded.model)
             head = find_head(self.loaded.base)
             chosen = choose_implementation(train.loss, head, train.label_smoothing, self.device).name

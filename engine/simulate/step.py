@@ -9,7 +9,6 @@ Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-7B --exact`
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +27,13 @@ from engine.device.allocation_tracker import bytes_of
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.model.config import auto_class
 from engine.model.dropout import keyed, keyed_dropouts
-from engine.model.dropout_kernel import using
 from engine.model.expert_balance import expert_balance
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, assemble, choose_settings
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
 from engine.simulate.device import SimulatedDevice
+from engine.simulate.dropout import simulated_dropout
 from engine.simulate.generate import simulate_generation
 from engine.simulate.images import images_of
 from engine.simulate.phase_peaks import PhasePeaks
@@ -93,14 +92,8 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
         )
     device = SimulatedDevice.of(spec.profile.device)
     loaded = on_meta(spec, device)
-    # On CUDA one kernel computes dropout, and allocates nothing but its output.
-    kernel = using(output_of_dropout, "cpu") if spec.profile.device.kind == "cuda" else nullcontext()
-    with device.simulating(packed=spec.recipe.data.packing), kernel:
+    with device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
         return _run(spec, device, loaded, rows, length)
-
-
-def output_of_dropout(rows: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(rows)
 
 
 def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None = None) -> LoadedModel:
