@@ -76,12 +76,13 @@ def unfilled_memory() -> Iterator[None]:
     """Context manager for allocations that a device must refuse: torch does not write into new memory inside the block,
     as it does while only deterministic kernels are used. The metered device refuses an allocation after torch has made
     it; filled, a request beyond the cap would take that much real host memory."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic  # its types do not know this property
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def _require_fixed_workspace() -> None:
