@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import SpecError
 from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.files.find import find_spec_file, list_spec_files
+from engine.spec.files.find import SHIPPED_FOLDER, find_spec_file, list_spec_files
 from engine.spec.files.lines import key_lines
 from engine.spec.load import dump_run_spec, load_run_spec, load_spec_file, override, resolve
 from engine.spec.schema.run import Limits
@@ -214,6 +214,8 @@ def test_paths_start_from_the_recipes_folder_or_the_working_directory(tmp_path: 
     assert spec.model.id == "Qwen/Qwen2.5-0.5B"
     named = resolve("demo", "lora").spec.recipe
     assert named.data.sources[0].path == str(tmp_path / "data/train.jsonl")
+    by_path = resolve("demo", str(SHIPPED_FOLDER / "recipes/lora.toml")).spec.recipe
+    assert by_path == named
 
 
 def test_a_model_folder_becomes_absolute_and_built_ins_and_runs_stay(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def _origin(origin: str, folder: Path) -> str:
 
 
 def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFile:
-    """Find the file of a name or path. Raises SpecError, which lists the known names, if there is none."""
+    """Find the file of a name or path. Raises SpecError, which lists the known names, if there is none. A file that a
+    name could find means the same by its path: its relative paths start from the working directory."""
     cwd = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
         path = cwd / Path(text).expanduser()
@@ -97,7 +98,9 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
                 [f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"],
                 fix=f"-{kind[0]} {shlex.quote(visible(text.removesuffix(path.name) + near))}" if near else "",
             )
-        return SpecFile(path, "path", Path(os.path.abspath(path.parent)))
+        folder = Path(os.path.abspath(path.parent))
+        named = folder.resolve() in [known.resolve() for known in search_path(kind, cwd).values()]
+        return SpecFile(path, "path", cwd if named else folder)
     for origin, folder in search_path(kind, cwd).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
             return SpecFile(folder / f"{text}.toml", _origin(origin, folder), cwd)
