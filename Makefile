@@ -1,6 +1,6 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
-# make check   lint, types, import contracts and the fast tests: about two minutes, for whoever changes something
+# make check   lint, types, import contracts and the fast tests: about three minutes on two cores, a fourth the first time
 # make test    the same with all tests: about 45 minutes on two cores
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
@@ -21,12 +21,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fals
 	-n 2 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
-	@echo "make check: about two minutes. make test runs all tests."
+	@echo "make check: about three minutes on two cores, a fourth the first time. make test runs all tests."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not torture and not slow"
 
 test: $(READY)
-	@echo "make test: about 45 minutes on two cores. make check takes about two, with the fast tests alone."
+	@echo "make test: about 45 minutes on two cores. make check takes about three, with the fast tests alone."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
