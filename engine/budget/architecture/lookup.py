@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,11 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
     yield from map(tomli.loads, _shipped_texts())
 
 
-def _shipped_texts() -> Iterator[str]:
-    for path in sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name):
-        if path.name.endswith(".toml"):
-            yield path.read_text(encoding="utf-8")
+@cache
+def _shipped_texts() -> list[str]:
+    """The text of each file in profiles/models, in the order of their names."""
+    files = sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name)
+    return [path.read_text(encoding="utf-8") for path in files if path.name.endswith(".toml")]
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
