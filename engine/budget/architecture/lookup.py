@@ -161,11 +161,19 @@ def shipped_entries() -> Iterator[dict[str, Any]]:
     yield from map(tomli.loads, _shipped_texts())
 
 
+def _shipped_texts() -> Iterator[str]:
+    """Yield the text of each file in profiles/models, in the order of their names; built-in models come first."""
+    yield from map(_text_of, _shipped_files())
+
+
 @cache
-def _shipped_texts() -> list[str]:
-    """The text of each file in profiles/models, in the order of their names."""
-    files = sorted(resources.files("profiles").joinpath("models").iterdir(), key=lambda item: item.name)
-    return [path.read_text(encoding="utf-8") for path in files if path.name.endswith(".toml")]
+def _shipped_files() -> list[Path]:
+    return sorted(Path(str(resources.files("profiles"))).glob("models/*.toml"))
+
+
+@cache
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
