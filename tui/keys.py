@@ -94,6 +94,7 @@ KEYS: tuple[Key, ...] = (
     Key("library", "tab,l,right", "other_pane", "pane", "go from the list to the text and back"),
     Key("library", "shift+tab,h,left", "other_pane", "", "go from the list to the text and back"),
     Key("editor", "f2", "save", "save", "save the file"),
+    Key("editor", "tab,ctrl+at", "complete", "complete", "complete the word at the cursor; in the list: take it"),
     Key("editor", "f3", "next_problem", "next problem", "go to the next line with a problem"),
     Key("queue", "s", "start", "start", "start the queued runs one after another, also without this console"),
     Key("queue", "K,shift+up", "sooner", "sooner", "move this run one place up"),
@@ -109,7 +110,7 @@ KEYS: tuple[Key, ...] = (
 """All rows of the key table, in the order in which footer and help show them."""
 
 KEY_SYMBOLS = {"question_mark": "?", "slash": "/", "colon": ":", "escape": "esc", "comma": ",", "full_stop": ".",
-               "plus": "+", "minus": "-", "equals_sign": "=",
+               "plus": "+", "ctrl+at": "ctrl+space", "minus": "-", "equals_sign": "=",
                "left_square_bracket": "[", "right_square_bracket": "]"}  # fmt: skip
 """Symbols printed on keys that have another name in Textual."""
 

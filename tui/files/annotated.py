@@ -1,4 +1,4 @@
-"""The text of a profile or recipe with the checker's problems beside or below its lines.
+"""The text of a profile or recipe with the checker's problems below its lines.
 
 Pure functions. The texts come from files, so control characters are replaced.
 """
@@ -13,9 +13,15 @@ from textual.content import Content
 
 from engine.spec.files.text import visible
 from tui.theme import glyphs
+from tui.toml.syntax import Span, SyntaxKind, scan
 
 LABEL = "line"
 """The label given to the checker instead of a file name, so that problems read `line:12: key: found; allowed`."""
+
+STYLES: dict[SyntaxKind, str] = {
+    "comment": "$muted", "table": "bold $info", "key": "", "string": "$good", "number": "$mark",
+}  # fmt: skip
+"""The styles of TOML. The editor's are the same, in console.tcss."""
 
 
 class LineProblem(NamedTuple):
@@ -40,8 +46,8 @@ def annotated_text(text: str, problems: Sequence[LineProblem], width: int, *, as
     lines = text.splitlines() or [""]
     digits = len(str(len(lines)))
     shown: list[Content] = []
-    for number, line in enumerate(lines, 1):
-        shown.append(Content.assemble((f"{number:>{digits}} ", "$muted"), _coloured(visible(line, keep="\t"))))
+    for number, (line, scanned) in enumerate(zip(lines, scan(lines), strict=True), 1):
+        shown.append(Content.assemble((f"{number:>{digits}} ", "$muted"), _coloured(line, scanned.spans)))
         for problem in problems:
             if problem.line == number:
                 shown += _indented(problem.text, digits + 1, width, ascii_only=ascii_only)
@@ -54,30 +60,14 @@ def _indented(text: str, indent: int, width: int, *, ascii_only: bool) -> Iterat
         yield Content.assemble(" " * indent, part)
 
 
-def _coloured(line: str) -> Content:
-    """A line of TOML with colours: comments muted, table headers bold, everything else plain."""
-    bare = line.strip()
-    style = "$muted" if bare.startswith("#") else "bold $info" if bare.startswith("[") else ""
-    return Content.styled(line, style)
-
-
-def problems_beside(
-    problems: Sequence[LineProblem], top: int, width: int, height: int, *, ascii_only: bool
-) -> list[Content]:
-    """The column to the right of an editor that shows `height` lines from line `top` (counted from 0). Each problem
-    begins beside its own line and continues over the following lines until the next problem begins."""
-    cross = glyphs("✗", ascii_only=ascii_only)
-    texts = {line: "; ".join(each.text for each in problems if each.line == line) for line, _ in problems}
-    lines: list[Content] = []
-    rest: list[Content] = []
-    for line in range(top + 1, top + height + 1):
-        if line in texts:
-            rest = list(Content.styled(f"{cross} {texts[line]}", "$bad").wrap(max(16, width - 1)))
-        lines.append(rest.pop(0) if rest else Content(""))
-    hidden = sum(not top < problem.line < top + height for problem in problems)
-    if hidden and lines:
-        lines[-1] = Content.styled(f"{cross} {hidden} out of sight: f3 goes there", "$bad")
-    return lines
+def _coloured(line: str, spans: Sequence[Span]) -> Content:
+    """A line of TOML with colours. `visible` may lengthen what it escapes, so each part is made visible on its own."""
+    parts: list[str | tuple[str, str]] = []
+    at = 0
+    for start, end, kind in spans:
+        parts += [visible(line[at:start], keep="\t"), (visible(line[start:end], keep="\t"), STYLES[kind])]
+        at = end
+    return Content.assemble(*parts, visible(line[at:], keep="\t"))
 
 
 def problems_below(

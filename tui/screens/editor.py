@@ -1,4 +1,4 @@
-"""Editor: a profile or recipe as TOML; while it is edited, the checker's problems are shown beside their lines.
+"""Editor: a profile or recipe as TOML, with completion from the schema and the checker's problems beside their lines.
 
 The file is written only by F2. A text with problems can be saved; a message says so.
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Container
-from textual.message import Message
-from textual.widgets import TextArea
+from textual.content import Content
 
 from engine.errors import TunedeckError
 from engine.spec.files.find import SpecKind
 from engine.spec.files.text import visible
-from engine.spec.load import check_text
+from engine.spec.load import SPEC_TABLES, check_text
 from tui import keys
 from tui.files import user_files
-from tui.files.annotated import LABEL, line_problems, problems_below, problems_beside
+from tui.files.annotated import LABEL, line_problems, problems_below
 from tui.keys import Key, bindings
 from tui.screens.base import BaseScreen
-from tui.widgets.key_order import OrderedKeys
+from tui.toml.area import TomlArea
+from tui.toml.completion import key_help
+from tui.toml.completion_list import CompletionList
 from tui.widgets.text_lines import TextLines
 
 HELP = Key(keys.EVERYWHERE, "f1", "help", "help", "")
@@ -43,23 +43,9 @@ class Draft:
     """Whether `target` exists with this text; otherwise saving creates a new file."""
 
 
-class TomlArea(OrderedKeys, TextArea):
-    """The text area of the editor. On Esc it posts `EscapePressed`; the screen then closes, or warns first if there are
-    unsaved changes."""
-
-    BINDINGS = [Binding("escape", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
-
-    class EscapePressed(Message):
-        """Message: Esc was pressed."""
-
-    def action_leave(self) -> None:
-        """Post `EscapePressed` to the screen."""
-        self.post_message(self.EscapePressed())
-
-
 class EditorScreen(BaseScreen):
-    """The screen on which a profile or recipe is edited as TOML, with the checker's problems beside or below the text.
-    """
+    """The screen on which a profile or recipe is edited as TOML. Below the text stand the problems of the cursor's
+    line, or what its key means."""
 
     screen_name = "editor"
     AUTO_FOCUS = "TomlArea"
@@ -77,14 +63,12 @@ class EditorScreen(BaseScreen):
         return check_text(self._draft.kind, text, self._draft.target.stem, LABEL)
 
     def compose_body(self) -> ComposeResult:
-        """Yield the text area and the problems; the style sheet arranges the two side by side or one above the
-        other."""
+        """Yield the text area, the notes below it, and the list of completions, which floats above both."""
+        completions = CompletionList()
         with Container(id="draft"):
-            yield TomlArea(
-                self._draft.text, soft_wrap=False, show_line_numbers=True, tab_behavior="focus", compact=True,
-                highlight_cursor_line=True,
-            )  # fmt: skip
+            yield TomlArea(self._draft.text, SPEC_TABLES[self._draft.kind], completions)
             yield TextLines(id="notes")
+        yield completions
 
     @property
     def area(self) -> TomlArea:
@@ -92,8 +76,8 @@ class EditorScreen(BaseScreen):
         return self.query_one(TomlArea)
 
     def on_mount(self) -> None:
-        """Scroll the problems together with the text from now on."""
-        self.watch(self.area, "scroll_y", self._show_notes, init=False)
+        """Show the problems of the text as it is opened."""
+        self.area.show_problems(self._problems)
 
     def title_detail(self) -> str:
         """The file's name, whether the text is saved, and the number of problems."""
@@ -109,26 +93,46 @@ class EditorScreen(BaseScreen):
     def on_text_area_changed(self) -> None:
         """Check the text after every change, and show the problems found."""
         self._problems, self._warned = line_problems(self._check(self.area.text)), False
+        self.area.show_problems(self._problems)
         self._show_notes()
         self.refresh_title_and_footer()
 
     def on_text_area_selection_changed(self) -> None:
-        """If the problems are shown below the text, show those of the cursor's line first."""
+        """Explain the line under the cursor."""
         self._show_notes()
 
+    def on_row_list_highlighted(self) -> None:
+        """Explain the completion under the cursor of the list."""
+        self._show_notes()
+
+    def on_row_list_selected(self) -> None:
+        """Take a completion that was clicked."""
+        self.area.take()
+
     def on_resize(self, event: events.Resize) -> None:
-        """Show the problems beside the text if the screen is wide enough, else below it."""
+        """Wrap the notes at the new width."""
         super().on_resize(event)
+        self.query_one(CompletionList).close()
         self.call_after_refresh(self._show_notes)
 
     def _show_notes(self) -> None:
-        box, ascii_only = self.query_one("#notes", TextLines), self.console.ascii_only
+        box, cursor = self.query_one("#notes", TextLines), self.area.cursor_location[0]
         width, height = box.size
-        if self.has_class("-roomy"):
-            box.show(problems_beside(self._problems, round(self.area.scroll_y), width, height, ascii_only=ascii_only))
+        chosen = self.query_one(CompletionList).chosen
+        about = (chosen.allowed, chosen.help) if chosen and chosen.help else self._help_of_line(cursor)
+        if about is not None and not (chosen is None and self._has_problem(cursor)):
+            text = Content.assemble((about[0], "$info"), f"  {about[1]}")
+            box.show(text.wrap(max(16, width))[:height])
         else:
-            cursor = self.area.cursor_location[0]
-            box.show(problems_below(self._problems, cursor, width, height, ascii_only=ascii_only))
+            box.show(problems_below(self._problems, cursor, width, height, ascii_only=self.console.ascii_only))
+
+    def _has_problem(self, row: int) -> bool:
+        return any(problem.line == row + 1 for problem in self._problems)
+
+    def _help_of_line(self, row: int) -> tuple[str, str] | None:
+        """What the key of a line allows and means; None if the line begins with no key of the schema."""
+        lines = self.area.text.splitlines()
+        return key_help(SPEC_TABLES[self._draft.kind], lines, row) if row < len(lines) else None
 
     def key_rows(self) -> list[Key]:
         """The keys of this screen that are not letters: letters are typed into the text."""
@@ -138,11 +142,15 @@ class EditorScreen(BaseScreen):
         """Return why a key has no effect now, or None: the key for the next problem needs a text with problems."""
         return "there are no problems" if action == "next_problem" and not self._problems else None
 
+    def do_complete(self) -> None:
+        """Complete the word at the cursor, or list what it can become."""
+        self.area.action_complete()
+
     def do_next_problem(self) -> None:
         """Move the cursor to the next line with a problem; after the last such line, to the first one."""
         here = self.area.cursor_location[0] + 1
         lines = [note.line for note in self._problems]
-        self.area.move_cursor((next((line for line in lines if line > here), lines[0]) - 1, 0))
+        self.area.move_cursor((next((line for line in lines if line > here), lines[0]) - 1, 0), center=True)
 
     def do_save(self) -> None:
         """Save the text to the file, with a newline at its end."""

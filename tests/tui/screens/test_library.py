@@ -84,13 +84,24 @@ async def test_the_checker_follows_the_typing(console: Opener, project: Path, si
     assert "batch_size = 64\n" in (project / "profiles" / "recipes" / "mine.toml").read_text()
 
 
-async def test_in_a_wide_editor_each_message_stands_on_its_line(console: Opener, project: Path) -> None:
-    async with console(120, 36) as pilot:
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_each_message_stands_on_its_line(console: Opener, project: Path, size: tuple[int, int]) -> None:
+    async with console(*size) as pilot:
         await to_file(pilot, "mine")
         await pilot.press("enter", "f3")
         await pilot.sees("did you mean")
-        (line,) = [line for line in pilot.text.splitlines() if "did you mean" in line]
-        assert "batch_sise" in line
+        assert any("batch_sise =" in line and "✗ train.batch_sise:" in line for line in pilot.text.splitlines())
+
+
+async def test_tab_completes_keys_and_values(console: Opener, project: Path) -> None:
+    async with console() as pilot:
+        await to_file(pilot, "mine")
+        await pilot.press("enter", "f3", "end", "enter", *"schedu")
+        await pilot.sees("scheduler", "Shape of the learning rate")
+        await pilot.press("tab", "down", "enter", "enter", *"seed = 1", "escape")
+        lines = pilot.screen.area.text.splitlines()
+        assert lines[lines.index('scheduler = "linear"') :][:2] == ['scheduler = "linear"', "seed = 1"]
+        assert isinstance(pilot.screen, EditorScreen)
 
 
 async def test_a_shipped_file_is_edited_as_a_copy_in_the_project(console: Opener, project: Path) -> None:
