@@ -6,13 +6,15 @@ Pure functions of `engine.budget.advise.fit`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual.content import Content
 
-from engine.budget.advise.fit import Advice, Suggestion
 from tui.launch.budget_bar import decimal_bytes
 from tui.launch.fields import format_value
+
+if TYPE_CHECKING:
+    from engine.budget.advise.fit import Advice, Suggestion
 
 
 class FixLine(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.budget.advise.fit import Advice, Suggestion, advise
 from engine.budget.advise.plan import make_plan
 from engine.errors import NotSimulatedError
 from engine.spec.files.find import SpecKind
@@ -33,6 +33,9 @@ from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
 from tui.launch.fields import NAME, FieldRow, field_rows, format_value
 from tui.theme import VERDICTS
+
+if TYPE_CHECKING:
+    from engine.budget.advise.fit import Advice, Suggestion
 
 DEMO = "demo"
 """The name of the shipped profile and of the shipped recipe that run on any machine."""
@@ -186,7 +189,7 @@ class LaunchState:
         waits = self._missing is not None or self._unadvised == self.choice
         if compute and not waits and planned is not None and self.advice() is None:
             try:
-                self._advice = (self.choice, advise(planned))
+                self._advice = (self.choice, _advise(planned))
             except NotSimulatedError:
                 self._missing = planned
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
@@ -199,7 +202,7 @@ class LaunchState:
         to_simulate, missing = self.evaluated.to_simulate, self._missing
         if to_simulate is not None:
             return partial(make_plan, to_simulate)
-        return None if missing is None else partial(advise, missing)
+        return None if missing is None else partial(_advise, missing)
 
     def simulated(self, problem: str) -> None:
         """Evaluate the choice again after a simulation; `problem` says why it failed, empty if it did not."""
@@ -293,3 +296,10 @@ class LaunchState:
         self._read_files()
         self._evaluate()
         return path
+
+
+def _advise(spec: RunSpec) -> Advice:
+    """The advice of `fit` for a run spec. Raises NotSimulatedError if it needs a simulation that was not made."""
+    from engine.budget.advise.fit import advise  # slow to import: not before the first paint
+
+    return advise(spec)

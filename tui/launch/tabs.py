@@ -9,17 +9,19 @@ Try: `tunedeck -p demo -r demo`, then `]`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.content import Content
 
-from engine.budget.advise.fit import Suggestion
 from engine.errors import TunedeckError
 from engine.spec.files.text import visible
 from tui.launch.choice import Choice, data_arguments, shell_lines, train_command
 from tui.launch.fixes import FixLine, fix_lines
 from tui.launch.samples import read_samples, sample_lines
 from tui.launch.state import LaunchState
+
+if TYPE_CHECKING:
+    from engine.budget.advise.fit import Suggestion
 
 FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
 
