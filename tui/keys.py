@@ -46,6 +46,10 @@ KEYS: tuple[Key, ...] = (
     Key("runs", "c", "compare", "compare", "plot the marked runs together, with a table of what differs"),
     Key("runs", "x", "delete", "delete", "move the run into the folder .trash beside it; asks first"),
     Key("runs", "slash", "filter", "filter", "filter: words, or state:running model:qwen recipe: profile: name:"),
+    Key("runs", "greater_than_sign", "sort", "sort", "sort by the next column; after the last, newest first"),
+    Key("runs", "less_than_sign", "reverse", "", "turn the order round"),
+    Key("runs", "C", "columns", "", "choose the columns"),
+    Key("runs", "u", "undo", "", "move the run deleted last back from .trash; again: the one before"),
     Key("launch", "s", "start", "start", "start the run in an engine process, which goes on without the console"),
     Key("launch", "enter", "enter", "edit", "edit the field; go to the next pane; do the tab's action"),
     Key("launch", "tab,l,right", "next_pane", "pane", "the next pane"),
@@ -111,6 +115,7 @@ KEYS: tuple[Key, ...] = (
 
 KEY_SYMBOLS = {"question_mark": "?", "slash": "/", "colon": ":", "escape": "esc", "comma": ",", "full_stop": ".",
                "plus": "+", "ctrl+at": "ctrl+space", "minus": "-", "equals_sign": "=",
+               "greater_than_sign": ">", "less_than_sign": "<",
                "left_square_bracket": "[", "right_square_bracket": "]"}  # fmt: skip
 """Symbols printed on keys that have another name in Textual."""
 

@@ -9,6 +9,7 @@ Try: `python -m pytest tests/journal/test_summary.py`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from engine.journal.event_text import OLD_VERDICTS
@@ -49,10 +50,22 @@ class JournalState:
     started: str | None = None
     updated: str | None = None
     running: Event | None = None
+    earlier_seconds: float = 0.0
+    """Seconds of all starts before the one in `running`: each from its start to its last event."""
     finished: Event | None = None
     paused: bool = False
     phase: str = ""
     peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the last start of an engine to its end or, if it has not ended, to the newest event."""
+        said = (self.finished or {}).get("seconds")
+        if said is not None:
+            return float(said)
+        if self.running is None or self.updated is None:
+            return None
+        return (datetime.fromisoformat(self.updated) - datetime.fromisoformat(self.running["time"])).total_seconds()
 
     def folder_of(self, event: Event) -> str:
         """The folder, with a slash at its end, that paths in an event are relative to: empty for the run directory, the
@@ -62,6 +75,8 @@ class JournalState:
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""
+        if event["kind"] == "run_started":
+            self.earlier_seconds += self.seconds or 0.0
         self.updated = event.get("time", self.updated)
         handler = _FOLDS.get(event["kind"])
         if handler is not None:
@@ -137,9 +152,7 @@ def _resumed(state: JournalState, event: Event) -> None:
     """Discard from the state what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
-        kept[:] = [
-            earlier for earlier in kept if earlier["stage"] != event["stage"] or int(earlier["step"]) <= step
-        ]
+        kept[:] = [earlier for earlier in kept if earlier["stage"] != event["stage"] or int(earlier["step"]) <= step]
     state.step = step
     for name in ("first_step", "last_step"):
         earlier = getattr(state, name)

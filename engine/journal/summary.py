@@ -13,7 +13,6 @@ import math
 import re
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,8 @@ class RunSummary:
     updated: str | None
     seconds: float | None
     """Seconds from the last start of an engine to its end or, if it has not ended, to the newest event."""
+    total_seconds: float | None
+    """The seconds of all starts together, those before a resume included."""
     reason: str
     """Why the run ended, where the engine recorded it: early stopping, a request, or --max-hours."""
     last_error: str | None
@@ -220,7 +221,8 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
         result=finished.get("result"),
         started=state.started,
         updated=state.updated,
-        seconds=_seconds(state),
+        seconds=state.seconds,
+        total_seconds=_total_seconds(state),
         reason=str(finished.get("reason") or ""),
         last_error=finished.get("error"),
         exit_code=finished.get("exit_code"),
@@ -263,13 +265,8 @@ def _metrics(state: JournalState) -> dict[str, Any]:
     return {**metrics, "first": first} if metrics or first else {}
 
 
-def _seconds(state: JournalState) -> float | None:
-    said = (state.finished or {}).get("seconds")
-    if said is not None:
-        return float(said)
-    if state.running is None or state.updated is None:
-        return None
-    return (datetime.fromisoformat(state.updated) - datetime.fromisoformat(state.running["time"])).total_seconds()
+def _total_seconds(state: JournalState) -> float | None:
+    return None if state.seconds is None else state.earlier_seconds + state.seconds
 
 
 def _samples_lost(state: JournalState) -> int:

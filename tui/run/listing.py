@@ -41,6 +41,8 @@ class RunEntry:
     """Names of the enabled stages of a staged run."""
     sweep: str = ""
     """The id of the sweep to which the run belongs; empty if it belongs to none."""
+    changed: str = ""
+    """The settings that were changed with --set or in the console: "max_steps=100 rank=8"."""
 
     @property
     def is_read(self) -> bool:
@@ -116,6 +118,7 @@ class RunList:
             entry.summary, entry.read_error = entry.reader.summary(), ""
             spec = read_spec(entry.directory)
             entry.stages, entry.sweep = stage_names(spec), str(nested(spec, "provenance", "sweep", "id") or "")
+            entry.changed = changed_settings(spec)
         except TunedeckError as error:
             entry.read_error = error.found
         except OSError as error:
@@ -130,6 +133,12 @@ def stage_names(spec: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the enabled stages in `spec`, the tables of a run.toml; empty for a run without stages."""
     stages = nested(spec, "recipe", "stages") or []
     return tuple(str(stage.get("name")) for stage in stages if isinstance(stage, dict) and stage.get("enabled", True))
+
+
+def changed_settings(spec: dict[str, Any]) -> str:
+    """The overrides in `spec`, the tables of a run.toml, each with the last part of its key alone."""
+    overrides = [str(override).partition("=") for override in nested(spec, "provenance", "set") or []]
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in overrides)
 
 
 def nested(table: Any, *keys: str) -> Any:

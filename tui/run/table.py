@@ -28,6 +28,10 @@ class TableColumn(NamedTuple):
     from_width: int
     cell: Callable[[RunEntry, RunSummary], str]
     right: bool = False
+    value: Callable[[RunSummary], float | str | None] | None = None
+    """What rows are sorted by; None for a column by which they are not sorted. None as a value comes last."""
+    of_one_run: bool = False
+    """Whether the cell of a sweep is empty, because its runs differ."""
 
 
 def _steps(_entry: RunEntry, summary: RunSummary) -> str:
@@ -43,19 +47,37 @@ def _score(_entry: RunEntry, summary: RunSummary) -> str:
 
 
 def _time(_entry: RunEntry, summary: RunSummary) -> str:
-    return format_duration(summary.seconds) if summary.seconds is not None else ""
+    return format_duration(summary.total_seconds) if summary.total_seconds is not None else ""
+
+
+def _evaluation_loss(summary: RunSummary) -> float | None:
+    return summary.metrics.get("loss")
 
 
 COLUMNS: tuple[TableColumn, ...] = (
     TableColumn("run", 0, 0, lambda entry, _: entry.directory.name),
-    TableColumn("step", 13, 50, _steps, right=True),
-    TableColumn("loss", 8, 70, _loss, right=True),
-    TableColumn("eval", 8, 90, _score, right=True),
-    TableColumn("ooms", 5, 110, lambda _, summary: str(summary.backoffs or ""), right=True),
-    TableColumn("time", 8, 100, _time, right=True),
-    TableColumn("model", 22, 110, lambda _, summary: summary.model),
-    TableColumn("profile", 10, 140, lambda _, summary: summary.profile),
-)
+    TableColumn("step", 13, 50, _steps, right=True, value=lambda summary: summary.step),
+    TableColumn("loss", 8, 95, _loss, right=True, value=lambda summary: summary.metrics.get("train_loss")),
+    TableColumn("eval", 8, 70, _score, right=True, value=_evaluation_loss),
+    TableColumn("ooms", 4, 75, lambda _, summary: str(summary.backoffs or ""), right=True,
+                value=lambda summary: summary.backoffs),
+    TableColumn("time", 8, 70, _time, right=True, value=lambda summary: summary.total_seconds),
+    TableColumn("changed", 20, 120, lambda entry, _: entry.changed, of_one_run=True),
+    TableColumn("model", 22, 150, lambda _, summary: summary.model, value=lambda summary: summary.model),
+    TableColumn("profile", 10, 170, lambda _, summary: summary.profile, value=lambda summary: summary.profile),
+)  # fmt: skip
+
+CHOOSABLE = COLUMNS[1:]
+"""The columns that a user can choose; the first, the name, is always shown."""
+
+
+def chosen_columns(titles: Sequence[str]) -> tuple[TableColumn, ...]:
+    """The columns with these titles, in this order, shown at every width that has room for them; all columns, each from
+    its own width on, if there are no titles."""
+    named = {column.title: column for column in CHOOSABLE}
+    chosen = tuple(named[title]._replace(from_width=0) for title in titles)
+    return (COLUMNS[0], *chosen) if chosen else COLUMNS
+
 
 STATE_WIDTH = 11
 """Cells for a glyph, a space and the longest state."""
@@ -96,7 +118,10 @@ def run_row(
         rest = (title or clean(entry.directory.name)) + (f"  {clean(entry.read_error)}" if entry.read_error else "")
         return Content.assemble(lead, state, rest)
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
-    cells = [(clean(column.cell(entry, summary)), column, size) for column, size in _sizes(width, columns)]
+    cells = [
+        ("" if of_all and column.of_one_run else clean(column.cell(entry, summary)), column, size)
+        for column, size in _sizes(width, columns)
+    ]
     cells[0] = (title or cells[0][0], *cells[0][1:])
     parts = [_fit(text, size, column.right) for text, column, size in cells]
     return Content.assemble(lead, state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))

@@ -8,8 +8,9 @@ Try: `python -m pytest tests/tui/run/test_tree.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from textual.content import Content
 
@@ -18,7 +19,7 @@ from engine.journal.event_text import clean
 from engine.journal.stages import stage_directories, stage_name
 from engine.journal.summary import RunSummary
 from tui.run.listing import RunEntry, RunList
-from tui.run.table import COLUMNS, STATE_WIDTH, run_row, state_cell, state_of
+from tui.run.table import COLUMNS, STATE_WIDTH, TableColumn, run_row, state_cell, state_of
 from tui.theme import glyphs
 
 SWEEP = "sweep:"
@@ -72,6 +73,11 @@ class RunTree:
         self.runs = runs
         self._stages = RunList(self._opened_stages)
         self._open: set[str] = set()
+        self.sorted_by: TableColumn | None = None
+        """The column by which runs and sweeps are sorted; None: newest first."""
+        self.largest_first = False
+        """Whether the rows are in descending order of that column; without a column, whether the oldest run is first.
+        """
 
     def refresh(self, *, seconds: float) -> None:
         """Read new and changed runs, and stages of opened runs, each for about `seconds`."""
@@ -90,17 +96,26 @@ class RunTree:
     def rows(self, matches: Callable[[RunEntry], bool] | None = None) -> list[TreeRow]:
         """All rows to show; with a filter, each run that matches as a row of its own."""
         if matches is not None:
-            return [_run_row(entry) for entry in self.runs.entries if matches(entry)]
+            return [row for (row,) in self._in_order([[_run_row(each)] for each in self.runs.entries if matches(each)])]
         sweeps = _sweeps(self.runs.entries)
-        rows: list[TreeRow] = []
+        blocks: list[list[TreeRow]] = []
         shown: set[str] = set()
         for entry in self.runs.entries:
             if entry.sweep not in sweeps:
-                rows += self._run_rows(entry)
+                blocks.append(list(self._run_rows(entry)))
             elif entry.sweep not in shown:
                 shown.add(entry.sweep)
-                rows += self._sweep_rows(entry.sweep, sweeps[entry.sweep])
-        return rows
+                blocks.append(list(self._sweep_rows(entry.sweep, sweeps[entry.sweep])))
+        return [row for block in self._in_order(blocks) for row in block]
+
+    def _in_order(self, blocks: list[list[TreeRow]]) -> list[list[TreeRow]]:
+        """Sort runs and sweeps, each with the rows below it, by the chosen column; those without a value come last."""
+        if self.sorted_by is None:
+            return blocks[::-1] if self.largest_first else blocks
+        values = [(_sort_value(block[0], self.sorted_by), block) for block in blocks]
+        known = [pair for pair in values if pair[0] is not None]
+        known.sort(key=lambda pair: pair[0], reverse=self.largest_first)
+        return [block for _, block in known] + [block for value, block in values if value is None]
 
     def _sweep_rows(self, sweep: str, members: tuple[RunEntry, ...]) -> Iterator[TreeRow]:
         key = SWEEP + sweep
@@ -139,6 +154,10 @@ def _run_row(entry: RunEntry, depth: int = 0, parent: str = "") -> TreeRow:
     return TreeRow(str(entry.directory.path), entry.directory.name, entry, depth, parent=parent)
 
 
+def _sort_value(row: TreeRow, column: TableColumn) -> Any:
+    return column.value(row.summary) if column.value is not None and row.summary is not None else None
+
+
 def _sweeps(entries: list[RunEntry]) -> dict[str, tuple[RunEntry, ...]]:
     """Map each sweep that has more than one run to its runs, in the order of its points. `entries` must be ordered from
     newest to oldest."""
@@ -166,20 +185,23 @@ def summary_of_sweep(members: tuple[RunEntry, ...]) -> RunSummary | None:
         max_steps=sum(steps for steps in longest if steps) if all(longest) else None,
         backoffs=sum(summary.backoffs for summary in summaries),
         seconds=sum(summary.seconds or 0.0 for summary in summaries),
+        total_seconds=sum(summary.total_seconds or 0.0 for summary in summaries),
         stopping=False,
     )
 
 
-def tree_row(row: TreeRow, width: int, ascii_only: bool, *, marked: bool = False) -> Content:
-    """Draw the row as one line of `width` cells, indented by its depth, with a symbol where it can be opened or closed.
-    `marked` draws the mark of a run that is to be compared."""
+def tree_row(
+    row: TreeRow, width: int, ascii_only: bool, *, columns: Sequence[TableColumn] = COLUMNS, marked: bool = False
+) -> Content:
+    """Draw the row as one line of `width` cells with these columns, indented by its depth, with a symbol where it can
+    be opened or closed. `marked` draws the mark of a run that is to be compared."""
     mark = {None: "", False: "▶ ", True: "▼ "}[row.is_open]
     branch = f"{'  ' * (row.depth - 1)}└ " if row.depth else ""
     title = glyphs(branch + mark, ascii_only=ascii_only) + clean(row.name)
     if row.entry is not None:
         own = title if title != row.entry.directory.name else ""
-        return run_row(row.entry, width, ascii_only, COLUMNS, marked=marked, title=own)
+        return run_row(row.entry, width, ascii_only, columns, marked=marked, title=own)
     if row.is_sweep:
-        return run_row(row.members[0], width, ascii_only, COLUMNS, title=title, of_all=row.summary)
+        return run_row(row.members[0], width, ascii_only, columns, title=title, of_all=row.summary)
     state = state_cell(row.state, str, ascii_only=ascii_only)
     return Content.assemble(" ", state.pad_right(STATE_WIDTH - state.cell_length), (title, "$muted"))

@@ -18,16 +18,17 @@ from textual.widgets import Input
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
-from engine.journal.trash import TRASH, move_to_trash
+from engine.journal.trash import TRASH, move_to_trash, newest_in_trash, restore_from_trash
 from tui.keys import bindings
 from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.table import COLUMNS, matches, table_heading
+from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, matches, table_heading
 from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.table import screen_row
 from tui.widgets.filter_field import FilterField
+from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
 
@@ -50,16 +51,18 @@ class RunsScreen(BaseScreen):
     def __init__(self) -> None:
         super().__init__()
         self._filter = ""
+        self._columns = COLUMNS
         self.shown: list[TreeRow] = []
         """The rows: all runs, or those that match the filter."""
         self._marked: dict[Path, RunDirectory] = {}
         """Runs to compare, in the order in which they were marked."""
 
     def compose_body(self) -> ComposeResult:
-        """Yield the filter field (hidden until it is used), the column titles and the rows."""
+        """Yield the filter field (hidden until it is used), the column titles, the rows and the prompt for columns."""
         yield FilterField("words, or state:running model:qwen recipe:demo")
         yield TextLines(classes="heading")
         yield RowList(id="runs")
+        yield InputPrompt()
 
     def on_mount(self) -> None:
         """Create the list of runs and the tree of rows, for the console's runs folder."""
@@ -77,11 +80,9 @@ class RunsScreen(BaseScreen):
         self.shown = self._tree.rows((lambda entry: matches(entry, self._filter)) if self._filter else None)
         rows = self.query_one(RowList)
         width = self.size.width
-        self.query_one(".heading", TextLines).show([table_heading(width, COLUMNS)])
+        self.query_one(".heading", TextLines).show([table_heading(width, self._columns)])
         there = {entry.directory.path for entry in self.runs.entries}
-        self._marked = {
-            path: run for path, run in self._marked.items() if path in there or path.parent.parent in there
-        }
+        self._marked = {path: run for path, run in self._marked.items() if path in there or path.parent.parent in there}
         rows.show([self._row(row, width) for row in self.shown] or list(self._empty()))
         if chosen is not None:
             self._move_to(chosen.key)
@@ -95,7 +96,7 @@ class RunsScreen(BaseScreen):
 
     def _row(self, row: TreeRow, width: int) -> Content:
         marked = row.directory is not None and row.directory.path in self._marked
-        return tree_row(row, width, self.console.ascii_only, marked=marked)
+        return tree_row(row, width, self.console.ascii_only, columns=self._columns, marked=marked)
 
     def _empty(self) -> Iterable[Content]:
         if self.runs.read_error:
@@ -118,7 +119,9 @@ class RunsScreen(BaseScreen):
         total, shown = len(self.runs.entries), len(self.shown)
         if self._marked:
             return f"{len(self._marked)} marked"
-        return f"{shown} of {total}" if self._filter else str(total)
+        count = f"{shown} of {total}" if self._filter else str(total)
+        column = self._tree.sorted_by
+        return f"{count}, by {column.title}" if column is not None else count
 
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect on the run under the cursor; None if the key has an effect."""
@@ -159,8 +162,7 @@ class RunsScreen(BaseScreen):
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:
-        """Open the Run screen with the run or stage under the cursor; for a sweep, show or hide the rows of its runs.
-        """
+        """Open the Run screen with the run or stage under the cursor; of a sweep, show or hide the rows of its runs."""
         row = self.chosen
         if row is not None and row.is_sweep:
             self._set_open(row.key, is_open=not row.is_open)
@@ -225,8 +227,53 @@ class RunsScreen(BaseScreen):
         except TunedeckError as error:
             self.show_message(error.render().replace("\n", "; "), "bold $bad")
             return
-        self.show_message(f"moved to {place}")
+        self.show_message(f"moved to {place}; u moves it back")
         self.runs.refresh(seconds=0.0)
+        self._fill()
+
+    def do_undo(self) -> None:
+        """Move the run that was deleted last out of the trash."""
+        place = newest_in_trash(self.console.runs_dir)
+        if place is None:
+            self.show_message("the trash is empty", "$caution")
+            return
+        try:
+            restored = restore_from_trash(place)
+        except TunedeckError as error:
+            self.show_error(error)
+            return
+        self.show_message(f"moved back: {clean(restored.name)}")
+        self.runs.refresh(seconds=READ_SECONDS)
+        self._fill()
+        self._move_to(str(restored))
+
+    def do_sort(self) -> None:
+        """Sort by the next column that is shown; after the last one, newest first again."""
+        width = self.size.width
+        columns = [None, *(each for each in self._columns if each.value is not None and width >= each.from_width)]
+        at = columns.index(self._tree.sorted_by) if self._tree.sorted_by in columns else 0
+        self._tree.sorted_by, self._tree.largest_first = columns[(at + 1) % len(columns)], False
+        self._fill()
+
+    def do_reverse(self) -> None:
+        """Turn the order of the rows round."""
+        self._tree.largest_first = not self._tree.largest_first
+        self._fill()
+
+    def do_columns(self) -> None:
+        """Ask which columns to show, in which order."""
+        width = self.size.width
+        shown = " ".join(column.title for column in self._columns[1:] if width >= column.from_width)
+        self.query_one(InputPrompt).ask("columns", shown, self._choose_columns)
+
+    def _choose_columns(self, text: str) -> None:
+        titles = text.replace(",", " ").split()
+        allowed = [column.title for column in CHOOSABLE]
+        unknown = next((title for title in titles if title not in allowed), None)
+        if unknown is not None:
+            self.show_message(f"there is no column {unknown}; there are {', '.join(allowed)}", "$caution")
+            return
+        self._columns, self._tree.sorted_by = chosen_columns(list(dict.fromkeys(titles))), None
         self._fill()
 
     def do_filter(self) -> None:

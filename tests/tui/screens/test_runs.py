@@ -118,6 +118,46 @@ async def test_delete_asks_and_moves_the_run_into_the_trash(console: Opener, run
     assert (runs / ".trash" / run.name).is_dir()
 
 
+async def test_u_moves_a_deleted_run_back(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    async with console() as pilot:
+        await listed(pilot, 1)
+        await pilot.press("x", "y")
+        await listed(pilot, 0)
+        await pilot.press("u")
+        await pilot.sees("moved back: ", run.name)
+        await pilot.press("u")
+        await pilot.sees("the trash is empty")
+    assert run.path.is_dir()
+
+
+async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -> None:
+    for name, steps in (("short", 3), ("long", 30), ("middle", 9)):
+        make_run(runs, name, steps=steps)
+    async with console() as pilot:
+        await listed(pilot, 3)
+        await pilot.sees("eval", "ooms", "time", "0.25")
+        await pilot.press("greater_than_sign")
+        await pilot.sees("by step")
+        assert [row.summary.step for row in pilot.screen.shown] == [3, 9, 30]
+        await pilot.press("less_than_sign")
+        assert [row.summary.step for row in pilot.screen.shown] == [30, 9, 3]
+        await pilot.press("C", "ctrl+u", *"wrong", "enter")
+        await pilot.sees("there is no column wrong; there are step, loss")
+        await pilot.press("C", "ctrl+u", *"time changed", "enter")
+        await pilot.sees("max_steps=100")
+        assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
+
+
+async def test_the_time_of_a_run_includes_that_before_it_was_resumed(runs: Path) -> None:
+    run = make_run(runs, status="paused")
+    add(run, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None, seconds=100.0))
+    add(run, lambda writer: writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}))
+    add(run, lambda writer: writer.write("run_finished", status="done", exit_code=0, result="model", seconds=20.0))
+    summary = summarise(run)
+    assert (summary.seconds, summary.total_seconds) == (20.0, 120.0)
+
+
 async def test_a_running_run_can_be_neither_deleted_nor_resumed(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "obey")
