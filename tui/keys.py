@@ -89,6 +89,7 @@ KEYS: tuple[Key, ...] = (
     Key("run", "pageup,ctrl+u", "page_older", "", "scroll a page up"),
     Key("run", "pagedown,ctrl+d", "page_newer", "", "scroll a page down"),
     Key("run", "end,G", "newest", "", "go to the newest line, and follow it"),
+    Key("oom", "a", "apply", "apply", "open the Launch screen with the change under the cursor, else the first one"),
     Key("doctor", "R", "again", "ask again", "examine this machine again"),
     Key("library", "enter", "edit", "edit", "edit the file; of a shipped one, a copy in ./profiles"),
     Key("library", "n", "use", "new run", "open the Launch screen with this profile or recipe"),

@@ -40,13 +40,16 @@ def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
     place = PHASE_NAMES.get(str(report.get("phase")), str(report.get("phase")))
     yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
     yield f"{name}{simulated}: {report.get('text')}"
+    yield from _remedy(report)
+    yield from _suggestions(report)
     yield ""
     yield from _figures(report)
     yield from _held(report, bar)
     yield from _largest(report)
     yield from _processes(report)
-    yield from _remedy(report)
-    yield from _suggestions(report)
+    if report.get("snapshot"):
+        yield ""
+        yield f"the allocator's snapshot is {report['snapshot']}; open it at pytorch.org/memory_viz"
 
 
 def _figures(report: dict[str, Any]) -> Iterator[str]:
@@ -105,7 +108,6 @@ def _remedy(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
     done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces")
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
-    yield ""
     yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
 
 
@@ -114,19 +116,21 @@ def _setting(remedy: str, value: Any) -> str:
     return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
 
 
+def way_text(way: dict[str, Any]) -> str:
+    """Format one of a report's changes that would have avoided the failure (an item of `avoided_by`)."""
+    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
+    learning = "; changes what is learned" if way["changes_learning"] else ""
+    return f"{changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
+
+
 def _suggestions(report: dict[str, Any]) -> Iterator[str]:
     ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
     yield ""
     if ways:
         yield "what would have avoided it"
-        for way in ways:
-            changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
-            learning = "; changes what is learned" if way["changes_learning"] else ""
-            yield f"  {changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
+        yield from (f"  {way_text(way)}" for way in ways)
     elif plan:
         yield (
             f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "
             "memory, memory was fragmented, or the plan is wrong for this model"
         )
-    if report.get("snapshot"):
-        yield f"the allocator's snapshot is {report['snapshot']}; open it at pytorch.org/memory_viz"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind
-from tui.launch.fields import DEVICES, NAME, overrides_from, row_of_key
+from tui.launch.fields import DEVICES, NAME, ON_FINISH, overrides_from, row_of_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Choice:
     """Device indices as typed after --devices, such as "0,2"; empty: as the profile says."""
     name: str = ""
     """The run's name as typed after --name; empty: the recipe's."""
+    on_finish: str = ""
+    """The shell command as typed after --on-finish; empty: none."""
 
     @property
     def set_arguments(self) -> list[str]:
@@ -36,23 +38,25 @@ class Choice:
 
     @property
     def options(self) -> dict[str, str]:
-        """The values of the two fields that are command-line flags and not keys of a file, --devices and --name, by row
-        key."""
-        return {DEVICES: self.devices, NAME: self.name}
+        """The values of the fields that are command-line flags and not keys of a file (--devices, --name and
+        --on-finish), by row key."""
+        return {DEVICES: self.devices, NAME: self.name, ON_FINISH: self.on_finish}
 
     def with_field(self, row: str, text: str) -> Choice:
-        """Return a copy of this choice in which the field with the key `row` (a key of a file, --devices or --name) has
-        the value `text`."""
+        """Return a copy of this choice in which the field with the key `row` (a key of a file, or a command-line flag)
+        has the value `text`."""
         if row == DEVICES:
             return replace(self, devices=text)
         if row == NAME:
             return replace(self, name=text)
+        if row == ON_FINISH:
+            return replace(self, on_finish=text)
         return replace(self, overrides={**self.without_field(row).overrides, **overrides_from(row, text)})
 
     def without_field(self, row: str) -> Choice:
         """Return a copy of this choice without an override for the field with the key `row`, so that the value in the
         file applies."""
-        if row in (DEVICES, NAME):
+        if row in self.options:
             return self.with_field(row, "")
         kept = {key: text for key, text in self.overrides.items() if key != row and row_of_key(key) != row}
         return replace(self, overrides=kept)
@@ -62,7 +66,7 @@ def train_command(choice: Choice, *, runs: str = "") -> list[str]:
     """Return the words of the `tunedeck train` command that starts the same run without the console. `runs` is the
     folder for --runs; empty leaves the flag out."""
     words = ["tunedeck", "train", *data_arguments(choice)]
-    for flag, value in ((DEVICES, choice.devices), (NAME, choice.name), ("--runs", runs)):
+    for flag, value in (*choice.options.items(), ("--runs", runs)):
         words += [flag, value] if value else []
     return [*words, "--detach"]
 
@@ -80,7 +84,7 @@ def shell_lines(words: Sequence[str]) -> list[str]:
     rest = list(words[6:])
     while rest:
         flag = rest.pop(0)
-        has_value = rest and flag in ("--set", DEVICES, NAME, "--runs")
+        has_value = rest and flag in ("--set", DEVICES, NAME, ON_FINISH, "--runs")
         lines.append("  " + flag + (f" {shlex.quote(rest.pop(0))}" if has_value else ""))
     return [line + (" \\" if line is not lines[-1] else "") for line in lines]
 
@@ -101,6 +105,7 @@ def choice_from_settings(settings: object, default: Choice) -> Choice:
         overrides={str(key): str(text) for key, text in overrides.items()},
         devices=str(settings.get("devices") or ""),
         name=str(settings.get("name") or ""),
+        on_finish=str(settings.get("on_finish") or ""),
     )
 
 

@@ -144,7 +144,7 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     problems. `cwd` is the folder to which paths are relative, by default the working directory."""
     cwd = (cwd or working_directory()).absolute()
     try:
-        limits = Limits(devices=parse_device_indices(choice.devices or None))
+        limits = Limits(devices=parse_device_indices(choice.devices or None), on_finish=choice.on_finish or None)
         resolved = resolve(
             choice.profile, choice.recipe, choice.set_arguments, name=choice.name or None, limits=limits, cwd=cwd
         )

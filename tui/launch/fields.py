@@ -20,6 +20,7 @@ from engine.spec.schema.run import RunSpec
 
 DEVICES = "--devices"
 NAME = "--name"
+ON_FINISH = "--on-finish"
 OTHER = "--set"
 """The last row, in which any other key can be set."""
 
@@ -82,11 +83,13 @@ FIELDS: tuple[LaunchField, ...] = (
     LaunchField("device.reserve_gib", "reserve GiB"),
     LaunchField(DEVICES, "devices", _cuda),
     LaunchField(NAME, "run name"),
+    LaunchField(ON_FINISH, "on finish"),
 )
 
 SPECIAL_HELP = {
     DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty takes the first ones.",
     NAME: "The run's name; empty takes the recipe's.",
+    ON_FINISH: "A shell command to run when the run has ended, whatever its end; $TUNEDECK_STATUS says which.",
     OTHER: "Any other key: KEY=VALUE as after --set, such as train.label_smoothing=0.1",
     STAGES: "A stage of its own process and memory. space leaves it out, or takes it in again.",
     SOURCES: "A file, folder or glob, or hub:OWNER/NAME for a data set on the hub.",
@@ -117,8 +120,9 @@ def field_rows(
     spec: RunSpec | None, overrides: Mapping[str, str], options: Mapping[str, str], cwd: Path,
     with_problems: Sequence[str] = (), stage_notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[FieldRow]:  # fmt: skip
-    """Return all rows of the field list, for a spec resolved with these overrides. `options` has --devices and --name,
-    `stage_notes` the note and its style of each stage by name; paths below `cwd` are shown relative to it.
+    """Return all rows of the field list, for a spec resolved with these overrides. `options` has the values of the
+    fields that are command-line flags, `stage_notes` the note and its style of each stage by name; paths below `cwd`
+    are shown relative to it.
 
     Keys with an override, an option or a problem always get a row. If `spec` is None, because it has errors, only these
     rows and the row for typing any other key are returned.
@@ -142,7 +146,7 @@ def _rows_of_field(
         return []
     if field.key == SOURCES:
         return [_source_row(source, overrides, cwd) for source in spec.recipe.data.sources] if spec is not None else []
-    if field.key in (DEVICES, NAME):
+    if field.key in (DEVICES, NAME, ON_FINISH):
         value = options.get(field.key, "")
         return [FieldRow(field.key, field.label, value, "" if value else _default_note(field.key, spec), bool(value))]
     value = overrides.get(field.key, _value(spec, field.key))
@@ -214,8 +218,9 @@ def overrides_from(row: str, text: str) -> dict[str, str]:
 
 
 def _default_note(key: str, spec: RunSpec | None) -> str:
-    """Return the note of the row `key` (run name or device list) while it is empty: the value that is used instead."""
-    if spec is None:
+    """Return the note of the row `key` (run name, device list or command at the end) while it is empty: the value that
+    is used instead."""
+    if spec is None or key == ON_FINISH:
         return ""
     if key == NAME:
         return spec.recipe.name

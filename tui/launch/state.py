@@ -31,7 +31,7 @@ from tui.files.catalog import (
 )
 from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
-from tui.launch.fields import NAME, FieldRow, field_rows, format_value
+from tui.launch.fields import FieldRow, field_rows, format_value
 from tui.theme import VERDICTS
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class LaunchState:
         """Set the field with the key `key` to `text`; called at every letter typed. A text equal to the value in the
         file makes no override."""
         without = self.choice.without_field(key)
-        in_file = key != NAME and self._file_value(without, key) == text
+        in_file = key not in self.choice.options and self._file_value(without, key) == text
         self.choice = without if in_file else without.with_field(key, text)
         self._evaluate()
 

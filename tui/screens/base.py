@@ -121,7 +121,9 @@ class BaseScreen(Screen[None]):
 
     def refresh_title_and_footer(self) -> None:
         """Update title bar and footer. To be called when the result of `title_detail` or `disabled_reason` may have
-        changed."""
+        changed. Does nothing on a screen that was removed after it asked for this."""
+        if not self.query(TitleBar):
+            return
         lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
         self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
         self.console.set_terminal_title(self.terminal_title())

@@ -1,4 +1,5 @@
-"""Out of memory: every time a run ran out of memory, the remedy taken, and the engine's reports of what used it.
+"""Out of memory: what would have avoided it, every time a run ran out of memory with the remedy taken, and the engine's
+reports of what used the memory.
 
 Try: `o` on a run that has backed off; headless: `tunedeck show RUN --oom`.
 """
@@ -7,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from textual.content import Content
 
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, describe_event
 from engine.journal.events import EventTail, decode_event
-from engine.journal.oom_page import read_report, report_lines
+from engine.journal.oom_page import read_report, report_lines, way_text
 from engine.journal.summary import KIND_WITHIN_BYTES
 from tui.keys import bindings
+from tui.launch.fields import format_value
+from tui.run.reuse import launch_settings
 from tui.screens.text_screen import TextScreen
+from tui.widgets.row_list import RowList
 
 MAX_REPORTS = 20
 """The number of newest reports that are shown."""
@@ -35,15 +40,42 @@ class OomScreen(TextScreen):
         """Take the run directory, and read its backoffs and reports."""
         assert isinstance(argument, RunDirectory)
         self._directory = argument
-        self._contents = [*self._backoffs(), *self._reports()]
+        paths = sorted(argument.oom.glob("*.json"), reverse=True)
+        self._ways = _ways(paths)
+        self._contents = [*self._backoffs(), *self._reports(paths)]
+        self._way_lines: list[int] = []
+        """For each line on the screen before the backoffs, the index in `_ways` of the way it is about; -1 for the
+        heading."""
 
     def title_detail(self) -> str:
         """The run's name, for the title bar."""
         return clean(self._directory.name)
 
     def text_lines(self, width: int) -> Sequence[Content]:
-        """First a sentence for each backoff, then the reports, newest first."""
-        return [Content.assemble(" ", line) for content in self._contents for line in content.wrap(max(10, width - 2))]
+        """First what would have avoided the newest failure, then a sentence for each backoff, then the reports, newest
+        first."""
+        room = max(10, width - 2)
+        heading = Content.styled("what would have avoided the latest one (a opens Launch with it)", "bold $good")
+        found = [(-1, line) for line in heading.wrap(room)] if self._ways else []
+        for number, way in enumerate(self._ways):
+            found += [(number, line) for line in Content(f"{number + 1}  {clean(way_text(way))}").wrap(room)]
+        self._way_lines = [number for number, _ in found]
+        rest = [Content(""), *self._contents] if found else self._contents
+        lines = [line for _, line in found] + [line for content in rest for line in content.wrap(room)]
+        return [Content.assemble(" ", line) for line in lines]
+
+    def disabled_reason(self, action: str) -> str | None:
+        """Why the key has no effect; None if it has one."""
+        return "no report names a change that would have avoided it" if action == "apply" and not self._ways else None
+
+    def do_apply(self) -> None:
+        """Open Launch with the settings of this run and the changes under the cursor, else those named first."""
+        cursor = self.query_one(RowList).cursor
+        number = self._way_lines[cursor] if cursor < len(self._way_lines) else -1
+        settings = launch_settings(self._directory)
+        changes = self._ways[max(0, number)]["changes"]
+        settings["overrides"] += [f"{key}={format_value(value)}" for key, value in changes.items()]
+        self.console.open_screen("launch", settings)
 
     def _backoffs(self) -> Iterable[Content]:
         try:
@@ -54,8 +86,7 @@ class OomScreen(TextScreen):
         except OSError as error:
             yield Content.styled(f"the events cannot be read: {error.strerror or error}", "$bad")
 
-    def _reports(self) -> Iterable[Content]:
-        paths = sorted(self._directory.oom.glob("*.json"), reverse=True)
+    def _reports(self, paths: Sequence[Path]) -> Iterable[Content]:
         yield Content("")
         if not paths:
             yield Content.styled("the engine has written no report into oom/", "$muted")
@@ -65,6 +96,15 @@ class OomScreen(TextScreen):
             yield Content("")
         if len(paths) > MAX_REPORTS:
             yield Content.styled(f"{len(paths) - MAX_REPORTS} older reports are in {clean(paths[0].parent)}", "$muted")
+
+
+def _ways(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the changes that would have avoided the newest failure, as its report (the first of `paths`) has them;
+    none if it has none, or is not in the format of this version's reports."""
+    report = read_report(paths[0]) if paths else None
+    ways = report.get("avoided_by") if report is not None else None
+    needed = {"changes", "peak_bytes", "changes_learning"}
+    return [way for way in ways if isinstance(way, dict) and needed <= way.keys()] if isinstance(ways, list) else []
 
 
 def _report(path: Path, bar: str) -> list[Content]:

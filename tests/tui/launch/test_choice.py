@@ -117,11 +117,14 @@ def test_the_effective_batch_is_micro_times_accumulation_times_devices(batch: in
 
 def test_the_command_repeats_the_choice_word_for_word() -> None:
     choice = DEMO.with_field("train.batch_size", "32").with_field("model.id", "my model")
+    choice = choice.with_field("--on-finish", "echo $TUNEDECK_STATUS")
     words = train_command(replace(choice, devices="0", name="n"), runs="there")
     assert words == [
         "tunedeck", "train", "-p", "demo", "-r", "demo", "--set", "train.batch_size=32", "--set", "model.id=my model",
-        "--devices", "0", "--name", "n", "--runs", "there", "--detach",
+        "--devices", "0", "--name", "n", "--on-finish", "echo $TUNEDECK_STATUS", "--runs", "there", "--detach",
     ]  # fmt: skip
+    spec = evaluate_choice(DEMO.with_field("--on-finish", "true")).spec
+    assert spec is not None and spec.limits.on_finish == "true"
     assert shell_lines(words)[2] == "  --set 'model.id=my model' \\"
 
 

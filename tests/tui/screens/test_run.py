@@ -189,6 +189,24 @@ async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Ope
         assert pilot.screen.screen_name == "run"
 
 
+async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    run.oom.mkdir()
+    ways = [
+        {"changes": {"train.micro_batch": 3}, "peak_bytes": 30 << 20, "changes_learning": False},
+        {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "changes_learning": False},
+    ]
+    (run.oom / "step-1.json").write_text(json.dumps({"step": 1, "attempt": 1, "phase": "backward", "avoided_by": ways}))
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
+        await pilot.press("down", "down", "a")
+        await pilot.sees("checkpointing", "true")
+        assert pilot.screen.screen_name == "launch"
+        assert pilot.app.screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
+
+
 async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "finish").wait()
