@@ -203,8 +203,9 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
         await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
         await pilot.press("down", "down", "a")
         await pilot.sees("checkpointing", "true")
-        assert pilot.screen.screen_name == "launch"
-        assert pilot.app.screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
+        screen: Any = pilot.screen
+        assert screen.screen_name == "launch"
+        assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
 
 
 async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
