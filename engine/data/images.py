@@ -33,7 +33,7 @@ UNREADABLE = "image cannot be read"
 """First words of the reason for which a row with a broken or missing image is dropped."""
 
 DECODING_THREADS = 4
-"""Images decoded at once. Pillow lets other threads run while it decodes."""
+"""Images decoded at once if data.workers is 0. Pillow lets other threads run while it decodes."""
 
 
 class ImageFacts(NamedTuple):
@@ -184,9 +184,10 @@ class ImageSource:
 class ImageReader:
     """Reads the pixels of samples when a micro-batch is made."""
 
-    def __init__(self, processor: ImageProcessor, sources: Sequence[ImageSource]) -> None:
+    def __init__(self, processor: ImageProcessor, sources: Sequence[ImageSource], workers: int = 0) -> None:
+        """`workers`: images decoded at once; 0: DECODING_THREADS."""
         self.processor, self.sources = processor, list(sources)
-        self._threads = ThreadPoolExecutor(DECODING_THREADS, "images")
+        self._threads = ThreadPoolExecutor(workers or DECODING_THREADS, "images")
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
         """The model's inputs, by name, for the images of some samples; `ids_BS` are the samples' tokens. Each sample in

@@ -178,7 +178,7 @@ def _prepare_sources(
     changed = [CHAT_VERSION] if any(_differs_from_version_1(count) for count in store.counts) else []
     images, reader = store.columns.images, None
     if images is not None and tokeniser.images is not None:
-        reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened])
+        reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened], workers)
         changed.append(hash_text(images.digests.tobytes().hex()))
     parts = [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
     contents = [

@@ -10,6 +10,7 @@ from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import refuse_unsafe
 from engine.budget.advise.staged_plan import planning_specs
 from engine.budget.advise.strategy import settle_parallel
+from engine.errors import SpecError
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.files.find import find_spec_file
 from engine.spec.load import load_spec_file, resolve
@@ -65,3 +66,12 @@ def test_the_stages_of_detection_are_planned_by_component() -> None:
     narrow = {"train.rounding": "nearest", "train.state_dtype": "bfloat16"}
     without = make_plan(with_changes(planning_specs(resolved("qwen2-vl-detect"))[1], narrow))
     assert (vision.peak_bytes - without.peak_bytes) / 2**30 == pytest.approx(6.29 * 6 / 10, rel=0.01)
+
+
+def test_images_and_sharded_weights_are_refused_together_and_never_chosen() -> None:
+    with pytest.raises(SpecError) as caught:
+        refuse_unsupported(resolve("4xh100", "qwen2-vl-detect", ["parallel.strategy=sharded"]).spec)
+    (problem,) = caught.value.problems
+    assert problem.startswith('data.sources.train.format = "detection" beside parallel.strategy = "sharded": ')
+    chosen = settle_parallel(resolve("4xh100", "qwen2-vl-detect").spec).spec
+    assert chosen.profile.parallel.strategy == "replicated"

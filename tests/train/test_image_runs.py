@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,12 @@ from engine.budget.predict.prediction import Predictor
 from engine.evaluate.generation import generate
 from engine.spec.load import dump_run_spec
 from engine.spec.schema.recipe import Generate
-from engine.spec.schema.run import RunSpec
 from engine.train.step.transaction import StepTransaction
-from tests.train.fault_rig import STEP, UNITS, Case, rigged
+from tests.train.fault_rig import STEP, UNITS, rigged
+from tests.train.image_cases import IMAGE_CASES, LANGUAGE, TOWER, WRITERS, image_spec
 from tests.train.run_helpers import Workshop, change_of_a_step, make_spec, new_run, of_kind, train
 from tests.train.torture import sweep
-from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl
-
-SIZES = ((112, 84), (56, 112), (200, 90), (60, 60))
-TOWER = ["model.visual.blocks.*.attn.*", "model.visual.blocks.*.mlp.fc?"]
-LANGUAGE = "model.language_model.**.*_proj"
-WRITERS = {"qwen2_vl": write_qwen2_vl, "gemma3": write_gemma3}
-
-
-def image_spec(folder: Path, family: str = "qwen2_vl", **tables: Any) -> RunSpec:
-    """A run of a tiny model of `family` on twelve drawn images of different sizes."""
-    model = folder / family
-    if not model.exists():
-        WRITERS[family](model)
-    data = write_boxes(folder / "data", count=12, sizes=SIZES)
-    named = {"id": str(model), "tokenizer": str(model), "init": "pretrained", **tables.pop("model", {})}
-    read = {"sources": [detection_source(data)], "max_length": 256, **tables.pop("data", {})}
-    return make_spec(data, model=named, data=read, **tables)
+from tests.vision_models import detection_source, write_boxes, write_qwen2_vl
 
 
 def text_beside_images(folder: Path, images: int) -> dict[str, Any]:
@@ -68,31 +51,16 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(tmp_path: Path, fa
         assert float((other - gradient).norm() / gradient.norm()) < 1e-6
 
 
-@dataclass(frozen=True)
-class ImageCase(Case):
-    """A small vision-language model whose encoder learns as well."""
-
-    def spec(self, folder: Path) -> RunSpec:
-        """A run of this case with its files in `folder`."""
-        return image_spec(
-            folder, method={"kind": self.method}, data={"valid_fraction": 0.25},
-            train={"batch_size": 4, "micro_batch": 2, "max_steps": 2, "warmup_steps": 0,
-                   "gradient_checkpointing": self.checkpointing},
-            eval={"metrics": ["loss", "exact_match"], "samples": 2}, generate={"max_new_tokens": 3},
-            backoff={"ladder": list(self.ladder)},
-        )  # fmt: skip
-
-
 def test_an_allocation_that_fails_anywhere_changes_nothing(tmp_path: Path) -> None:
     evaluation = next(unit for unit in UNITS if unit.name == "evaluation")
-    with rigged(ImageCase("images, full", "full"), tmp_path) as rig:
+    with rigged(IMAGE_CASES[0], tmp_path) as rig:
         drawn = random.Random(5)
         tallies = [sweep(rig, unit, "images", faults, drawn) for unit, faults in ((STEP, 12), (evaluation, 4))]
     assert sum(tally.faults for tally in tallies) >= 16
     assert [text for tally in tallies for text in tally.wrong] == []
 
 
-@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_is_the_predicted_one(tmp_path: Path, family: str, checkpointing: bool) -> None:
     settings = {"max_steps": 2, "batch_size": 4, "micro_batch": 4, "gradient_checkpointing": checkpointing}

@@ -35,6 +35,7 @@ from engine.device.metered import MeteredDevice
 from engine.model.library_output import disable_progress_bars
 from tests.conftest import FOLDERS
 from tests.train.fault_rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
+from tests.train.image_cases import IMAGE_CASES
 
 SAME_RESULT = {"retry", "defragment", "checkpointing", "reload"}
 """Remedies that leave every bit of the result as it is."""
@@ -196,7 +197,7 @@ OPTIMIZER_CASES = tuple(
 def jobs() -> Iterator[tuple[str, Case]]:
     """(kind of sweep, case) of the whole torture, the longest first."""
     yield from (("pairs", case) for case in SMALLER)
-    yield from (("units", case) for case in CASES)
+    yield from (("units", case) for case in (*IMAGE_CASES, *CASES))
     yield from (("set-up", case) for case in CASES)
     yield from (("optimizer", case) for case in (*OPTIMIZER_CASES, *ROUNDING_CASES))
 

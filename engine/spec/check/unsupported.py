@@ -26,11 +26,12 @@ def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) 
 def _images_in_shards(spec: RunSpec) -> str | None:
     """The key that asks for images in a run with sharded weights; None if there is none. All ranks must gather a
     layer's shards together, but a rank whose samples have no image would not gather the vision encoder's."""
-    return image_key(spec.recipe) if spec.profile.parallel.strategy == "sharded" else None
+    key = image_key(spec.recipe)
+    return key and _when(spec.profile.parallel.strategy == "sharded", f'{key} beside parallel.strategy = "sharded"')
 
 
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
-    (_images_in_shards, 'images beside parallel.strategy = "sharded"'),
+    (_images_in_shards, "sharding of a model that is trained on images"),
     (
         lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
         "sharding of 4-bit weights",

@@ -73,7 +73,7 @@ class Data(Table):
     loss_on: Literal["completion", "all"] = "completion"
     """completion: loss on completions and assistant turns; all: on every token."""
     workers: CountOrZero = 0
-    """Number of processes that tokenise; 0: the engine process itself."""
+    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads."""
     system_prompt: str | None = None
     """System prompt for conversations without a system turn."""
     image_min_pixels: Count | None = None
