@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.vision_models import detection_source, write_boxes, write_gemma3, wri
 SIZES = ((112, 84), (56, 112), (200, 90), (60, 60))
 TOWER = ["model.visual.blocks.*.attn.*", "model.visual.blocks.*.mlp.fc?"]
 LANGUAGE = "model.language_model.**.*_proj"
-WRITERS = {
+WRITERS: dict[str, Callable[..., Any]] = {
     "qwen2_vl": write_qwen2_vl,
     "qwen2_5_vl": partial(write_qwen2_vl, family="qwen2_5_vl"),
     "gemma3": write_gemma3,
