@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -9,8 +10,10 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from engine.evaluate.box_scores import box_iou, boxes_in, detection_rate
+from engine.evaluate.label_scores import score_labels
 from engine.evaluate.rouge import lost_letters, rouge
 from engine.evaluate.text_scores import exact_match, token_f1
+from tests.evaluate.scikit_learn_f1 import RECORDED, drawn_labels, drawn_texts
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,15 @@ def test_token_f1_is_the_harmonic_mean_of_precision_and_recall(answer: str, refe
     assert token_f1(answer, reference) == pytest.approx(score)
     assert token_f1(reference, answer) == pytest.approx(score)
     assert exact_match(answer, reference) == (answer == reference)
+
+
+def test_f1_of_words_and_of_labels_is_that_of_scikit_learn() -> None:
+    recorded = json.loads(RECORDED.read_text())
+    words = [token_f1(answer, reference) for answer, reference in drawn_texts()]
+    assert words == pytest.approx(recorded["token_f1"], abs=1e-6)
+    for (answers, references), expected in zip(drawn_labels(), recorded["labels"], strict=True):
+        _, means = score_labels(answers, references)
+        assert list(means.values()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_rouge_equals_the_package_of_its_name() -> None:
@@ -68,7 +80,9 @@ def test_boxes_are_matched_one_to_one_best_pair_first() -> None:
             expected += value
             left.remove(mine)
             right.remove(theirs)
-        answer = "I see " + " and ".join(str(box) for box in answered)
+        # A reversed box, with its corners exchanged, has no area, and is no box.
+        reversed_boxes = [[x2, y2, x1, y1] for x1, y1, x2, y2 in drawn_boxes(drawn, drawn.randint(0, 1))]
+        answer = "I see " + " and ".join(str(box) for box in reversed_boxes + answered)
         reference = "".join(f"({x1},{y1}),({x2},{y2})" for x1, y1, x2, y2 in wanted)
         found = box_iou(answer, reference)
         assert found["mean_iou"] == pytest.approx(expected / len(wanted))
