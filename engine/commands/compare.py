@@ -124,7 +124,10 @@ def _print(comparison: Comparison, metric: str | None) -> None:
         if not cells:
             table.add_section()
         table.add_row(Text(clean(title), style="" if cells else "bold"), *map(Text, cells))
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    if comparison.sentence:
+        console.print(Text(clean(comparison.sentence)), soft_wrap=True)
     print_notices(clean(warning) for warning in comparison.warnings)
 
 

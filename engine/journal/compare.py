@@ -18,6 +18,9 @@ from engine.journal.event_text import format_bytes, format_number
 from engine.journal.score_groups import ScoreGroup, best_of, score_groups
 from engine.journal.summary import RunSummary, read_spec, summarise
 
+BEST = "best_"
+"""Beginning of a score's name that is the best value of a metric over the evaluations of a run, not the latest one."""
+
 SCORING_KEYS = ("evaluate.", "eval.")
 """Beginnings of keys that say how a run is scored, and change nothing of what it learns."""
 
@@ -33,7 +36,8 @@ class Comparison:
     runs: list[str]
     statuses: list[str]
     scores: dict[str, list[float | None]]
-    """Maps a score's name to its values: latest evaluation, training loss, speed, memory, time."""
+    """Maps a score's name to its values: "best_loss" (the best evaluation by checkpoint.best_metric, which may be
+    another than the loss), latest evaluation, training loss, speed, memory, time."""
     settings: dict[str, list[Any]]
     """Maps the dotted key of each setting that differs between the runs to its values."""
     best: dict[str, list[str]]
@@ -41,6 +45,9 @@ class Comparison:
     warnings: list[str]
     groups: list[ScoreGroup] = field(default_factory=list)
     """Scores of `tunedeck eval`, by samples."""
+    sentence: str = ""
+    """Names the best run by checkpoint.best_metric over all evaluations inside training; empty if there is none, or if
+    the runs have different metrics there."""
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as a JSON document."""
@@ -75,16 +82,36 @@ def compare_summaries(
         best={
             key: winners
             for key, values in eligible.items()
-            if key not in UNRANKED and (winners := best_of(key, names, values))
+            if key not in UNRANKED and (winners := best_of(key.removeprefix(BEST), names, values))
         },
         warnings=_warnings(summaries, settings),
         groups=score_groups(names, evaluations),
+        sentence=_sentence(summaries),
     )
+
+
+def best_runs(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """The runs with the best evaluation inside training by checkpoint.best_metric, several on a draw. Empty if fewer
+    than two runs have one, if all are equal, or if the runs have different metrics there."""
+    scored = [(summary, summary.best) for summary in summaries if summary.best is not None]
+    metrics = {best.metric for _, best in scored}
+    if len(metrics) != 1:
+        return []
+    winners = best_of(metrics.pop(), [summary.path for summary, _ in scored], [best.value for _, best in scored])
+    return [summary for summary, _ in scored if summary.path in winners]
+
+
+def _sentence(summaries: Sequence[RunSummary]) -> str:
+    named = [(summary.run, summary.best) for summary in best_runs(summaries) if summary.best is not None]
+    runs = ", ".join(f"{run} ({format_number(best.value)} at step {best.step})" for run, best in named)
+    return f"best by {named[0][1].metric} (checkpoint.best_metric): {runs}" if named else ""
 
 
 def _scores(summary: RunSummary) -> dict[str, float]:
     measured = summary.measured.get("peak_bytes")
+    best = summary.best
     found = {
+        **({f"{BEST}{best.metric}": best.value} if best is not None else {}),
         **summary.metrics,
         "seconds": summary.seconds,
         "peak_bytes": measured,

@@ -123,6 +123,25 @@ def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> l
     return [name for name, value in zip(names, values, strict=True) if value == best]
 
 
+class BestEvaluation(NamedTuple):
+    """The evaluation inside a run's training with the best value of its `checkpoint.best_metric`."""
+
+    metric: str
+    value: float
+    step: int
+
+
+def best_evaluation(metric: str, values: Mapping[int, float]) -> BestEvaluation | None:
+    """The step with the best value of a metric, the first one on a draw; `values` maps steps to values. None if no step
+    has a value. Step 0, the model before training, does not count, as no checkpoint is made of it."""
+    trained = {step: value for step, value in sorted(values.items()) if step}
+    if not trained:
+        return None
+    choose = min if metric in LOWER_IS_BETTER else max
+    step = choose(trained, key=trained.__getitem__)
+    return BestEvaluation(metric, trained[step], step)
+
+
 def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
     """The steps with the best value of a metric; `values` maps steps to values. Step 0, the model before training, does
     not count; empty if fewer than two other steps have a value."""

@@ -32,6 +32,7 @@ from engine.journal.liveness import (
     process_state,
     seconds_since_change,
 )
+from engine.journal.score_groups import BestEvaluation, best_evaluation
 
 STEP_MARK = b'"kind":"step"'
 """A step event, as the writer spells it. A line spelled differently is parsed in full, with the same result."""
@@ -60,6 +61,9 @@ class RunSummary:
     step: int
     max_steps: int | None
     metrics: dict[str, Any]
+    best: BestEvaluation | None
+    """The best evaluation inside training by the recipe's checkpoint.best_metric; of a staged run, in the stage that
+    started last."""
     backoffs: int
     samples_lost: int
     predicted: dict[str, Any]
@@ -214,6 +218,7 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
         step=state.step,
         max_steps=state.max_steps,
         metrics=_metrics(state),
+        best=_best(state, spec),
         backoffs=len(state.backoffs),
         samples_lost=_samples_lost(state),
         predicted=state.predicted or _predicted_on_disk(directory),
@@ -263,6 +268,14 @@ def _metrics(state: JournalState) -> dict[str, Any]:
         metrics["train_loss"] = state.last_step.get("loss")
         metrics["tokens_per_second"] = state.last_step.get("tokens_per_second")
     return {**metrics, "first": first} if metrics or first else {}
+
+
+def _best(state: JournalState, spec: dict[str, Any]) -> BestEvaluation | None:
+    stages = [stage for stage in _nested(spec, "recipe", "stages") or () if stage.get("name") == state.stage]
+    tables = [*stages, _nested(spec, "recipe")]
+    metric = next((found for table in tables if (found := _nested(table, "checkpoint", "best_metric"))), "loss")
+    values = {int(event["step"]): event["metrics"].get(metric) for event in state.evals}
+    return best_evaluation(metric, {step: value for step, value in values.items() if value is not None})
 
 
 def _total_seconds(state: JournalState) -> float | None:

@@ -19,7 +19,11 @@ from tests.journal.event_fields import step_fields
 from tests.present import present
 
 
-def finished(folder: Path, name: str, loss: float, speed: float = 10.0, *, rate: float = 1e-3, more: str = "") -> Any:
+def finished(
+    folder: Path, name: str, loss: float, speed: float = 10.0, *, rate: float = 1e-3, more: str = "",
+    earlier: tuple[float, ...] = (),
+) -> Any:  # fmt: skip
+    """A run whose last evaluation has this loss, and whose earlier ones, from step 0 on, have these."""
     text = (
         f'name = "{name}"\n[profile]\nname = "p"\n[profile.device]\nkind = "cpu"\n[recipe]\nname = "{name}"\n'
         f"[recipe.train]\nlearning_rate = {rate}\nseed = 1\n{more}"
@@ -27,8 +31,9 @@ def finished(folder: Path, name: str, loss: float, speed: float = 10.0, *, rate:
     run = create_run_directory(folder, name, text, {})
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
-        writer.write("step", **{**step_fields(1), "tokens_per_second": speed})
-        writer.write("eval", step=1, metrics={"loss": loss, "exact_match": 1 - loss})
+        writer.write("step", **{**step_fields(max(1, len(earlier))), "tokens_per_second": speed})
+        for step, value in enumerate([*earlier, loss], 0 if earlier else 1):
+            writer.write("eval", step=step, metrics={"loss": value, "exact_match": 1 - value})
         writer.write("run_finished", status="done", exit_code=0, result="model")
     return run
 
@@ -47,6 +52,21 @@ def test_the_best_is_the_lowest_loss_and_the_highest_match(tmp_path: Path) -> No
     best = compared(a, b).best
     assert best["loss"] == best["exact_match"] == [b.name]
     assert best["tokens_per_second"] == [a.name]
+
+
+def test_the_best_run_has_the_best_evaluation_of_all_by_the_recipe_s_metric(tmp_path: Path) -> None:
+    """Also where another run ended better, or the model was better before training (step 0)."""
+    a = finished(tmp_path, "a", 0.5, earlier=(0.9, 0.2))
+    b = finished(tmp_path, "b", 0.4, earlier=(0.1, 0.3))
+    found = compared(a, b)
+    assert found.scores["loss"] == [0.5, 0.4] and found.scores["best_loss"] == [0.2, 0.3]
+    assert found.best["loss"] == [b.name] and found.best["best_loss"] == [a.name]
+    assert found.sentence == f"best by loss (checkpoint.best_metric): {a.name} (0.2 at step 1)"
+    highest = '[recipe.checkpoint]\nbest_metric = "exact_match"\n'
+    c = finished(tmp_path, "c", 0.5, earlier=(0.9, 0.6), more=highest)
+    d = finished(tmp_path, "d", 0.7, earlier=(0.9, 0.4), more=highest)
+    assert compared(c, d).best["best_exact_match"] == [d.name]
+    assert compared(a, c).sentence == ""
 
 
 def test_nobody_is_best_on_a_draw_or_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from textual.content import Content
 
+from engine.journal.compare import best_runs
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.stages import stage_directories, stage_name
@@ -169,13 +170,13 @@ def _sweeps(entries: list[RunEntry]) -> dict[str, tuple[RunEntry, ...]]:
 
 
 def summary_of_sweep(members: tuple[RunEntry, ...]) -> RunSummary | None:
-    """Return one summary for a sweep: that of its best run (the smallest evaluation loss), with the steps,
-    out-of-memory errors and time of all runs together. Its state is `running` if any run is running, else the worst of
+    """Return one summary for a sweep: that of its best run by checkpoint.best_metric, with the steps, out-of-memory
+    errors and time of all runs together. Its state is `running` if any run is running, else the worst of
     the runs' states. None if no run was read."""
     summaries = [entry.summary for entry in members if entry.summary is not None]
     if not summaries:
         return None
-    best = min(summaries, key=lambda summary: summary.metrics.get("loss", float("inf")))
+    best = [*best_runs(summaries), *(summary for summary in summaries if summary.best), *summaries][0]
     states = {state_of(summary) for summary in summaries}
     longest = [summary.max_steps for summary in summaries]
     return replace(

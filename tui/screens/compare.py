@@ -178,7 +178,7 @@ class CompareScreen(BaseScreen):
             best = [run in winners for run in found.runs]
             cells = [format_compared_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
             lines.append(_line(key, [(cell, "bold" * wins) for cell, wins in zip(cells, best, strict=True)]))
-        lines += [*_scored(found)]
+        lines += [*_sentence_lines(found.sentence, self.size.width), *_scored(found)]
         if self._gains is not None:
             lines += [*_gain_lines(self._gains, found.runs, self.size.width)]
         for group in found.groups[:1]:
@@ -233,7 +233,12 @@ def _gain_lines(found: Gains, runs: Sequence[str], width: int) -> Iterator[Conte
     by_run = {row.run: row for row in found.rows}
     cells = [f"{by_run[run].gain:+.4g}  " if run in by_run else "-  " for run in runs]
     yield _line(f"gain over {letter_of(runs.index(found.against))}", [(cell, "") for cell in cells])
-    for part in Content.styled(clean(found.sentence), "$mark").wrap(max(20, width - 2)):
+    yield from _sentence_lines(found.sentence, width)
+
+
+def _sentence_lines(sentence: str, width: int) -> Iterator[Content]:
+    """The lines of a sentence that names the best run, wrapped; none if it is empty."""
+    for part in Content.styled(clean(sentence), "$mark").wrap(max(20, width - 2)) if sentence else ():
         yield part.pad_left(1)
 
 
