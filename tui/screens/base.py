@@ -42,7 +42,8 @@ def creations(workers: WorkerManager) -> list[Worker[object]]:
 
 
 class BaseScreen(Screen[None]):
-    """Base class of all screens. Below 80x24 a screen has the CSS class `-one-pane`; from 110x32 on, `-roomy`."""
+    """Base class of all screens. Below 80x24, and while a pane is enlarged, a screen has the CSS class `-one-pane`;
+    from 110x32 on, `-roomy`."""
 
     screen_name: ClassVar[str] = ""
     """The screen's name in the tables of screens and keys."""
@@ -51,6 +52,8 @@ class BaseScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._poll_timer: Timer | None = None
+        self.enlarged = False
+        """Whether the pane in front has the room of all panes, at the user's wish."""
 
     @property
     def console(self) -> Console:
@@ -142,8 +145,25 @@ class BaseScreen(Screen[None]):
         self.call_after_refresh(self.refresh_title_and_footer)
 
     def _set_size_classes(self, width: int, height: int) -> None:
-        self.set_class(width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
+        self.set_class(self.enlarged or width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
         self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
+        self.set_class(self.enlarged, "-enlarged")
+
+    def do_enlarge(self) -> None:
+        """Give the pane in front the room of all panes; if it has it already, show all panes again."""
+        self.enlarged = not self.enlarged
+        self._set_size_classes(*self.size)
+        self.call_after_refresh(self.repaint_panes)
+
+    def repaint_panes(self) -> None:
+        """Paint what the panes show again, after their sizes have changed."""
+        self.refresh_title_and_footer()
+
+    def on_key(self, event: events.Key) -> None:
+        """Show all panes again on Escape while one is enlarged; otherwise Escape leaves the screen."""
+        if event.key == "escape" and self.enlarged:
+            event.stop()
+            self.do_enlarge()
 
     def on_screen_resume(self) -> None:
         """Update title bar and footer, and poll, whenever the screen is shown."""

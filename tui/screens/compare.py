@@ -89,6 +89,10 @@ class CompareScreen(BaseScreen):
         super().on_screen_resume()
         self.call_after_refresh(self._paint)
 
+    def repaint_panes(self) -> None:
+        """Draw plot and table for the sizes that they have now."""
+        self._paint()
+
     def poll(self) -> float:
         """Read new lines of the runs' journals; returns the seconds until the next reading."""
         return CATCH_UP_SECONDS if self._read() else POLL_SECONDS

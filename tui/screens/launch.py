@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import shlex
 from asyncio import to_thread
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from threading import Thread
 
 from textual import events
 from textual.app import ComposeResult
@@ -27,6 +25,7 @@ from tui.keys import bindings
 from tui.launch.choice import Choice
 from tui.launch.field_list import FieldList
 from tui.launch.fields import OTHER, allowed_values
+from tui.launch.simulator import Simulator
 from tui.launch.state import LaunchState
 from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
 from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
@@ -58,7 +57,6 @@ class LaunchScreen(BaseScreen):
         super().__init__()
         self._settings: object = None
         self._idle_timer: Timer | None = None
-        self._simulating = False
 
     def compose_body(self) -> ComposeResult:
         """Yield the `LaunchView` and the prompt for names."""
@@ -82,6 +80,7 @@ class LaunchScreen(BaseScreen):
     def on_mount(self) -> None:
         """Detect this machine's devices and create the state."""
         self.state = LaunchState(read_machine())
+        self._simulator = Simulator(self.app, self._show_simulated)
         runs, ascii_only = self.console.flags.runs, self.console.ascii_only
         self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only)
 
@@ -103,6 +102,10 @@ class LaunchScreen(BaseScreen):
         super().on_resize(event)
         if self.state.profiles:
             self.call_after_refresh(self._show)
+
+    def repaint_panes(self) -> None:
+        """Format all panes for the sizes that they have now."""
+        self._show()
 
     # Showing the state.
 
@@ -140,36 +143,14 @@ class LaunchScreen(BaseScreen):
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
-        self._simulate_missing()
+        self._simulator.start(self.state.simulation)
         self.refresh_title_and_footer()
         if self.state.compute_next_verdict():
             self.view.show_lists(self.state.snapshot())
             self._idle_timer = self.set_timer(VERDICT_SECONDS, self._while_idle)
 
-    def _simulate_missing(self) -> None:
-        """Start a thread that makes the simulations that the plan or the advice needs. It is a daemon thread, so it
-        does not keep the console open."""
-        compute = self.state.simulation
-        if compute is None or self._simulating:
-            return
-        self._simulating = True
-        Thread(target=self._simulate, args=(compute,), daemon=True).start()
-
-    def _simulate(self, compute: Callable[[], object]) -> None:
-        """Call `compute` with simulations allowed, then show the result or its problem on the screen. Runs in a thread
-        of its own."""
-        from engine.launch.simulation import with_simulations  # slow to import: not before the first paint
-
-        problem = ""
-        try:
-            with_simulations(compute)
-        except TunedeckError as error:
-            problem = error.found
-        with suppress(RuntimeError):  # the console was left meanwhile
-            self.app.call_from_thread(self._show_simulated, problem)
-
     def _show_simulated(self, problem: str) -> None:
-        self._simulating = False
+        """Show the plan or the fixes that a simulation was made for, or why it failed."""
         self.state.simulated(problem)
         self._show()
 

@@ -78,6 +78,10 @@ class LibraryScreen(BaseScreen):
         if self._items:
             self.call_after_refresh(self._show_text)
 
+    def repaint_panes(self) -> None:
+        """Format the text for the width that it has now."""
+        self._show_text()
+
     def _list(self, stem: str) -> None:
         """Read the folders of profiles and recipes again, and move the cursor to the file named `stem`; with an empty
         `stem` the cursor stays in its row."""

@@ -58,6 +58,20 @@ async def test_curves_table_and_letters_are_there(console: Opener, runs: Path, s
         await pilot.sees(slow.name, fast.name)
 
 
+async def test_plot_and_table_are_enlarged_in_turn(console: Opener, runs: Path) -> None:
+    slow, fast = (finished(runs, name, rate=1e-4, losses=[4.0, 3.5]) for name in ("slow", "fast"))
+    async with console(120, 36) as pilot:
+        await open_compare(pilot, slow, fast)
+        await pilot.sees("loss over steps", slow.name)
+        await pilot.press("z")
+        await pilot.sees("tab: table", "2 steps")
+        assert slow.name not in pilot.text
+        await pilot.press("tab")
+        await pilot.sees("tab: plot", slow.name)
+        await pilot.press("escape")
+        await pilot.sees("2 steps", slow.name)
+
+
 async def test_only_what_differs_is_listed_and_the_best_carries_a_star(console: Opener, runs: Path) -> None:
     slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5])
     fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 1.0])

@@ -99,6 +99,21 @@ async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(consol
             await pilot.sees(shown, "128.2 MiB missing")
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_a_pane_is_enlarged_and_esc_shows_all_again(console: Opener, size: tuple[int, int]) -> None:
+    async with console(*size, **DEMO) as pilot:
+        await pilot.sees("Profile  ", "Recipe  ", "Fields")
+        await pilot.press("z")
+        await pilot.until(lambda: "Recipe  " not in pilot.text, "the fields alone")
+        await pilot.sees("Fields", "builtin:tiny", "128.2 MiB missing")
+        assert pilot.screen.view.fields.size.width == size[0]
+        await pilot.press("tab")
+        await pilot.sees("fixes", "128.2 MiB missing")
+        await pilot.press("escape")
+        await pilot.sees("Profile  ", "Recipe  ", "Fields")
+        assert isinstance(pilot.screen, LaunchScreen)
+
+
 async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.sees("128.2 MiB missing")

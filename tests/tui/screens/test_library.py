@@ -60,6 +60,17 @@ async def test_the_text_is_shown_with_what_is_wrong_below_its_line(console: Open
         await pilot.sees("project: ", "unknown key; did you mean train.batch_size?", "the [b]seed[/b]")
 
 
+async def test_the_text_is_enlarged_and_list_and_text_come_back(console: Opener) -> None:
+    async with console() as pilot:
+        await pilot.press("3")
+        await pilot.sees("Profiles", "no problems")
+        await pilot.press("tab", "z")
+        await pilot.until(lambda: "Profiles" not in pilot.text, "the text alone")
+        assert pilot.screen.query_one("#text").size.width == 80
+        await pilot.press("z")
+        await pilot.sees("Profiles", "no problems")
+
+
 async def test_where_there_is_room_for_one_pane_tab_shows_the_text(console: Opener, project: Path) -> None:
     async with console(60, 15) as pilot:
         await to_file(pilot, "mine")
