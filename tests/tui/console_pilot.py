@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rich.cells import cell_len
 from textual.pilot import Pilot
 
 from tui.app import TunedeckApp
@@ -36,6 +37,13 @@ class ConsolePilot:
     async def press(self, *keys: str) -> None:
         """Press keys and wait until the console is idle."""
         await self.textual_pilot.press(*keys)
+        await self.textual_pilot.pause()
+
+    async def click(self, text: str, *, times: int = 1) -> None:
+        """Click the first place on the screen that shows `text`, and wait until the console is idle."""
+        lines = self.text.splitlines()
+        y = next(number for number, line in enumerate(lines) if text in line)
+        await self.textual_pilot.click(offset=(cell_len(lines[y].partition(text)[0]), y), times=times)
         await self.textual_pilot.pause()
 
     async def until(self, holds: Callable[[], object], what: str = "") -> None:

@@ -185,6 +185,36 @@ async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> 
         await pilot.sees("q leaves the console; training goes on")
 
 
+@pytest.mark.asyncio
+async def test_keys_screens_and_tabs_are_clickable_and_a_click_on_a_row_only_selects(
+    console: Opener, runs: Path
+) -> None:
+    older, newer = make_run(runs), make_run(runs)
+    async with console(120, 36) as pilot:
+        await pilot.sees(older.name, newer.name)
+        row = f"{older.name} "
+        await pilot.click(row)
+        await pilot.click(row)
+        assert pilot.screen.screen_name == "runs" and pilot.screen.chosen.directory.name == older.name
+        await pilot.click(row, times=2)
+        await pilot.until(lambda: pilot.screen.screen_name == "run", "the Run screen")
+        await pilot.click("esc back")
+        assert pilot.screen.screen_name == "runs"
+        await pilot.click("2 Launch")
+        await pilot.until(lambda: pilot.screen.screen_name == "launch", "the Launch screen")
+        await pilot.click("command")
+        assert pilot.screen.view.panel.tab == "command"
+        await pilot.click("? help")
+        await pilot.until(lambda: pilot.screen.screen_name == "help", "the help")
+
+
+@pytest.mark.asyncio
+async def test_a_short_message_leaves_room_for_keys(console: Opener, runs: Path) -> None:
+    async with console(120, 36) as pilot:
+        pilot.screen.show_message("it is so")
+        await pilot.sees("it is so", "q quit")
+
+
 def _as_written(pilot: ConsolePilot, strip: Strip) -> Strip:
     """The line as the application's filters change it before it is written to the terminal."""
     for line_filter in pilot.app._filters:

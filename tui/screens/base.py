@@ -24,6 +24,7 @@ from tui import keys
 from tui.console import Console
 from tui.screens.table import SCREENS
 from tui.theme import glyphs
+from tui.widgets.text_lines import clickable
 from tui.widgets.title_and_footer import FooterBar, TitleBar
 
 SMALLEST = (80, 24)
@@ -200,4 +201,5 @@ class BaseScreen(Screen[None]):
         for row in SCREENS:
             if row.key:
                 style = "bold" if row.name == self.screen_name else "$muted"
-                yield Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", style))
+                shown = Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", style))
+                yield clickable(shown, f"app.open_screen({row.name!r})")

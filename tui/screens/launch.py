@@ -203,6 +203,10 @@ class LaunchScreen(BaseScreen):
         """Open the previous tab (fixes, samples, command)."""
         self._next_tab(-1)
 
+    def action_open_tab(self, tab: str) -> None:
+        """Open a tab whose name was clicked."""
+        self._next_tab(TABS.index(tab) - TABS.index(self.view.panel.tab))
+
     def _next_tab(self, by: int) -> None:
         self.view.panel.next_tab(by)
         if self.has_class("-one-pane"):

@@ -18,7 +18,7 @@ from tui.widgets.text_lines import BLANK, TextLines
 
 class RowList(TextLines):
     """A widget that shows rows, one of them under a cursor. It posts `Highlighted` when the cursor moves, and
-    `Selected` on Enter or when the row under the cursor is clicked."""
+    `Selected` on Enter or a double click."""
 
     can_focus = True
     COMPONENT_CLASSES = {"row-list--cursor"}  # noqa: RUF012  # Textual's own declaration
@@ -45,7 +45,7 @@ class RowList(TextLines):
             return self.rows
 
     class Selected(Highlighted):
-        """Message: a row was selected with Enter or a click."""
+        """Message: a row was selected with Enter or a double click."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -110,13 +110,13 @@ class RowList(TextLines):
             self.post_message(self.Selected(self, self.cursor))
 
     def on_click(self, event: events.Click) -> None:
-        """Move the cursor to the clicked row; if the cursor is on that row already, select the row."""
+        """Move the cursor to the clicked row; a double click selects the row."""
         index = self.top + event.y
         if index >= len(self._lines):
             return
-        if index == self.cursor:
-            self.action_choose()
         self.move_to(index)
+        if event.chain > 1:
+            self.action_choose()
 
     def on_mouse_scroll_down(self) -> None:
         """Move the cursor three rows down."""

@@ -12,11 +12,12 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from tui.widgets.row_list import RowList
-from tui.widgets.text_lines import TextLines
+from tui.widgets.text_lines import TextLines, clickable
 
 
 class TabPanel(Vertical):
-    """A widget that shows the names of all tabs and the lines of the open tab."""
+    """A widget that shows the names of all tabs and the lines of the open tab. A click on a name calls the screen's
+    `action_open_tab` with it."""
 
     def __init__(self, tabs: Sequence[str], *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
@@ -37,7 +38,10 @@ class TabPanel(Vertical):
     def show(self, lines: Sequence[Content], mark: str) -> None:
         """Show the lines of the open tab; `mark` is drawn at the start of the heading, such as the mark of the pane in
         front."""
-        parts = [(f" {tab} ", "bold reverse" if tab == self.tab else "$muted") for tab in self.tabs]
+        styles = {tab: "bold reverse" if tab == self.tab else "$muted" for tab in self.tabs}
+        parts = [
+            clickable(Content.styled(f" {tab} ", style), f"screen.open_tab({tab!r})") for tab, style in styles.items()
+        ]
         self.query_one(TextLines).show([Content.assemble((mark, "bold $info"), *parts)])
         self.query_one(RowList).show(lines)
 

@@ -21,6 +21,11 @@ from tui.theme import glyphs
 BLANK = Content("")
 
 
+def clickable(content: Content, action: str) -> Content:
+    """Return `content` such that a click on it runs a Textual action, such as "screen.press('start')"."""
+    return content.stylize(Style.from_meta({"@click": action}))
+
+
 class TextLines(Widget):
     """A widget that draws lines of text from the top; lines wider than the widget are cut."""
 

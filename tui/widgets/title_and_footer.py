@@ -1,4 +1,4 @@
-"""The first and the last line of every screen: the title bar, and the footer with the keys or a message."""
+"""The first and the last line of every screen: the title bar, and the footer with the keys and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.timer import Timer
 
 from tui.keys import EVERYWHERE, Key, key_label
-from tui.widgets.text_lines import TextLines
+from tui.widgets.text_lines import TextLines, clickable
 
 MESSAGE_SECONDS = 8.0
 """How long a message is shown: long enough to read two lines."""
@@ -17,9 +17,16 @@ MESSAGE_LINES = 3
 """Largest number of lines of a message."""
 
 
+GAP = "   "
+"""Between a message and the keys beside it."""
+
+KEYS_CELLS = 40
+"""The least room beside a message in which keys are shown: that of the keys that work on every screen, and a few."""
+
+
 class TitleBar(TextLines):
     """The first line of a screen: on the left the screen's name and a detail, on the right the screens that a digit key
-    opens, with their digits."""
+    opens, with their digits. A click on one opens it."""
 
     def set_title(self, lefts: Sequence[Content], right: Content) -> None:
         """Show the first of `lefts` that leaves room for `right`. If none does, show only the first of `lefts`, without
@@ -30,7 +37,8 @@ class TitleBar(TextLines):
 
 
 class FooterBar(TextLines):
-    """The last line of a screen: the screen's keys, replaced by a message for some seconds."""
+    """The last line of a screen: the screen's keys, and a message for some seconds. A click on a key does what the key
+    does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +71,18 @@ class FooterBar(TextLines):
 
     def _fill(self) -> None:
         width = max(1, self.content_size.width)
-        lines = [self._key_line(width)] if self._message is None else shorten_message(self._message, width)
+        lines = [self._key_line(width)] if self._message is None else self._beside_keys(self._message, width)
         if self.styles.height is None or self.styles.height.value != len(lines):
             self.styles.height = len(lines)
         self.show(lines)
+
+    def _beside_keys(self, message: Content, width: int) -> list[Content]:
+        """The lines of a message; a message of one line has the keys beside it for which there is room."""
+        lines = shorten_message(message, width)
+        room = width - lines[0].cell_length - len(GAP)
+        if len(lines) > 1 or room < KEYS_CELLS:
+            return lines
+        return [Content.assemble(lines[0], GAP, self._key_line(room))]
 
     def _key_line(self, width: int) -> Content:
         """A line with as many keys as fit, enabled ones first. Keys that work on every screen are always included, at
@@ -83,9 +99,10 @@ class FooterBar(TextLines):
 
     @staticmethod
     def _one(key: Key, usable: bool) -> Content:
-        return Content.assemble(
-            (key_label(key.keys), "bold $info" if usable else "$muted"), (f" {key.label}  ", "" if usable else "$muted")
-        )
+        label, words = ("bold $info", "") if usable else ("$muted", "$muted")
+        shown = Content.assemble((key_label(key.keys), label), (f" {key.label}", words))
+        screen = "app" if key.screen == EVERYWHERE else "screen"
+        return Content.assemble(clickable(shown, f"{screen}.press({key.action!r})"), "  ")
 
 
 def shorten_message(message: Content, width: int) -> list[Content]:
