@@ -53,10 +53,10 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(SHALLOW, tmp_path_factory.mktemp("shallow"))
 
 
-def invoke(command: str, folder: Path, *sets: str) -> Result:
+def invoke(command: str, folder: Path, *sets: str, as_json: bool = True) -> Result:
     """Run a command on the demo's data and device."""
     flags = [flag for text in (f"model.id={folder}", *sets) for flag in ("--set", text)]
-    return CliRunner().invoke(app, [command, "-p", "demo", "-r", "demo", *flags, "--json"])
+    return CliRunner().invoke(app, [command, "-p", "demo", "-r", "demo", *flags, *["--json"] * as_json])
 
 
 def kept() -> set[Path]:
@@ -102,6 +102,9 @@ def test_plan_simulates_unasked_and_then_remembers(shallow: Path) -> None:
     again = invoke("plan", shallow, "train.micro_batch=auto")
     assert (again.stdout, again.stderr) == (first.stdout, "")
     assert (made.stat().st_mtime_ns, kept() - before) == (stamp, {made})
+    text = " ".join(invoke("plan", shallow, "train.micro_batch=auto", as_json=False).stdout.split())
+    assert "decides (*); what lowers it: " in text and "figures are from a simulation of the step" in text
+    assert kept() - before == {made}
 
 
 def test_fit_simulates_what_it_tries(shallow: Path) -> None:

@@ -13,14 +13,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from engine.budget.advise.changes import Changes, is_refused, with_changes
-from engine.budget.advise.plan import Plan
-from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.prediction import Predictor
+from engine.budget.advise.plan import Plan, find_predictor
+from engine.errors import NotSimulatedError, UsageError
 from engine.spec.schema.run import RunSpec
 
 MOST_NAMED = 2
 """The largest number of changes that are named."""
 LAST_RESORT = "a smaller model.id, or a device with more memory"
+SIMULATE_CHANGES = "tunedeck fit with the same arguments simulates changes, each of which takes some seconds"
+"""Stands for the changes of a run whose step is simulated, if this machine keeps no simulation of a changed run."""
 
 
 class _Offer(NamedTuple):
@@ -34,7 +35,7 @@ class _Offer(NamedTuple):
 
 def lever_of(plan: Plan, spec: RunSpec) -> str:
     """Text for the user that names up to MOST_NAMED changes. All of them lower one component of the peak: the largest
-    for which a change is known. If there is none, the text is LAST_RESORT.
+    for which a change is known. If there is none, the text is LAST_RESORT, or SIMULATE_CHANGES for a simulated plan.
 
     Weights are tried first if they alone exceed capacity, or if adapters or buffers are the largest other component;
     else last.
@@ -43,7 +44,7 @@ def lever_of(plan: Plan, spec: RunSpec) -> str:
         offers = (offer for offer in _offers(component, plan, spec) if _lowers(offer, plan, spec))
         if named := [offer.text for offer in islice(offers, MOST_NAMED)]:
             return ", or ".join(named)
-    return LAST_RESORT
+    return LAST_RESORT if plan.predictor == "closed_form" else SIMULATE_CHANGES
 
 
 def _components(plan: Plan) -> list[str]:
@@ -110,11 +111,15 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
 
 def _lowers(offer: _Offer, plan: Plan, spec: RunSpec) -> bool:
     """Whether an offer is worth showing: it changes something, `train` would accept the changed run, and that run has a
-    lower predicted peak with the offer's micro-batch (else the plan's) and offloads that fit on the host."""
+    lower predicted peak with the offer's micro-batch (else the plan's) and offloads that fit on the host. A change that
+    would have to be simulated first is not."""
     changed = with_changes(spec, offer.changes)
     if (offer.changes and changed == spec) or is_refused(changed):
         return False
-    predictor = Predictor(find_architecture(changed), changed)
+    try:
+        predictor = find_predictor(changed)
+    except (NotSimulatedError, UsageError):  # not simulated yet, or its simulation refused it
+        return False
     rows, length = offer.rows or plan.micro_batch, min(plan.length, changed.recipe.data.max_length)
     found = predictor.predict(rows, length)
     return found.device_bytes < plan.prediction.device_bytes and predictor.host_fits(rows, length)
