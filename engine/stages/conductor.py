@@ -4,6 +4,9 @@ It holds the run's claim, as an engine does for a run without stages, and import
 of the present stage goes on; `tunedeck resume` starts a new conductor, which follows that engine instead of starting a
 second one, and copies what the journal lacks. Requests to the run are passed on to the stage that is running.
 
+The queue worker (`engine.launch.queue_worker`) has a loop of its own, because it has less to do while an engine runs:
+it only waits, and keeps no journal and no claim. The conductor reads the stage's journal and the requests meanwhile.
+
 Try: `tunedeck train -p demo -r RECIPE` with a recipe that has [[stages]].
 """
 
