@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from textual.content import Content
 
 from engine.budget.advise.plan import Plan
@@ -35,14 +36,14 @@ PHASES = {
 
 def budget_lines(
     evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int,
-    *, letters: bool, ascii_only: bool,
+    *, fix: str = "", letters: bool, ascii_only: bool,
 ) -> list[Content]:  # fmt: skip
     """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
-    colour.
+    colour. `fix` says which fix the key `a` applies; empty if none is known.
 
     With `letters`, every cell of a bar shows the letter of its component.
     """
-    status = status_line(evaluated, width, ascii_only=ascii_only)
+    status = status_line(evaluated, width, fix, ascii_only=ascii_only)
     plan = last_valid.plan
     if plan is None:
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
@@ -73,8 +74,9 @@ def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
     return [f"GPU {index}" for index in indices] if count <= max_bars else [f"each of {count}"]
 
 
-def status_line(evaluated: EvaluatedChoice, width: int, *, ascii_only: bool) -> Content:
-    """The status line: why the run cannot start, else the next step."""
+def status_line(evaluated: EvaluatedChoice, width: int, fix: str = "", *, ascii_only: bool) -> Content:
+    """The status line: why the run cannot start, else the next step; also `fix`, what the key `a` applies, if the run
+    does not fit as written."""
     if evaluated.problems:
         problem, more = evaluated.problems[0], len(evaluated.problems) - 1
         cross = glyphs("✗", ascii_only=ascii_only)
@@ -84,7 +86,15 @@ def status_line(evaluated: EvaluatedChoice, width: int, *, ascii_only: bool) -> 
     if evaluated.notices:
         return Content.styled(f"s starts; {visible(evaluated.notices[0])}", "$caution")
     sure = evaluated.plan is not None and evaluated.plan.verdict == "fits"
-    return Content.styled(next_step(evaluated), "$muted" if sure else "$caution")
+    return Content.styled(_with_fix(next_step(evaluated), "" if sure else fix, width), "$muted" if sure else "$caution")
+
+
+def _with_fix(step: str, fix: str, width: int) -> str:
+    """The next step followed by `fix`, such as "a applies fix 1: data.packing = true": without the changes where they
+    are too long for `width` cells, and without the fix where even its number is."""
+    short = fix.partition(":")[0]
+    texts = [f"{step}; {shown}" for shown in (fix, short) if shown]
+    return next((text for text in texts if cell_len(text) <= width), step)
 
 
 def next_step(evaluated: EvaluatedChoice) -> str:
@@ -95,7 +105,7 @@ def next_step(evaluated: EvaluatedChoice) -> str:
     if plan is None or split is None:
         return f"s starts with small micro-batches and learns what fits; no plan: {visible(evaluated.unplanned)}"
     if plan.verdict == "does_not_fit":
-        return "it does not fit: a applies the first fix, S starts it anyway"
+        return "it does not fit: S starts it anyway"
     if plan.verdict == "fits_smaller" and plan.simulated:
         return "s starts it as written, to show that an out-of-memory error is survived"
     if plan.verdict == "fits_smaller":

@@ -16,6 +16,7 @@ from textual.content import Content
 from engine.errors import TunedeckError
 from engine.spec.files.text import visible
 from tui.launch.choice import Choice, data_arguments, shell_lines, train_command
+from tui.launch.fields import format_value
 from tui.launch.fixes import FixLine, fix_lines
 from tui.launch.samples import read_samples, sample_lines
 from tui.launch.state import LaunchState
@@ -73,11 +74,21 @@ class TabContents:
     def suggestion(self, line: int | None, width: int) -> Suggestion | None:
         """Return the suggestion described on line `line` of the fixes tab; the first suggestion if `line` is None or a
         heading; None if there are none. Computes the advice if necessary."""
-        if self._state.advice() is None:
-            advice = self._state.advice(compute=True)
-            self._fixes = fix_lines(advice, width) if advice is not None else []
+        advice = self._state.advice(compute=True)
+        self._fixes = fix_lines(advice, width) if advice is not None else []
         on_line = self._fixes[line : line + 1] if line is not None else []
         return next((fix.suggestion for fix in [*on_line, *self._fixes] if fix.suggestion is not None), None)
+
+    def fix(self, line: int | None, width: int) -> str:
+        """Say which fix the key `a` applies (see `suggestion`), such as "a applies fix 1: data.packing = true"; empty
+        while the advice is not computed, and if there is no fix."""
+        advice = self._state.advice()
+        suggestion = self.suggestion(line, width) if advice is not None else None
+        if advice is None or suggestion is None:
+            return ""
+        number = 1 + [*advice.suggestions, *advice.room].index(suggestion)
+        changes = [f"{key} = {format_value(after)}" for key, (_, after) in suggestion.changes.items()]
+        return visible(f"a applies fix {number}: {', '.join(changes)}")
 
     async def read_samples(self, choice: Choice) -> None:
         """Read the samples of a choice's data in a separate process, for the samples tab. An error is shown in the tab

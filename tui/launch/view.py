@@ -136,17 +136,18 @@ class LaunchView(Vertical):
             problem = visible(evaluated.problem_of(row.key))
             self.fields.show_hint(problem or field_help(row.key), "$bad" if problem else "$muted")
 
-    def show_budget(self, snapshot: LaunchSnapshot) -> None:
-        """Show verdict, bars, legend and status line."""
+    def show_budget(self, snapshot: LaunchSnapshot, fix: str = "") -> None:
+        """Show verdict, bars, legend and status line; `fix` says which fix the key `a` applies, if one is known."""
         several = device_count(snapshot.last_valid) > 1
         if several != self.has_class("-several"):
             self.set_class(several, "-several")
-            self.call_after_refresh(self.show_budget, snapshot)
+            self.call_after_refresh(self.show_budget, snapshot, fix)
         box, ascii_only = self.query_one("#budget", TextLines), self._ascii_only
         width, height = box.size
         letters = ascii_only or self.app.no_color
         evaluated, last_valid = snapshot.evaluated, snapshot.last_valid
-        box.show(budget_lines(evaluated, last_valid, width, height, letters=letters, ascii_only=ascii_only))
+        lines = budget_lines(evaluated, last_valid, width, height, fix=fix, letters=letters, ascii_only=ascii_only)
+        box.show(lines)
 
     def show_panel(self, lines: Sequence[Content]) -> None:
         """Show these lines in the pane of the tabs, for the open tab."""

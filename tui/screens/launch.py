@@ -26,7 +26,7 @@ from tui.launch.choice import Choice
 from tui.launch.field_list import FieldList
 from tui.launch.fields import OTHER, allowed_values
 from tui.launch.simulator import Simulator
-from tui.launch.state import LaunchState
+from tui.launch.state import LaunchSnapshot, LaunchState
 from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
 from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
 from tui.screens.base import CREATION, BaseScreen, creations
@@ -130,8 +130,8 @@ class LaunchScreen(BaseScreen):
         """Show everything that a letter typed in a field can change: all but the lists of files."""
         snapshot = self.state.snapshot()
         self.view.show_fields(snapshot)
-        self.view.show_budget(snapshot)
         self._show_tab()
+        self._show_budget(snapshot)
         if self._idle_timer is not None:
             self._idle_timer.stop()
         self._idle_timer = self.set_timer(IDLE_SECONDS, self._while_idle)
@@ -143,6 +143,7 @@ class LaunchScreen(BaseScreen):
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
+            self._show_budget(self.state.snapshot())
         self._simulator.start(self.state.simulation)
         self.refresh_title_and_footer()
         if self.state.compute_next_verdict():
@@ -155,8 +156,19 @@ class LaunchScreen(BaseScreen):
         self._show()
 
     def _show_tab(self) -> None:
-        panel = self.view.panel
-        self.view.show_panel(self._tab_contents.lines(panel.tab, max(16, panel.size.width - 1)))
+        self.view.show_panel(self._tab_contents.lines(self.view.panel.tab, self._panel_width))
+
+    def _show_budget(self, snapshot: LaunchSnapshot) -> None:
+        self.view.show_budget(snapshot, self._tab_contents.fix(self._fix_line, self._panel_width))
+
+    @property
+    def _panel_width(self) -> int:
+        return max(16, self.view.panel.size.width - 1)
+
+    @property
+    def _fix_line(self) -> int | None:
+        """The line under the cursor in the tab of fixes; None in another tab."""
+        return self.view.panel.line if self.view.panel.tab == FIXES else None
 
     # Moving between panes and tabs.
 
@@ -167,12 +179,14 @@ class LaunchScreen(BaseScreen):
             self.call_after_refresh(self._show)
 
     def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
-        """Choose the profile or recipe under the cursor."""
+        """Choose the profile or recipe under the cursor; in the tab of fixes, say which fix that is."""
         state = self.state
         if event.rows.id == "profile-rows":
             self._change(replace(state.choice, profile=state.profiles[event.index].argument))
         elif event.rows.id == "recipe-rows":
             self._change(replace(state.choice, recipe=state.recipes[event.index].argument))
+        elif event.rows.id == f"{PANEL}-rows":
+            self._show_budget(state.snapshot())
 
     def on_row_list_selected(self) -> None:
         """Do the same as `do_enter` when Enter is pressed in a list."""
@@ -212,6 +226,7 @@ class LaunchScreen(BaseScreen):
         if self.has_class("-one-pane"):
             self.view.focus_pane(PANEL)
         self._show_tab()
+        self._show_budget(self.state.snapshot())
 
     # Changing the choice.
 
@@ -269,8 +284,7 @@ class LaunchScreen(BaseScreen):
 
     def do_apply(self) -> None:
         """Apply the fix under the cursor, or the first fix if the cursor is on none."""
-        panel = self.view.panel
-        suggestion = self._tab_contents.suggestion(panel.line if panel.tab == FIXES else None, panel.size.width)
+        suggestion = self._tab_contents.suggestion(self._fix_line, self._panel_width)
         if suggestion is None:
             self.show_message("there is no change to apply", "$caution")
         else:

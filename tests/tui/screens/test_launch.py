@@ -219,6 +219,14 @@ async def test_one_key_applies_the_first_fix(console: Opener) -> None:
         await pilot.sees("applied train.micro_batch = auto", "✓ fits", "MiB left")
 
 
+async def test_the_next_step_names_the_fix_that_a_applies(console: Opener) -> None:
+    async with console(140, 36, **DEMO) as pilot:
+        await pilot.sees("is survived; a applies fix 1: train.micro_batch = auto")
+        await pilot.press("l", "G")
+        count = len(pilot.screen.state.advice().suggestions)
+        await pilot.until(lambda: f"a applies fix {count}" in budget(pilot), "the fix under the cursor")
+
+
 async def test_enter_on_a_fix_applies_that_one(console: Opener) -> None:
     async with console(**DEMO) as pilot:
         await pilot.sees("2 ", "slower")
