@@ -20,7 +20,7 @@ from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean, format_duration
 from engine.journal.score_groups import RESAMPLES, Gains, ScoreGroup, gains, headline_metric
 from engine.journal.summary import SummaryReader, read_spec
-from tui.keys import bindings
+from tui.keys import Key, bindings
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
 from tui.run.scores import bar_lines, full_bar
@@ -192,6 +192,10 @@ class CompareScreen(BaseScreen):
     def title_detail(self) -> str:
         """The number of compared runs."""
         return f"{len(self._curves)} runs" if self._curves else ""
+
+    def footer_rows(self) -> list[Key]:
+        """All keys, with "back": this screen is opened from the Runs screen, and there the marked runs are chosen."""
+        return self.key_rows()
 
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect: no runs are marked, or both panes are visible already; None if the key has an
