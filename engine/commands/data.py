@@ -85,7 +85,10 @@ def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, 
     return {
         "fingerprint": prepared.fingerprint,
         **prepared.report.as_json(),
-        "samples": [_sample(prepared.train, row, tokenizer) for row in rows],
+        "samples": [
+            {**_sample(prepared.train, row, tokenizer), "pictures": _as_cells(prepared.train.pictures_of(row))}
+            for row in rows
+        ],
     }
 
 
@@ -173,6 +176,18 @@ def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> di
         "target_tokens": int(rows.target_counts[row]),
         "pieces": pieces,
     }
+
+
+def _as_cells(pictures: list[NDArray[np.uint8]]) -> list[list[list[list[list[int]]]]]:
+    """Return pictures, uint8[rows, columns, 3] each, as lists of lines of cells. A cell is the character's two pixels:
+    [upper, lower], each [red, green, blue] from 0 to 255. The number of rows must be even."""
+    return [
+        [
+            [list(pair) for pair in zip(*lines, strict=True)]
+            for lines in zip(picture[::2].tolist(), picture[1::2].tolist(), strict=True)
+        ]
+        for picture in pictures
+    ]
 
 
 def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.commands.data import in_half_blocks, in_letters
+from engine.commands.data import _as_cells, in_half_blocks, in_letters
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
 from engine.data.images import decoded
@@ -26,6 +26,7 @@ from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import run_spec
 from tests.present import present
 from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl
+from tui.launch.samples import sample_lines
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +247,13 @@ def test_a_sample_is_shown_as_a_small_picture_with_its_boxes(qwen: Path, tmp_pat
             ("255,255,255", "255,255,255"), ("255,0,60", "255,255,255"), ("255,0,60", "255,0,60"),
         )
     }  # fmt: skip
+    cells = _as_cells([picture])[0]
+    assert (len(cells), len(cells[0])) == (12, 48) and cells[0][0] == [[255] * 3] * 2
+    report = json.loads(json.dumps({"samples": [{"source": "a", "tokens": 1, "target_tokens": 1, "pieces": [],
+                                                 "pictures": [cells]}]}))  # fmt: skip
+    drawn = sample_lines(report, 80, ascii_only=False, letters=True)[-12:]
+    assert [line.plain for line in drawn] == [row.strip() for row in rows]
+    assert [line.plain for line in sample_lines(report, 80, ascii_only=False, letters=False)[-12:]] == ["▀" * 48] * 12
     in_the_rows = chat_file(tmp_path, [{"prompt": "What?", "completion": "x", "image": "white.png"}])
     (plain,) = prepared(qwen, in_the_rows).train.pictures_of(0)
     assert (plain == 255).all()

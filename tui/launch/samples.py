@@ -26,6 +26,15 @@ TARGET_MARKS = ("⟦", "⟧")
 
 ASCII_TARGET_MARKS = ("[[", "]]")
 
+BRIGHTNESS = " .:-=+*#%@"
+"""Characters for pixels where there are no colours, from black to white."""
+
+BOX_COLOUR = [255, 0, 60]
+"""The colour in which `tunedeck data` draws the outline of a box."""
+
+Cell = tuple[list[int], list[int]]
+"""Two pixels of a picture, the upper and the lower one; each is red, green and blue from 0 to 255."""
+
 
 async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
     """Run `tunedeck data` with these arguments and return its report. Raises TunedeckError with the command's error
@@ -56,11 +65,36 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
         raise TunedeckError("the output of tunedeck data cannot be read", fix="run it in a shell") from error
 
 
-def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool) -> list[Content]:
-    """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample. Target tokens are bold
-    and enclosed in TARGET_MARKS."""
-    contents = [*_counts(report), *_samples(report, ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS)]
-    return [line for content in contents for line in content.wrap(max(16, width - 1))]
+def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, letters: bool) -> list[Content]:
+    """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample with its pictures.
+    Target tokens are bold and enclosed in TARGET_MARKS. With `letters` pictures are drawn without colours."""
+    width = max(16, width - 1)
+    lines = [line for content in _counts(report) for line in content.wrap(width)]
+    marks = ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS
+    for number, sample in enumerate(report.get("samples", []), 1):
+        lines += [line for content in _sample(number, sample, marks) for line in content.wrap(width)]
+        for picture in sample.get("pictures", []):
+            lines += _picture_lines(picture, width, letters=letters or ascii_only)
+    return lines
+
+
+def _picture_lines(picture: Sequence[Sequence[Cell]], width: int, *, letters: bool) -> list[Content]:
+    """Draw a picture, lines of cells, with half blocks; with `letters` by brightness, and outlines of boxes as X. What
+    is wider than `width` is cut."""
+    draw = _letter if letters else _half_block
+    return [Content.assemble(*(draw(cell) for cell in line[:width])) for line in picture]
+
+
+def _half_block(cell: Cell) -> tuple[str, str]:
+    """The upper half block, and the style in which it shows both pixels."""
+    above, below = (f"rgb({','.join(map(str, pixel))})" for pixel in cell)
+    return ("▀", f"{above} on {below}")
+
+
+def _letter(cell: Cell) -> str:
+    if BOX_COLOUR in cell:
+        return "X"
+    return BRIGHTNESS[sum(map(sum, cell)) * len(BRIGHTNESS) // (6 * 256)]
 
 
 def _counts(report: Mapping[str, Any]) -> Iterator[Content]:
@@ -77,13 +111,12 @@ def _counts(report: Mapping[str, Any]) -> Iterator[Content]:
             yield Content.styled(text, "$caution")
 
 
-def _samples(report: Mapping[str, Any], marks: tuple[str, str]) -> Iterator[Content]:
-    for number, sample in enumerate(report.get("samples", []), 1):
-        yield Content("")
-        source = visible(str(sample["source"]))
-        head = f"sample {number}, {source}: {sample['tokens']} tokens, {sample['target_tokens']} target tokens"
-        yield Content.styled(head, "bold $info")
-        yield from Content.assemble(*_pieces(sample["pieces"], marks)).split("\n", allow_blank=True)
+def _sample(number: int, sample: Mapping[str, Any], marks: tuple[str, str]) -> Iterator[Content]:
+    yield Content("")
+    source = visible(str(sample["source"]))
+    head = f"sample {number}, {source}: {sample['tokens']} tokens, {sample['target_tokens']} target tokens"
+    yield Content.styled(head, "bold $info")
+    yield from Content.assemble(*_pieces(sample["pieces"], marks)).split("\n", allow_blank=True)
 
 
 def _pieces(pieces: list[dict[str, Any]], marks: tuple[str, str]) -> Iterator[Content]:

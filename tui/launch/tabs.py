@@ -30,9 +30,10 @@ FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
 class TabContents:
     """Makes the lines that the tabs show for the present choice."""
 
-    def __init__(self, state: LaunchState, *, runs: str, ascii_only: bool) -> None:
-        """`runs` is the console's --runs flag, which becomes part of the headless command."""
-        self._state, self._runs, self._ascii_only = state, runs, ascii_only
+    def __init__(self, state: LaunchState, *, runs: str, ascii_only: bool, letters: bool) -> None:
+        """`runs` is the console's --runs flag, which becomes part of the headless command. `letters` says that the
+        terminal shows no colours."""
+        self._state, self._runs, self._ascii_only, self._letters = state, runs, ascii_only, letters
         self._fixes: list[FixLine] = []
         self._report: tuple[Choice, Mapping[str, Any]] | None = None
         self.samples_status = ""
@@ -59,7 +60,7 @@ class TabContents:
             return Content.styled(text, "$muted").wrap(width)
         choice, report = self._report
         outdated = Content.styled("from before the last change; enter reads again", "$caution").wrap(width)
-        lines = sample_lines(report, width, ascii_only=self._ascii_only)
+        lines = sample_lines(report, width, ascii_only=self._ascii_only, letters=self._letters)
         return lines if choice == self._state.choice else [*outdated, *lines]
 
     def _command_lines(self, width: int) -> list[Content]:

@@ -82,7 +82,7 @@ class LaunchScreen(BaseScreen):
         self.state = LaunchState(read_machine())
         self._simulator = Simulator(self.app, self._show_simulated)
         runs, ascii_only = self.console.flags.runs, self.console.ascii_only
-        self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only)
+        self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only, letters=self.app.no_color)
 
     def on_screen_resume(self) -> None:
         """Read the profile and recipe files again, since they may have changed, and apply new settings if there are
