@@ -27,7 +27,12 @@ PLANNED_GIB = {
 }
 """Memory of torch's tensors on a device by stage, in GiB, as `tunedeck plan` prints it for the recipe's own profile;
 without the stages that have no closed form; of these, tests/simulate/test_field_mixture.py counts the largest, 51.69
-GiB. Context, workspace and fragmentation come on top: about 2 %."""
+GiB. Context, workspace and fragmentation come on top: about 2 %.
+
+Earlier versions planned other figures for the last two: 40.5 GiB on a device for qwen3-4b-longcontext, 74.5 for
+mixtral-8x7b-attention in shards, where 34.0 and 72.0 are planned now. Since then adapters are multiplied in the base's
+dtype, which takes 6 and 2 GiB less, and the CUDA context of 0.5 GiB is counted in the profile's reserve alone.
+"""
 
 
 def resolved(name: str) -> RunSpec:
