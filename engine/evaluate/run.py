@@ -186,7 +186,9 @@ def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
         )
     if not overrides:
         return spec
-    return override(spec, overrides).spec.model_copy(update={"limits": spec.limits})
+    # A stage's run spec is called RUN/STAGE, which is no name that a run may be given.
+    changed = override(spec, overrides, name=spec.name.replace("/", "-")).spec
+    return changed.model_copy(update={"limits": spec.limits, "name": spec.name})
 
 
 def _own_scorer(text: str | None) -> Scorer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,16 @@ def test_scores_are_recorded_and_a_later_one_of_the_same_key_replaces(trained: R
     trained.evaluations.write_text(trained.evaluations.read_text() + '{"torn')
     score_run(trained, None, lambda text: None, overrides=["evaluate.limit=7"])
     assert len([each for each in read_evaluations(trained) if each.count == 7]) == 1
+
+
+def test_a_stage_is_scored_with_other_settings_though_its_name_has_a_slash(
+    trained: RunDirectory, tmp_path: Path
+) -> None:
+    stage = RunDirectory(Path(shutil.copytree(trained.path, tmp_path / "01-stage")))
+    stage.run_toml.write_text(stage.run_toml.read_text().replace('name = "small"', 'name = "run/stage"', 1))
+    assert load_run_spec(stage.run_toml).name == "run/stage"
+    ((_, scores),) = score_run(stage, None, lambda text: None, overrides=["evaluate.limit=3"])
+    assert scores.count == 3
 
 
 def test_a_run_is_not_scored_with_other_training_settings(trained: RunDirectory) -> None:
