@@ -1,8 +1,9 @@
-"""Kills the conductor or the engine of a staged run at random moments, and resumes the run each time.
+"""Kills the conductor or the engine of a staged run at random moments, and resumes the run each time; stops and pauses
+another run in each of its stages.
 
 The chain is the one of the recipe expert-merge with a tiny model: two experts, an assembly with the base, a router,
-everything. Killed anywhere, it must end with the weights of a run that nothing disturbed, bit for bit, and its journal
-must tell every event of every stage exactly once.
+everything. Disturbed anywhere, it must end with the weights of a run that nothing disturbed, bit for bit, and its
+journal must tell every event of every stage exactly once.
 
 Try: `python -m tests.stages.kill_anywhere --moments 30 --seed 20261122`
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from engine.journal.control import send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.liveness import engine_process, is_alive
 from engine.journal.stages import NOT_COPIED, find_stage, stage_directories, stage_name
@@ -38,6 +40,7 @@ from tests.stages.staged_runs import (
     kill_engine,
     new_staged_run,
     staged_spec,
+    wait_for,
     write_tiny_model,
 )
 
@@ -141,6 +144,32 @@ class Killer:
         return 1
 
 
+def stopped_in_every_stage(spec: RunSpec, folder: Path, report: Callable[[str], None]) -> RunDirectory:
+    """A run to its end that is stopped, resumed, paused and resumed in each of its stages."""
+    run = new_staged_run(folder, spec)
+    process = start_engine(run)
+    for stage in spec.recipe.stages:
+        for request in ("stop", "pause"):
+            begun = _times_started(run, stage.name) if request == "pause" else 0
+            wait_for(partial(_started_again, run, stage.name, begun), process)
+            send_request(run, request)
+            process.wait(PATIENCE_SECONDS)
+            report(f"{request} in {stage.name}: {summarise(run).status}")
+            prepare_resume(run, [], {})
+            process = start_engine(run, resume=True)
+    assert process.wait(PATIENCE_SECONDS) == 0, run.log.read_text()
+    return run
+
+
+def _started_again(run: RunDirectory, stage: str, begun: int) -> bool:
+    return _times_started(run, stage) > begun
+
+
+def _times_started(run: RunDirectory, stage: str) -> int:
+    events = read_events(run.events)
+    return sum(event["kind"] == "stage_started" and event.get("name") == stage for event in events)
+
+
 def _lives(stage: RunDirectory) -> bool:
     engine = engine_process(stage)
     return engine is not None and is_alive(engine)
@@ -167,6 +196,8 @@ def main() -> None:
     assert start_engine(undisturbed).wait(PATIENCE_SECONDS) == 0, undisturbed.log.read_text()
     seconds = time.monotonic() - began
     say(f"undisturbed: {seconds:.0f} s")
+    check(stopped_in_every_stage(spec, folder, lambda text: say(f"  {text}")), undisturbed)
+    say("stopped and paused in every stage: weights equal, every event once")
     killer = Killer(spec, folder, options.seed, lambda text: say(f"  {text}"))
     while (left := options.moments - killer.kills.total()) > 0:
         check(killer.run_once(left, seconds / 3), undisturbed)
