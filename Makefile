@@ -17,8 +17,9 @@ demo: $(READY)
 	else exec $(BIN)/tunedeck train -p demo -r demo; fi
 
 # Hundreds of engines are started: each would compile what Python may not write down.
+# Three workers for two cores: tests wait for the processes that they start for about a quarter of their time.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest \
-	-n 2 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
+	-n 3 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
 	@echo "make check: about three minutes on two cores, a fourth the first time. make test runs all tests."
