@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,8 +13,11 @@ import torch
 
 from engine.device.determinism import deterministic_kernels, unfilled_memory
 from engine.errors import EnvironmentProblem, UsageError
+from engine.train.proofs import memory
 from engine.train.step.computation import StepComputation
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
+
+deterministic: Any = torch.utils.deterministic  # its types do not know all of its properties
 
 
 def test_settings_hold_inside_the_block_and_are_restored() -> None:
@@ -75,6 +79,14 @@ def test_a_run_trains_with_deterministic_kernels_and_learns_the_same(
         apply(work, step)
 
     monkeypatch.setattr(StepComputation, "apply", looking)
+    filled: list[bool] = []
+    catch: Any = vars(memory)["catch_oom"]
+
+    def beyond_the_cap(*arguments: Any) -> Any:
+        filled.append(deterministic.fill_uninitialized_memory)
+        return catch(*arguments)
+
+    monkeypatch.setattr(memory, "catch_oom", beyond_the_cap)
     found = {}
     for on in (True, False):
         spec = make_spec(samples, device="metered", train={"deterministic": on, "max_steps": 3})
@@ -83,5 +95,6 @@ def test_a_run_trains_with_deterministic_kernels_and_learns_the_same(
         peaks = [event["peak_bytes"] for event in of_kind(events, "step")]
         found[on] = losses(events), peaks
     assert seen == [True] * 3 + [False] * 3
+    assert filled and not any(filled), "a proof writes to memory beyond the cap"
     # Same numbers in the same memory: on one thread, the kernels of a CPU are deterministic anyway.
     assert found[True] == found[False]

@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
+from engine.journal.score_groups import LOWER_IS_BETTER
 from engine.train.checkpoint.files import mark_best, unmark_best
 from engine.train.checkpoint.run_state import Best
-
-LOWER_IS_BETTER = {"loss", "perplexity"}
 
 
 def is_better(value: float, best: float | None, metric: str, threshold: float) -> bool:
