@@ -34,6 +34,7 @@ from torch.nn import Parameter
 
 from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
 from engine.distributed.host_gather import LostRankError, raising_lost_rank
+from engine.distributed.own_rows import own_rows
 from engine.distributed.voted_group import VotedGroup
 
 
@@ -182,11 +183,7 @@ class ShardedModel:
     def first_elements(self) -> dict[str, int]:
         """By parameter name, as in `local_parameters`: the flat index in the whole parameter at which this rank's part
         begins."""
-        found = {}
-        for name, whole in self.full_parameters().items():
-            rows = -(-len(whole) // whole.device_mesh.size())  # torch gives each rank as many rows, the last one fewer
-            found[name] = min(rows * whole.device_mesh.get_rank(), len(whole)) * whole[:1].numel()
-        return found
+        return {name: own_rows(whole).start * whole[:1].numel() for name, whole in self.full_parameters().items()}
 
     def sync_gradients(self) -> None:
         """After the last backward: give every local parameter its part of the gradient summed over ranks. A parameter

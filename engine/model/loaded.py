@@ -10,14 +10,13 @@ Try: `python -m pytest tests/model/test_save.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from engine.model.config import auto_class
 from engine.model.dropout import follow_checkpoints
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
+from engine.model.saved_tensors import copy_whole, read_saved, saved_names, saved_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -142,17 +142,18 @@ class LoadedModel:
                 self.images.processor.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references.
+        """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references. Of a
+        sharded parameter, this rank's rows are read.
 
         Raises:
             UsageError: the folder contains other parameters than this model trains.
         """
         with self.device.host_region(), torch.no_grad():
-            saved = set(_saved_names(folder))
+            saved = set(saved_names(folder))
             targets = self._targets()
             if saved == set(targets):
-                for name, tensor in _saved_tensors(folder):
-                    _copy(targets[name], tensor, name)
+                for name, tensor in saved_tensors(folder):
+                    read_saved(targets[name], tensor, name)
             elif isinstance(self.model, PeftModel):
                 raise _other_parameters(folder, saved, set(targets))
             else:
@@ -206,7 +207,7 @@ class LoadedModel:
         if source.keys() != target.keys():
             raise _other_parameters(folder, set(source), set(target))
         for name, tensor in source.items():
-            _copy(target[name], tensor, name)
+            copy_whole(target[name], tensor, name)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
@@ -252,33 +253,6 @@ def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
         unique.setdefault(tensor.data_ptr(), name)
     tensors = {name: state[name].contiguous() for name in unique.values()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def _saved_names(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            yield from file.keys()
-
-
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
-                yield name, file.get_tensor(name)
-
-
-def _copy(target: Tensor, source: Tensor, name: str) -> None:
-    if target.shape != source.shape:
-        raise UsageError(
-            f"{name} was saved with shape {tuple(source.shape)}, the model has {tuple(target.shape)}",
-            fix="resume with the model and method the run was started with",
-        )
-    if isinstance(target, DTensor):
-        rows, here = -(-len(target) // target.device_mesh.size()), target.to_local()
-        start = rows * target.device_mesh.get_rank()
-        here.copy_(source[start : start + len(here)])
-    else:
-        target.copy_(source)
 
 
 def _other_parameters(folder: Path, saved: set[str], present: set[str]) -> UsageError:
