@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import datasets
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by version
 
@@ -27,6 +26,8 @@ def offline_if_unreachable() -> Iterator[None]:
     if constants.HF_HUB_OFFLINE or _answers():
         yield
         return
+    import datasets  # imported here: it takes a second, which others who only ask the hub need not wait for
+
     earlier = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:

@@ -26,7 +26,7 @@ from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.picture import small_picture
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
-from engine.data.sources import SourceRows
+from engine.data.source_rows import SourceRows
 from engine.errors import DataError
 
 UNREADABLE = "image cannot be read"

@@ -23,7 +23,8 @@ from engine.data.formats import Format, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
 from engine.data.packing import pack
 from engine.data.report import DataReport, describe, drop_lines
-from engine.data.sources import SourceRows, open_rows
+from engine.data.source_rows import SourceRows
+from engine.data.sources import open_rows
 from engine.data.store import COLUMN_DTYPES, SourceCount, StoreWriter, cached_store
 from engine.data.tokenise import Tokeniser
 from engine.data.tokens import Columns, TokenData

@@ -1,86 +1,17 @@
-"""Opens the rows of a source: files and folders, saved data sets, hub data sets, built-in generators.
+"""Opens the rows of a source: a built-in generator, or files and data sets that `engine.data.dataset_files` reads.
 
-All but the generators are read by `datasets`, into our own cache folder. Its errors are replaced by errors that name
-the file and, for JSON, the line.
-
-Try: `tunedeck data -r RECIPE`
+Try: `tunedeck data -r demo`
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import datasets
-import pyarrow
-from datasets.arrow_reader import ReadInstruction
-from datasets.exceptions import DatasetNotFoundError, DatasetsError
-from huggingface_hub.errors import HfHubHTTPError
+from dataclasses import replace
 
 from engine.data.builtin import ROWS, dates
-from engine.data.cache import hash_files, hash_text, make_cache_folder
-from engine.data.hub_connection import offline_if_unreachable
-from engine.data.json_errors import find_json_error, find_json_lines
-from engine.errors import DataError, EnvironmentProblem
-from engine.spec.files.data_files import LOADERS, find_data_files, suffix_of
-from engine.spec.files.user_folders import cache_folder
+from engine.data.cache import hash_text
+from engine.data.source_rows import SourceRows, no_rows, split_name
+from engine.errors import DataError
 from engine.spec.schema.data import Source
-
-READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
-"""Exceptions that `datasets` raises for damaged or misnamed files."""
-
-ROWS_AT_ONCE = 256
-"""SourceRows held in memory while streaming."""
-
-
-@dataclass(frozen=True)
-class SourceRows:
-    """The rows of a source, read on demand."""
-
-    columns: list[str]
-    count: int
-    fingerprint: str
-    """Hash of the contents, independent of where the files lie."""
-    table: Any
-    """A `datasets.Dataset`, or a list of rows."""
-    explain: Callable[[BaseException], DataError]
-    """Turns an exception from reading a row into the error to show."""
-    line_files: Sequence[Path] = ()
-    """JSON files with one row per line, in order; empty for any other source."""
-
-    def places(self, rows: Sequence[int]) -> list[str]:
-        """Where the user finds each of `rows`: `FILE:LINE`, or the number of the row, counted from 1."""
-        lines = find_json_lines(self.line_files, rows)
-        return [lines.get(row, f"row {row + 1}") for row in rows]
-
-    def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
-        """All rows in order, as lists of up to `size` rows; a row is a dict by column."""
-        for start in range(0, self.count, size):
-            stop = min(start + size, self.count)
-            yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
-
-    def row(self, number: int) -> dict[str, Any]:
-        """The row with this number, counted from 0, as a dict by column. Images stay undecoded.
-
-        Raises DataError for text that is not UTF-8.
-        """
-        (row,) = self.table[number : number + 1] if isinstance(self.table, list) else self._decoded(number, number + 1)
-        return dict(row)
-
-    def _decoded(self, start: int, stop: int) -> list[dict[str, Any]]:
-        try:
-            columns = self.table[start:stop]
-        except UnicodeDecodeError as error:
-            # Arrow stores strings as bytes and decodes them only when they are read.
-            raise self.explain(error) from error
-        return [{name: columns[name][row] for name in self.columns} for row in range(stop - start)]
 
 
 def open_rows(source: Source, *, seed: int) -> SourceRows:
@@ -88,183 +19,34 @@ def open_rows(source: Source, *, seed: int) -> SourceRows:
 
     Raises DataError for a source that is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
     """
-    if source.path is not None and source.path.startswith("builtin:"):
-        rows = _open_builtin(source, seed)
-    else:
-        with _silent():
-            make_cache_folder(cache_folder() / "datasets")
-            rows = _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
+    rows = _open_builtin(source, seed) if _is_builtin(source) else _open_data_set(source)
     if rows.count == 0:
-        raise _no_rows(source)
+        raise no_rows(source)
     return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
 
 
+def _is_builtin(source: Source) -> bool:
+    return source.path is not None and source.path.startswith("builtin:")
+
+
+def _open_data_set(source: Source) -> SourceRows:
+    from engine.data.dataset_files import open_data_set  # imported here: `datasets` takes a second, built-in rows none
+
+    return open_data_set(source)
+
+
 def _open_builtin(source: Source, seed: int) -> SourceRows:
-    base = _split_name(source)
+    base = split_name(source)
     if source.path != "builtin:dates" or base not in ROWS:
         raise DataError(
             f"source {source.name}: there is no {source.path} with split {source.split}",
             expected=f"builtin:dates with split {' or '.join(ROWS)}, or a slice of it such as train[:1000]",
         )
     rows = dates(seed, base)
-    start, stop = _slice(source, len(rows))
+    if source.split != base:
+        from engine.data.dataset_files import absolute_slice  # imported here, as above
+
+        rows = rows[slice(*absolute_slice(source, len(rows)))]
     # Hash the rows, not the seed: another version of the generator may make other rows.
-    fingerprint = hash_text(*(f"{row['prompt']}{row['completion']}" for row in rows[start:stop]))
-    explain = partial(_unreadable, source, Path(source.path), [])
-    return SourceRows(["prompt", "completion"], stop - start, fingerprint, rows[start:stop], explain)
-
-
-def _open_local(source: Source, path: Path) -> SourceRows:
-    files = find_data_files(source)
-    base = _split_name(source)
-    try:
-        fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
-        if all(file.stat().st_size == 0 for file in files):
-            raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        rows = _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
-        has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
-        return replace(rows, line_files=files) if has_lines else rows
-    except PermissionError as error:
-        raise DataError(
-            f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
-            fix=f"give yourself the right to read it: chmod u+r {error.filename or path}",
-        ) from error
-    except READ_ERRORS as error:
-        raise _unreadable(source, path, files, error) from error
-
-
-def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) -> Any:
-    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return _saved_split(source, datasets.load_from_disk(str(path)), base)
-    options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
-    if path.is_dir():
-        return datasets.load_dataset(str(path), **options)
-    suffixes = {suffix_of(file) for file in files}
-    if suffixes == {".tsv"}:
-        options["sep"] = "\t"
-    return datasets.load_dataset(
-        LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options
-    )
-
-
-def _saved_split(source: Source, saved: Any, base: str) -> Any:
-    """The split `base` of a folder written by `save_to_disk`, which holds one data set or several splits."""
-    if isinstance(saved, datasets.DatasetDict):
-        if base not in saved:
-            raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
-        saved = saved[base]
-    start, stop = _slice(source, len(saved))
-    return saved.select(range(start, stop))
-
-
-def _open_hub(source: Source) -> SourceRows:
-    name = source.hub or ""
-    try:
-        with offline_if_unreachable():
-            data = datasets.load_dataset(
-                name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
-            )
-    except DatasetNotFoundError as error:
-        raise DataError(
-            f"source {source.name}: the hub has no data set {name} that you may read",
-            fix="check the name; for a gated data set, accept its terms and run: hf auth login",
-        ) from error
-    except (ConnectionError, HfHubHTTPError) as error:
-        raise EnvironmentProblem(
-            f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
-            expected="a connection to the hub, or the data set in the cache already",
-            fix=f"connect, or download it elsewhere (hf download --repo-type dataset {name} --local-dir data) and add "
-            f"--set data.sources.{source.name}.path=data",
-        ) from error
-    except READ_ERRORS as error:
-        raise DataError(
-            f"source {source.name}: {_where(source)} cannot be read: {_short(error)}",
-            fix="check config and split against the data set's page",
-        ) from error
-    # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
-    fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
-    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), []))
-
-
-def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
-    if not isinstance(data, datasets.Dataset):
-        raise ValueError(f"a split was expected, {type(data).__name__} was found")
-    for name, feature in data.features.items():
-        if (as_files := _undecoded(feature)) is not feature:
-            data = data.cast_column(name, as_files)
-    return SourceRows(data.column_names, len(data), fingerprint, data, explain)
-
-
-def _undecoded(feature: Any) -> Any:
-    """The type `feature` of a column, changed for images so that they are read as bytes or paths of their files instead
-    of pixels."""
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-        return datasets.List(datasets.Image(decode=False))
-    return feature
-
-
-def _split_name(source: Source) -> str:
-    """The name of the split without its slice: "train" for "train[:1000]". Raises DataError for any other syntax."""
-    match = re.fullmatch(r"([\w.-]+)(?:\[[^\[\]]*\])?", source.split)
-    if match is None:
-        raise DataError(
-            f"source {source.name}: split {source.split!r} is not understood",
-            expected="a name, or a name with a slice, such as train, train[:1000] or train[10%:20%]",
-        )
-    return match[1]
-
-
-def _slice(source: Source, count: int) -> tuple[int, int]:
-    """Start and end (exclusive) of the rows that the slice in `source.split`, such as train[:1000], selects."""
-    base = _split_name(source)
-    try:
-        (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
-    except ValueError as error:
-        raise DataError(f"source {source.name}: split {source.split!r}: {_short(error)}") from error
-    start, stop, _ = slice(part.from_, part.to).indices(count)
-    return start, max(start, stop)
-
-
-def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
-    """The error to show when reading `files` of the source at `path` failed with `error`; for JSON that does not parse
-    it names file and line."""
-    broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
-    if broken is not None:
-        return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
-    if "corresponds to no data" in str(error):
-        return _no_rows(source)
-    cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
-    return DataError(
-        f"source {source.name}: {path} cannot be read: {_short(cause)}",
-        fix="check that the file is whole, that its suffix names its format, and the split",
-    )
-
-
-def _no_rows(source: Source) -> DataError:
-    return DataError(f"source {source.name}: {_where(source)} holds no rows", fix="check the file and the split")
-
-
-def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " …"
-
-
-def _where(source: Source) -> str:
-    return f"{source.path or source.hub}, split {source.split}"
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress progress bars and log lines of `datasets` inside the block."""
-    logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if not bars and not os.environ.get("HF_DATASETS_DISABLE_PROGRESS_BARS"):
-            datasets.enable_progress_bars()
+    fingerprint = hash_text(*(f"{row['prompt']}{row['completion']}" for row in rows))
+    return SourceRows(["prompt", "completion"], len(rows), fingerprint, rows)

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from engine.data.formats import Format
-from engine.data.sources import SourceRows
+from engine.data.source_rows import SourceRows
 from engine.data.tokenise import RowResult, Tokeniser
 from engine.errors import EnvironmentProblem
 

@@ -1,4 +1,4 @@
-"""Turns off progress bars and warnings of transformers and datasets, which would clutter logs and results.
+"""Turns off progress bars and warnings of transformers, which would clutter logs and results.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import warnings
 
-import datasets
 from transformers.utils import logging as transformers_logging
 
 
 def disable_progress_bars() -> None:
     """Turn off progress bars in this process."""
     transformers_logging.disable_progress_bar()
-    datasets.disable_progress_bars()
 
 
 def silence_libraries() -> None:

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from engine.data.sources import SourceRows, open_rows
+from engine.data.source_rows import SourceRows
+from engine.data.sources import open_rows
 from engine.errors import DataError
 from engine.spec.schema.data import Source
 

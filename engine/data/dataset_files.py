@@ -1,0 +1,180 @@
+"""Opens files, folders and data sets of the hub with the library `datasets`, which caches them in our own cache folder.
+Its errors are replaced by errors that name the file and, for JSON, the line.
+
+Try: `tunedeck data -r RECIPE`
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from datasets.arrow_reader import ReadInstruction
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
+from huggingface_hub.errors import HfHubHTTPError
+
+from engine.data.cache import hash_files, hash_text, make_cache_folder
+from engine.data.hub_connection import offline_if_unreachable
+from engine.data.json_errors import find_json_error
+from engine.data.source_rows import SourceRows, describe_source, no_rows, split_name
+from engine.errors import DataError, EnvironmentProblem
+from engine.spec.files.data_files import LOADERS, find_data_files, suffix_of
+from engine.spec.files.user_folders import cache_folder
+from engine.spec.schema.data import Source
+
+READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
+"""Exceptions that `datasets` raises for damaged or misnamed files."""
+
+def open_data_set(source: Source) -> SourceRows:
+    """Open a source that is a file, a folder or a data set of the hub; its `limit` is not applied.
+
+    Raises DataError for a source that is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
+    """
+    with _silent():
+        make_cache_folder(cache_folder() / "datasets")
+        return _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
+
+
+def _open_local(source: Source, path: Path) -> SourceRows:
+    files = find_data_files(source)
+    base = split_name(source)
+    try:
+        fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
+        if all(file.stat().st_size == 0 for file in files):
+            raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
+        rows = _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
+        has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
+        return replace(rows, line_files=files) if has_lines else rows
+    except PermissionError as error:
+        raise DataError(
+            f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
+            fix=f"give yourself the right to read it: chmod u+r {error.filename or path}",
+        ) from error
+    except READ_ERRORS as error:
+        raise _unreadable(source, path, files, error) from error
+
+
+def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) -> Any:
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _saved_split(source, datasets.load_from_disk(str(path)), base)
+    options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
+    if path.is_dir():
+        return datasets.load_dataset(str(path), **options)
+    suffixes = {suffix_of(file) for file in files}
+    if suffixes == {".tsv"}:
+        options["sep"] = "\t"
+    return datasets.load_dataset(
+        LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options
+    )
+
+
+def _saved_split(source: Source, saved: Any, base: str) -> Any:
+    """The split `base` of a folder written by `save_to_disk`, which holds one data set or several splits."""
+    if isinstance(saved, datasets.DatasetDict):
+        if base not in saved:
+            raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
+        saved = saved[base]
+    start, stop = absolute_slice(source, len(saved))
+    return saved.select(range(start, stop))
+
+
+def _open_hub(source: Source) -> SourceRows:
+    name = source.hub or ""
+    try:
+        with offline_if_unreachable():
+            data = datasets.load_dataset(
+                name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
+            )
+    except DatasetNotFoundError as error:
+        raise DataError(
+            f"source {source.name}: the hub has no data set {name} that you may read",
+            fix="check the name; for a gated data set, accept its terms and run: hf auth login",
+        ) from error
+    except (ConnectionError, HfHubHTTPError) as error:
+        raise EnvironmentProblem(
+            f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
+            expected="a connection to the hub, or the data set in the cache already",
+            fix=f"connect, or download it elsewhere (hf download --repo-type dataset {name} --local-dir data) and add "
+            f"--set data.sources.{source.name}.path=data",
+        ) from error
+    except READ_ERRORS as error:
+        raise DataError(
+            f"source {source.name}: {describe_source(source)} cannot be read: {_short(error)}",
+            fix="check config and split against the data set's page",
+        ) from error
+    # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
+    fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
+    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), []))
+
+
+def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
+    if not isinstance(data, datasets.Dataset):
+        raise ValueError(f"a split was expected, {type(data).__name__} was found")
+    for name, feature in data.features.items():
+        if (as_files := _undecoded(feature)) is not feature:
+            data = data.cast_column(name, as_files)
+    return SourceRows(data.column_names, len(data), fingerprint, data, explain)
+
+
+def _undecoded(feature: Any) -> Any:
+    """The type `feature` of a column, changed for images so that they are read as bytes or paths of their files instead
+    of pixels."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+        return datasets.List(datasets.Image(decode=False))
+    return feature
+
+
+def absolute_slice(source: Source, count: int) -> tuple[int, int]:
+    """Start and end (exclusive) of the rows that the slice in `source.split`, such as train[:1000], selects."""
+    base = split_name(source)
+    try:
+        (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
+    except ValueError as error:
+        raise DataError(f"source {source.name}: split {source.split!r}: {_short(error)}") from error
+    start, stop, _ = slice(part.from_, part.to).indices(count)
+    return start, max(start, stop)
+
+
+def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
+    """The error to show when reading `files` of the source at `path` failed with `error`; for JSON that does not parse
+    it names file and line."""
+    broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
+    if broken is not None:
+        return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
+    if "corresponds to no data" in str(error):
+        return no_rows(source)
+    cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+    return DataError(
+        f"source {source.name}: {path} cannot be read: {_short(cause)}",
+        fix="check that the file is whole, that its suffix names its format, and the split",
+    )
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " …"
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Suppress progress bars and log lines of `datasets` inside the block."""
+    logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars and not os.environ.get("HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            datasets.enable_progress_bars()
