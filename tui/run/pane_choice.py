@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANES = ("loss", "figures", "ranks", "events", "log", "memory")
+PANES = ("loss", "figures", "ranks", "gpus", "events", "log", "memory")
 """All panes, in the order in which `tab` goes through them."""
 
 UPPER = ("loss", "figures")
@@ -26,12 +26,15 @@ class PaneChoice:
     """Whether the active pane takes the whole screen."""
     has_ranks: bool = False
     """Whether the run has several processes, and a pane for them."""
+    has_gpus: bool = False
+    """Whether the run has recorded readings of GPUs, and a pane for them."""
     _below: str = "events"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of this run's panes, in the order in which the Tab key goes through them."""
-        return tuple(name for name in PANES if name != "ranks" or self.has_ranks)
+        has = {"ranks": self.has_ranks, "gpus": self.has_gpus}
+        return tuple(name for name in PANES if has.get(name, True))
 
     @property
     def shown(self) -> set[str]:
@@ -54,7 +57,7 @@ class PaneChoice:
         return self.names if self.room == "one" else tuple(name for name in self.names if name not in UPPER)
 
     def activate(self, name: str) -> None:
-        """Make `name` the active pane. An unknown pane, or that of ranks which the run does not have, is ignored."""
+        """Make `name` the active pane. A pane that is unknown, or that the run does not have, is ignored."""
         if name in self.names:
             self.active = name
             self._below = self.below

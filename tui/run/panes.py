@@ -19,7 +19,8 @@ from textual.widgets import Input
 from tui.plot.loss_plot import LossPlot, LossPlotData, StepMarks
 from tui.plot.metrics import LOSS, Metric, metric_beside
 from tui.plot.run_curve import RunCurve
-from tui.run.pane_choice import PaneChoice
+from tui.run.gpus import gpu_lines
+from tui.run.pane_choice import PANES, PaneChoice
 from tui.run.panels import event_lines, figure_lines, log_lines, memory_lines
 from tui.run.ranks import rank_lines
 from tui.run.watch import FeedLine, RunWatch
@@ -32,6 +33,12 @@ TAB_LABELS = {"log": "engine log"}
 
 MAX_RANK_LINES = 9
 """Lines for the ranks on a screen that shows all panes: a heading and eight ranks."""
+
+MAX_GPU_LINES = (3, 13)
+"""Lines for the GPUs on a screen that shows all panes, of fewer than TALL rows and of more."""
+
+TALL = 45
+"""Rows of the terminal from which on there is room for graphs of several lines."""
 
 BOXES = ("words", "upper", "lower")
 """The containers of panes, inner ones first: each is hidden while all of its panes are."""
@@ -46,6 +53,8 @@ class RunPanes(Vertical):
         self.choice = PaneChoice(room="")
         self._rank_lines = 0
         """Lines that the ranks take; 0 for a run of one process."""
+        self._cards = 0
+        """Number of GPUs of which there are readings."""
         self._feed_shown = 0
         """Number of events that were given to the events pane."""
         self._curve: RunCurve | None = None
@@ -59,6 +68,7 @@ class RunPanes(Vertical):
             yield TextLines(id="figures", classes="pane")
         yield TextLines(id="word-tabs", classes="tabs")
         yield TextLines(id="ranks", classes="pane")
+        yield TextLines(id="gpus", classes="pane")
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
@@ -81,11 +91,12 @@ class RunPanes(Vertical):
         choice = self.choice
         if not choice.room and room == "one":
             choice.activate("loss")
-        choice.room, choice.has_ranks = room, bool(self._rank_lines)
-        for name in ("loss", "figures", "ranks", "events", "log", "memory"):
+        choice.room, choice.has_ranks, choice.has_gpus = room, bool(self._rank_lines), bool(self._cards)
+        for name in PANES:
             self.query_one(f"#{name}").display = name in choice.shown
         table = self.query_one("#ranks", TextLines)
         table.styles.height = self._rank_lines if room == "all" and not choice.enlarged else "1fr"
+        self.query_one("#gpus").styles.height = self._gpu_height if room == "all" and not choice.enlarged else "1fr"
         self.screen.set_class(bool(self._rank_lines), "-ranks")
         self.screen.set_class(choice.enlarged, "-enlarged")
         for box in BOXES:
@@ -110,6 +121,7 @@ class RunPanes(Vertical):
         memory = self.query_one("#memory", TextLines)
         memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._glyphs)])
         self._paint_ranks(watch)
+        self._paint_gpus(watch)
         new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total
         if new:
             self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
@@ -126,6 +138,26 @@ class RunPanes(Vertical):
         if len(lines) != self._rank_lines:
             self._rank_lines = len(lines)
             self.show_panes(self.choice.room)
+
+    @property
+    def _gpu_height(self) -> int:
+        """Lines for the GPUs on a screen that shows all panes: a heading, and as many as there are and fit."""
+        tall = self.screen.size.height >= TALL
+        return min(MAX_GPU_LINES[tall] + (0 if tall or self._rank_lines else 2), 1 + self._cards * (3 if tall else 1))
+
+    def _paint_gpus(self, watch: RunWatch) -> None:
+        if len(watch.gpus.cards) != self._cards:
+            self._cards = len(watch.gpus.cards)
+            self.show_panes(self.choice.room)
+        pane, choice = self.query_one("#gpus", TextLines), self.choice
+        fixed = choice.room == "all" and not choice.enlarged
+        height = self._gpu_height if fixed else pane.size.height
+        pane.show(
+            gpu_lines(
+                watch.gpus, self.size.width, max(2, height), self._glyphs, ascii_only=self._ascii_only,
+                active=choice.active == "gpus",
+            )
+        )  # fmt: skip
 
     def plot_run(self, watch: RunWatch) -> None:
         """Draw the chosen metric of a run, with its evaluations and marks."""

@@ -32,6 +32,7 @@ from engine.journal.summary import (
     summarise_state,
 )
 from tui.plot.series import BoundedSeries
+from tui.run.gpus import GpuHistory
 
 STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"peak_bytes":(\d+)')
 """Step, loss and peak in a step's line as the engine writes it. Any other line is parsed as JSON, which is slower."""
@@ -82,6 +83,8 @@ class RunWatch:
         """Number of events that were ever added to the feed."""
         self.gpu_readings: dict[int, Event] = {}
         """The latest reading of each device."""
+        self.gpus = GpuHistory()
+        """The readings of each device over the last minutes."""
         self.summary: RunSummary | None = None
         self.read_error = ""
         """Why the run cannot be read right now; the data read before are still shown."""
@@ -220,6 +223,8 @@ class RunWatch:
             self.state.evals[-1].pop("samples", None)  # only the latest answers are shown
         stage = self.state.stage
         self.state.fold(event)
+        if event["kind"] == "run_started":
+            self.gpus.clear()  # the readings of an engine that ended lie hours back
         if self.state.stage != stage or event.get("from_start"):
             self.curves, self.checkpoint_steps = Curves(), []  # steps count from 1 again in each stage
         if event["kind"] == "resumed":
@@ -233,6 +238,7 @@ class RunWatch:
     def _read_gpu(self, event: Event | None) -> None:
         if event is not None and isinstance(event.get("index"), int):
             self.gpu_readings[event["index"]] = event
+            self.gpus.add(event)
 
 
 class _StepBatch:

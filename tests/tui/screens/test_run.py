@@ -230,7 +230,7 @@ async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> 
     run = make_run(runs)
     add(run, lambda writer: writer.write("gpu", index=0, used_bytes=3 << 30, utilisation_percent=97,
                                          temperature_celsius=61, power_watts=300))  # fmt: skip
-    async with console(120, 36) as pilot:
+    async with console(120, 40) as pilot:
         await open_run(pilot)
         for label, value in METRIC_LABELS.items():
             await pilot.press("v")
@@ -238,6 +238,19 @@ async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> 
             assert "has recorded no" not in pilot.text
         await pilot.press("v", "V")
         await pilot.sees(" GPU power, W ")
+
+
+async def test_a_run_on_gpus_has_a_pane_with_their_graphs(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    gpu = {"used_bytes": 3 << 30, "utilisation_percent": 97, "temperature_celsius": 61, "power_watts": 300}
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        assert "gpus" not in shown_panes(pilot)
+        add(run, lambda writer: [writer.write("gpu", index=index, **gpu) for index in (0, 1)])
+        await pilot.sees(" gpus ", "heat to 100 °C", "GPU 1", "97 %")
+        await pilot.textual_pilot.resize_terminal(80, 24)
+        await pilot.press("shift+tab")
+        await pilot.sees("GPU 0", "97 %", "300 W", "tab: next")
 
 
 async def test_a_filter_lets_through_events_and_log_lines_with_all_its_words(console: Opener, runs: Path) -> None:
