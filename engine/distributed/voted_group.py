@@ -49,14 +49,13 @@ class VotedGroup:
             PeerFailedError: another rank failed, and will not take part in the collective.
             LostRankError: another rank does not answer within the group's time limit.
         """
-        if self._any_failed(here=False):
+        if self._any(False):
             raise PeerFailedError("another rank failed")
 
-    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite the host tensor `tensor` with that of the group's first rank. Raises the same errors as `ready`."""
+    def all_true(self, here: bool) -> bool:
+        """Whether `here` is true on every rank. Raises the same errors as `ready`."""
         self.ready()
-        with raising_lost_rank():
-            dist.broadcast(tensor, group=self.group, group_src=0)
+        return not self._any(not here)
 
     def run_together(self, action: Callable[[], None]) -> bool:
         """Run `action`, which calls `ready` before each of its collectives, on all ranks; returns whether no other rank
@@ -74,11 +73,11 @@ class VotedGroup:
         except LostRankError:
             raise
         except Exception:  # of any kind: the other ranks must not be left waiting
-            self._any_failed(here=True)
+            self._any(True)
             raise
         return True
 
-    def _any_failed(self, *, here: bool) -> bool:
+    def _any(self, here: bool) -> bool:
         self._flag_here[0] = here
         with raising_lost_rank():
             dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)

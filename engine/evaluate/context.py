@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import LogitsProcessorList
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
@@ -90,8 +89,9 @@ class EvaluationContext:
     run_on_all_ranks: Callable[[str, list[list[int]]], Any] | None = None
     """Runs a pass on every rank; called with a key of `PASSES` and the sample indices of each share. Returns what
     `attempt` returns. If None, passes run in this process only."""
-    logits_processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    """Processors that are applied to the logits of every generated token, after those of `generate`."""
+    all_ended: Callable[[bool], bool] | None = None
+    """For ranks that generate together: called after each token with whether this rank's answers have ended; returns
+    whether those of all ranks have. None if this process generates alone."""
 
     def attempt(self, kind: str, data: TokenData, parts: Sequence[Sequence[int]]) -> list[Any] | FailedPass:
         """Run the pass `PASSES[kind]` over the samples of each of `parts`, at most `shares` lists of indices; returns
@@ -144,7 +144,7 @@ def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequen
     as text."""
     prompts = [data.split_question(index)[0] for index in chosen]
     images = partial(data.images_of, chosen)
-    answers = generate(context.loaded, prompts, chosen, context.generate, context.logits_processors, images)
+    answers = generate(context.loaded, prompts, chosen, context.generate, images, context.all_ended)
     return [decode(context, ids) for ids in answers]
 
 

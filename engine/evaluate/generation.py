@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -29,6 +30,9 @@ from engine.device.base import Device
 from engine.model.loaded import LoadedModel
 from engine.spec.attention_kernels import FLASH_KERNELS
 from engine.spec.schema.recipe import Generate
+
+NO_TOKEN = 2**31 - 1
+"""A token id beyond every vocabulary: an end that is never generated. For None, transformers takes the model's own."""
 
 DRAW_BITS = 23
 """Random bits of a drawn number in [0, 1): one fewer than fp32's significand has, so that the number times a sum is
@@ -40,15 +44,15 @@ def generate(
     prompts: Sequence[Sequence[int]],
     samples: Sequence[int],
     settings: Generate,
-    processors: LogitsProcessorList,
     images: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
+    all_ended: Callable[[bool], bool] | None = None,
 ) -> list[list[int]]:
     """Generate an answer to each of `prompts` (token ids); returns the answers' token ids. `samples` are the prompts'
     numbers in their data set, on which sampling depends.
 
-    Prompts are padded on the left, so that all end at the same position. `processors` are applied to the logits of
-    every token after those that `settings` ask for. `images`, called with the padded tokens [B, S], returns the model's
-    inputs for the prompts' images.
+    Prompts are padded on the left, so that all end at the same position. `images`, called with the padded tokens
+    [B, S], returns the model's inputs for the prompts' images. With `all_ended` several ranks generate together: it is
+    called after each token with whether all answers here have ended, and returns whether this is so on all ranks.
     """
     width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
     pad_id = int(tokenizer.pad_token_id)
@@ -61,11 +65,43 @@ def generate(
         seen = images(ids_BS) if images is not None else {}
     shown = {name: device.upload(tensor) for name, tensor in seen.items()}
     ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
-    config = generation_config(settings, tokenizer.eos_token_id, pad_id)
-    chain = LogitsProcessorList([*sampling(settings, samples, width, device), *processors])
-    made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, logits_processor=chain, **shown)
+    config = generation_config(settings, tokenizer.eos_token_id if all_ended is None else NO_TOKEN, pad_id)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList(sampling(settings, samples, width, device))}
+    end_ids = _end_ids(loaded)
+    if all_ended is not None:
+        options["stopping_criteria"] = StoppingCriteriaList([EndTogether(end_ids, width, all_ended)])
+    made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, **options, **shown)
     answers: list[list[int]] = made_BS[:, width:].tolist()
-    return answers
+    return answers if all_ended is None else [_until_end(answer, end_ids) for answer in answers]
+
+
+class EndTogether(StoppingCriteria):
+    """Ends the generation of answers when those of all ranks have ended: a rank that stopped earlier would be missing
+    from the next all-gather of weights."""
+
+    def __init__(self, end_ids: Sequence[int], width: int, all_ended: Callable[[bool], bool]) -> None:
+        """`end_ids`: the tokens that end an answer. `width`: tokens of the padded prompts. `all_ended`: see `generate`.
+        """
+        self._end_ids, self._width, self._all_ended = end_ids, width, all_ended
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """Whether generation ends with the last of the tokens [B, S + T], for each row: true for all or for none."""
+        answers = input_ids[:, self._width :].tolist()
+        ended_here = all(not set(answer).isdisjoint(self._end_ids) for answer in answers)
+        return input_ids.new_full((len(input_ids),), self._all_ended(ended_here), dtype=torch.bool)
+
+
+def _end_ids(loaded: LoadedModel) -> list[int]:
+    """The tokens that end an answer: the tokenizer's, or, if it has none, the model's own."""
+    found = loaded.tokenizer.eos_token_id
+    if found is None:
+        found = getattr(loaded.base.generation_config, "eos_token_id", None)
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def _until_end(answer: list[int], end_ids: Sequence[int]) -> list[int]:
+    """The answer's tokens up to the first that ends it, which is included."""
+    return next((answer[: at + 1] for at, token in enumerate(answer) if token in end_ids), answer)
 
 
 def generate_tokens(
@@ -73,7 +109,7 @@ def generate_tokens(
     ids_BS: Tensor,
     mask_BS: Tensor,
     config: GenerationConfig,
-    **options: LogitsProcessorList | Cache | Tensor | None,
+    **options: Any,
 ) -> Tensor:
     """Generate an answer to each prompt of `ids_BS`, whose padding `mask_BS` marks with 0; returns the token ids of
     each prompt followed by its answer, [B, S + T]. `options` are passed on to transformers' `generate`."""

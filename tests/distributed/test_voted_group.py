@@ -15,7 +15,6 @@ from engine.device.catch_oom import catch_oom
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
 from engine.distributed.voted_group import VotedGroup
-from engine.train.strategy.collective_evaluation import SameTokens
 from tests.distributed.rank_processes import run_ranks
 from tests.present import present
 
@@ -57,19 +56,15 @@ def left_on(device: MeteredDevice) -> int:
     return device.memory().allocated_bytes
 
 
-def tokens(ranks: Ranks, _folder: Path) -> Any:
-    """The tokens that this rank chooses for two rows of scores that differ between ranks by rounding."""
-    device = MeteredDevice(2**20)
-    scores_BV = torch.tensor([[0.0, 1.0, 1.0], [5.0, 2.0, 5.0]])
-    scores_BV[:, 2] += 1e-3 * (ranks.rank - 0.5)
-    with device.activate():
-        choose = SameTokens(VotedGroup(present(dist.group.WORLD), device.host_region), device)
-        return choose(torch.empty(0), scores_BV).argmax(-1).tolist()
+def ended(ranks: Ranks, _folder: Path) -> Any:
+    """Whether all ranks have ended, as this rank is told while first no rank, then the first, then both have."""
+    votes = VotedGroup(present(dist.group.WORLD))
+    return [votes.all_true(ranks.rank < number) for number in range(3)]
 
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_ranks([failures, tokens], tmp_path_factory.mktemp("voted_group"))
+    return run_ranks([failures, ended], tmp_path_factory.mktemp("voted_group"))
 
 
 @pytest.fixture(scope="module")
@@ -92,5 +87,5 @@ def test_nothing_of_an_attempt_that_a_peer_ended_stays_allocated(seen: list[Any]
     assert [held for rank in seen for _, _, held in rank] == [0] * 14
 
 
-def test_all_ranks_go_on_with_the_tokens_of_the_first(crew: dict[str, list[Any]]) -> None:
-    assert crew["tokens"] == [[1, 0], [1, 0]]
+def test_what_is_true_on_one_rank_is_not_true_on_all(crew: dict[str, list[Any]]) -> None:
+    assert crew["ended"] == [[False, False, True]] * 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
 
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
@@ -26,7 +25,7 @@ def answers(samples: list[int], **settings: Any) -> list[list[int]]:
     loaded = load(run_spec(init="random", tokenizer="builtin:bytes"))
     asked = Generate.model_validate({"max_new_tokens": 8, "temperature": 1.0, **settings})
     with eval_mode(loaded.model):
-        return generate(loaded, [PROMPTS[number] for number in samples], samples, asked, LogitsProcessorList())
+        return generate(loaded, [PROMPTS[number] for number in samples], samples, asked)
 
 
 def cut(tokens: list[int]) -> list[int]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LogitsProcessorList
 
 from engine.batching.budget import MicroBatchBudget
 from engine.budget.architecture.lookup import find_architecture
@@ -199,7 +198,7 @@ def test_answers_about_images_do_not_depend_on_the_batch(tmp_path: Path) -> None
         def answers(rows: list[int]) -> list[list[int]]:
             prompts = [data.split_question(row)[0] for row in rows]
             settings, images = Generate(max_new_tokens=6), partial(data.images_of, rows)
-            return generate(loaded, prompts, rows, settings, LogitsProcessorList(), images)
+            return generate(loaded, prompts, rows, settings, images)
 
         loaded.model.eval()
         rows = [0, 1, 2]  # of three sizes

@@ -39,7 +39,7 @@ def share_evaluation(context: EvaluationContext, data: TokenData, ranks: Ranks) 
         failure = catch_oom(forward, context.device, kind)
         failed = gather_failures(ranks, failure, None, context.device)
         if not failed:
-            return [each[0] for each in _gather(ranks, results) if each]
+            return [each[0] for each in gather_results(ranks, results) if each]
         context.device.release_cached()
         oom = smallest_failed(failed)
         return FailedPass(oom.failure, oom.rank)
@@ -49,9 +49,9 @@ def share_evaluation(context: EvaluationContext, data: TokenData, ranks: Ranks) 
     return replace(context, shares=ranks.size, run_on_all_ranks=lambda kind, parts: request(kind, parts=parts))
 
 
-def _gather(ranks: Ranks, results: list[Any]) -> list[list[Any]]:
-    """Every rank's list `results` (JSON), in the order of ranks. Long lists are sent in several exchanges, because the
-    size of one exchange is limited."""
+def gather_results(ranks: Ranks, results: list[Any]) -> list[list[Any]]:
+    """Every rank's list `results` (JSON), in the order of ranks. All ranks call this. Long lists are sent in several
+    exchanges, because the size of one exchange is limited."""
     text = json.dumps(results)
     rounds = max(-(-length // PIECE_CHARACTERS) for length in ranks.all_gather_object(len(text)))
     pieces = [
