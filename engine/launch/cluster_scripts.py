@@ -23,6 +23,11 @@ from engine.spec.schema.run import RunSpec
 SECONDS_TO_SAVE = 120
 """Time between Slurm's TERM and the end of the time limit, for the step in progress and a checkpoint."""
 
+REJOINING = """\
+# A machine that is started again joins the others: with a store shared between agent and ranks, torchrun (torch 2.13)
+# does not tell it where rank 0 is, and all agents end after 60 s.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"""
+
 CPUS_PER_DEVICE = 4
 """CPUs to request from Slurm for each device: its training process and data workers."""
 
@@ -95,6 +100,7 @@ RUNS=${{TUNEDECK_RUNS:-{shlex.quote(str(job.runs))}}}
 export TUNEDECK_JOB="slurm-${{SLURM_CLUSTER_NAME:-cluster}}-$SLURM_JOB_ID"
 # How long torchrun lets the ranks save before it kills them (torch 2.13 or newer).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SECONDS_TO_SAVE - 20}
+{REJOINING}
 # One token cache for all machines: with one each, the data would be tokenised again on every machine but the first.
 export TUNEDECK_CACHE=${{TUNEDECK_CACHE:-$RUNS/.cache}}
 {export_lines(job.spec)}
@@ -138,6 +144,7 @@ TUNEDECK=$("$PYTHON" -c 'import tunedeck; print(tunedeck.__file__)')
 SPEC={shlex.quote(str(job.spec_file))}
 RUNS=$TUNEDECK_RUNS
 export TUNEDECK_JOB="skypilot-$SKYPILOT_TASK_ID"
+{REJOINING}
 {export_lines(job.spec)}head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
 mkdir -p "$RUNS"
 # One token cache for all machines: with one each, the data would be tokenised again on every machine but the first.

@@ -6,13 +6,17 @@ Not a test module. Needs the rights of root and the programs of iproute2 and uti
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -34,6 +38,26 @@ class Machine:
         """Start a command on this machine."""
         return subprocess.Popen(self.command(*words), text=True, **options)
 
+    def processes(self) -> list[int]:
+        """The ids of all processes on this machine, oldest first, except for the holder."""
+        here = os.readlink(f"/proc/{self.holder}/ns/net")
+        found = []
+        for pid in psutil.pids():
+            with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+                if pid != self.holder and os.readlink(f"/proc/{pid}/ns/net") == here:
+                    found.append(pid)
+        return sorted(found)
+
+    def kill_processes(self) -> None:
+        """Send SIGKILL to all processes on this machine, parents first, and wait until they are gone. The machine
+        itself stays reachable."""
+        found = self.processes()
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while set(found) & set(self.processes()):
+            time.sleep(0.01)
+
 
 @contextmanager
 def machines(folder: Path) -> Iterator[list[Machine]]:
@@ -54,7 +78,12 @@ def machines(folder: Path) -> Iterator[list[Machine]]:
                 pytest.skip("no network namespaces here")
         pair = [Machine(f"node-{n}", ADDRESSES[n], holders[n].pid) for n in range(2)]
         _join(pair)
-        yield pair
+        try:
+            yield pair
+        finally:
+            # Twice: the first machine may have started something on the second one meanwhile.
+            for machine in (*pair, *pair):
+                machine.kill_processes()
     except FileNotFoundError as error:
         pytest.skip(f"no network namespaces here: {error}")
     finally:

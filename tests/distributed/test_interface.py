@@ -23,7 +23,8 @@ with process_group(60.0, "cpu") as ranks:
 """
 
 
-@pytest.mark.parametrize("master", [pytest.param(ADDRESSES[0], marks=pytest.mark.torture), "node-0"])
+@pytest.mark.torture  # `tests/distributed/test_two_machines.py` has whole runs of such machines
+@pytest.mark.parametrize("master", [ADDRESSES[0], "node-0"])
 def test_machines_whose_names_resolve_to_loopback_vote(master: str, tmp_path: Path) -> None:
     with machines(tmp_path) as pair:
         ranks = []

@@ -93,6 +93,7 @@ def ends(process: subprocess.Popen[bytes], script: Path) -> int:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.torture  # `tests/distributed/test_two_machines.py` runs the same script on two machines
 def test_a_slurm_script_trains_one_run_on_two_nodes(
     tunedeck: Tunedeck, files: tuple[Path, Path], path: str, tmp_path: Path
 ) -> None:
