@@ -57,11 +57,11 @@ def test_control_characters_become_visible_and_letters_stay() -> None:
     assert escape("née\t\u200b日本") == "née\\t\\u200b日本"
 
 
-def test_the_command_runs_the_demo_recipe_without_loading_a_model(tmp_path: Path) -> None:
+def test_the_command_runs_the_demo_recipe_without_loading_a_model_or_datasets(tmp_path: Path) -> None:
     code = (
         "import sys; from engine.cli import app\n"
         "app(['data', '-r', 'demo', '--show', '1', '--json'], standalone_mode=False)\n"
-        "sys.exit('peft' in sys.modules)"
+        "sys.exit(' '.join({'peft', 'datasets', 'pandas'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
