@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # NVML readings must work where torch does not import
     import torch
 
-    from engine.device.host_copies import HostCopy
+    from engine.device.host_copies import HostCopy, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,16 @@ class Device(Protocol):
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a device tensor to the host. The copy has no autograd history."""
+        ...
+
+    @property
+    def streams(self) -> Streams:
+        """The streams on which copies to the host and back run beside the computation."""
+        ...
+
+    def park(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a device tensor to the host, to be copied back and forth often: into page-locked memory if the device
+        has any, else as `download` does. The copy has no autograd history and is complete on return."""
         ...
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
-from engine.device.host_copies import HostCopy, PlainCopy
+from engine.device.host_copies import HostCopy, NoStreams, PlainCopy, Streams
 
 if TYPE_CHECKING:
     from engine.spec.schema.run import RunSpec
@@ -31,6 +31,7 @@ class CpuDevice:
     simulated = False
     supports_bfloat16 = True
     asynchronous = False
+    streams: Streams = NoStreams()
 
     def __init__(self, capacity_bytes: int) -> None:
         self.name = "CPU"
@@ -101,6 +102,10 @@ class CpuDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy, which the caller may change without changing `tensor`."""
         return tensor.detach().clone()
+
+    def park(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, as `download` does."""
+        return self.download(tensor)
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
         """Return a HostCopy whose copy is complete: operations on the CPU are not queued."""

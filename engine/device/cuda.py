@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,10 @@ import torch
 from engine.device.allocator import allocator_notices
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.bounded import within
-from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy
+from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy, Streams
 from engine.device.nvml import read_gpus
 from engine.device.oom import StuckDeviceError, classify
+from engine.device.page_lock import page_locked_copy
 from engine.errors import DeviceBusyError, EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -145,10 +146,13 @@ class CudaDevice:
         except RuntimeError as error:
             if classify(error) is None:
                 raise
-            self.stop_pinning()
-            reason = str(error).splitlines()[0]
-            self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
+            self._note_refusal(str(error).splitlines()[0])
             return None
+
+    def _note_refusal(self, reason: str) -> None:
+        """Stop pinning, and add a notice that says so with the `reason`."""
+        self.stop_pinning()
+        self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
 
     def stop_pinning(self) -> None:
         """From now on copy to the card from pageable memory: `pin` returns the tensors that it is given."""
@@ -162,6 +166,19 @@ class CudaDevice:
         """Copy `tensor` to the host; the copy is complete on return."""
         return tensor.detach().to("cpu", copy=True)
 
+    def park(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy `tensor` to host memory that is page-locked in place; the copy is complete on return. If the driver
+        refuses, a notice is added to `notices`, and this copy and later ones are in ordinary memory: copying them is
+        slower, and the host waits for it."""
+        if not self._can_pin or not tensor.is_contiguous():
+            return self.download(tensor)
+        copy, code = page_locked_copy(tensor, torch.cuda.cudart())
+        if code:
+            self._note_refusal(f"CUDA error {code}")
+            with suppress(RuntimeError):  # CUDA reports the refusal a second time, to the next kernel: this one
+                torch.zeros(1, device=self.torch_device)
+        return copy
+
     def offload(self, tensor: torch.Tensor) -> HostCopy:
         """Start to copy `tensor` to page-locked memory, on a separate stream. Without page-locked memory, the copy is
         complete on return."""
@@ -174,8 +191,13 @@ class CudaDevice:
         self._copies.settle()
 
     @cached_property
+    def streams(self) -> Streams:
+        """The card's streams for copies: each is made once."""
+        return CudaStreams(self.torch_device)
+
+    @cached_property
     def _copies(self) -> CopyStreams:
-        return CopyStreams(CudaStreams(self.torch_device), self.torch_device)
+        return CopyStreams(self.streams, self.torch_device)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the host, as `download` does."""

@@ -16,7 +16,7 @@ Try: `pytest tests/device/test_host_copies.py`
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -84,6 +84,10 @@ class Streams(Protocol):
         """Context manager: inside the block, operations are queued on `stream`."""
         ...
 
+    def wait_on_host(self, stream: Stream) -> None:
+        """Wait on the host until the work queued on `stream` has run."""
+        ...
+
 
 class CudaStreams:
     """The streams of a CUDA card. Implements `Streams`."""
@@ -100,6 +104,38 @@ class CudaStreams:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Context manager: inside the block, `stream` is the current CUDA stream."""
         return torch.cuda.stream(stream)
+
+    def wait_on_host(self, stream: Stream) -> None:
+        """Wait on the host until the work queued on `stream` has run; its errors are raised here."""
+        stream.record_event().synchronize()
+
+
+class NoStream:
+    """A stream on which all work has run by the time it is queued. Implements `Stream`."""
+
+    def record_event(self) -> None:
+        """Return None: there is nothing to wait for."""
+
+    def wait_event(self, event: None) -> None:
+        """Do nothing."""
+
+
+class NoStreams:
+    """The streams of a device that runs every operation at once: the CPU. Implements `Streams`."""
+
+    out: Stream = NoStream()
+    back: Stream = out
+
+    def compute(self) -> Stream:
+        """The one stream that there is."""
+        return self.out
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Context manager that does nothing."""
+        return nullcontext()
+
+    def wait_on_host(self, stream: Stream) -> None:
+        """Do nothing: the work has run."""
 
 
 class _Leaving(NamedTuple):

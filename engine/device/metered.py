@@ -21,7 +21,7 @@ import torch
 
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
-from engine.device.host_copies import HostCopy, PlainCopy
+from engine.device.host_copies import HostCopy, NoStreams, PlainCopy, Streams
 from engine.device.meter import Meter
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class MeteredDevice:
     simulated = True
     supports_bfloat16 = True
     asynchronous = False
+    streams: Streams = NoStreams()
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
         """Create a device of `capacity_bytes`, from which the bytes that `co_tenant` currently holds are subtracted."""
@@ -114,6 +115,10 @@ class MeteredDevice:
         """Return a copy that is not counted."""
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
+
+    def park(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy, as `download` does."""
+        return self.download(tensor)
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
         """Return a HostCopy whose copy is complete: operations on the CPU are not queued."""

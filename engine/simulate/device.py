@@ -12,7 +12,7 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from transformers import masking_utils
 
 from engine.budget.trace.attention import scratch_per_token
 from engine.budget.trace.operations import HALF
-from engine.device.host_copies import CopyStreams, HostCopy, Stream
+from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
 from engine.spec.schema.profile import Device as DeviceTable
 
@@ -46,7 +46,7 @@ class SimulatedDevice(MeteredDevice):
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
         self._operations = _Operations(like_cuda)
-        self._copies = CopyStreams(_OneStream(), self.torch_device) if like_cuda else None
+        self._copies = CopyStreams(NoStreams(), self.torch_device) if like_cuda else None
 
     @classmethod
     def of(cls, device: DeviceTable) -> SimulatedDevice:
@@ -100,25 +100,6 @@ class SimulatedDevice(MeteredDevice):
             yield
         finally:
             self._meter.tracker.sums_gradients_in_place = False
-
-
-class _OneStream:
-    """The streams of a device that completes each operation before the next begins: copies and computation share this
-    stream, and events need no wait. Implements the protocols `Streams` and `Stream`."""
-
-    def __init__(self) -> None:
-        self.out: Stream = self
-        self.back: Stream = self
-
-    def compute(self) -> Stream:
-        return self
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def record_event(self) -> None: ...
-
-    def wait_event(self, event: None) -> None: ...
 
 
 class _Operations(TorchDispatchMode):

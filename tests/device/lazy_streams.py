@@ -22,11 +22,24 @@ Event = Callable[[], None]
 """Runs the work that it stands for, if that has not run yet."""
 
 
+class ComputedSoFar:
+    """An event of the computation, which never needs to run anything."""
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes
+
+    def __call__(self) -> None: ...
+
+
 class Computation:
     """The stream of the computation, which runs everything at once."""
 
+    def __init__(self) -> None:
+        self.passes = 0
+        """Tests count here what they compute, if copies must wait for it."""
+
     def record_event(self) -> Event:
-        return lambda: None
+        return ComputedSoFar(self.passes)
 
     def wait_event(self, event: Event) -> None:
         event()
@@ -38,6 +51,8 @@ class LazyStream:
     def __init__(self) -> None:
         self.queue: deque[Callable[[], None]] = deque()
         self._queued, self._run = 0, 0
+        self.after = -1
+        """The passes of the computation that this stream's next work waits for."""
 
     def add(self, work: Callable[[], None]) -> None:
         self.queue.append(work)
@@ -54,6 +69,8 @@ class LazyStream:
         return run
 
     def wait_event(self, event: Event) -> None:
+        if isinstance(event, ComputedSoFar):
+            self.after = event.passes
         self.add(event)
 
 
@@ -61,12 +78,13 @@ class _Queued(TorchDispatchMode):
     """Queues copies on a stream instead of making them. Of target and source, `host` (0 or 1) is page-locked memory,
     which torch itself keeps until the copy has ended; if nobody wants it any more, the copy does nothing."""
 
-    def __init__(self, stream: LazyStream, host: int) -> None:
+    def __init__(self, stream: LazyStream, host: int, computation: Computation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self.stream, self.host = stream, host
+        self.stream, self.host, self.computation = stream, host, computation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is torch.ops.aten.copy_.default, f"{func} on a stream for copies"
+        assert self.stream.after == self.computation.passes, "a copy that does not wait for the computation"
         target, source = (weakref.ref(tensor.untyped_storage()) for tensor in args[:2])
         views = [(each.dtype, each.storage_offset(), each.shape, each.stride()) for each in args[:2]]
 
@@ -91,15 +109,18 @@ class LazyStreams:
     def __init__(self) -> None:
         self.out: Stream = LazyStream()
         self.back: Stream = LazyStream()
-        self._computation = Computation()
+        self.computation = Computation()
 
     def compute(self) -> Stream:
-        return self._computation
+        return self.computation
 
     @contextmanager
     def on(self, stream: LazyStream) -> Iterator[None]:
-        with _Queued(stream, 0 if stream is self.out else 1):
+        with _Queued(stream, 0 if stream is self.out else 1, self.computation):
             yield
+
+    def wait_on_host(self, stream: Stream) -> None:
+        stream.record_event()()
 
 
 class LazyDevice(MeteredDevice):
@@ -107,7 +128,8 @@ class LazyDevice(MeteredDevice):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self.copies = CopyStreams(LazyStreams(), self.torch_device)
+        self.streams = self.lazy = LazyStreams()
+        self.copies = CopyStreams(self.lazy, self.torch_device)
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
         with self.host_region():

@@ -1,6 +1,6 @@
 """Proof: tensors copied to the device through page-locked memory have the right values, also if several copies follow
 one another; so do tensors that are offloaded to the host and brought back, although the device memory that they leave
-is overwritten at once.
+is overwritten at once, and those that are kept on the host.
 
 Try: `pytest tests/train/proofs/test_state.py`
 """
@@ -23,7 +23,7 @@ def facts(setup: TrainingSetup) -> list[str]:
 
 
 def prove(setup: TrainingSetup) -> str:
-    """Copy several tensors to the device one after another without waiting, offload them, and read all of them back.
+    """Copy several tensors to the device one after another without waiting, offload and park them, and read them back.
     Returns what was shown, in a few words. Raises DisprovedError if a value differs."""
     device = setup.context.device
     with device.host_region():
@@ -36,6 +36,8 @@ def prove(setup: TrainingSetup) -> str:
     for number, (tensor, copy) in enumerate(zip(sent, _there_and_back(device, arrived), strict=True)):
         if not torch.equal(device.download(copy), tensor):
             raise DisprovedError(f"offloaded tensor {number + 1} of {COPIES} came back with other values")
+        if not torch.equal(device.download(device.upload(device.park(copy))), tensor):
+            raise DisprovedError(f"tensor {number + 1} of {COPIES}, kept on the host, has other values")
     return f"{COPIES} copies in flight arrive as they were sent, and come back from the host"
 
 

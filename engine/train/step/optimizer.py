@@ -90,7 +90,7 @@ def guard_parameters(
     optimizer, rounding = build_optimizer(train, named), Rounding.of(train)
     offload = train.optimizer_offload and device.kind != "cpu"
     if offload:
-        allocate_state(optimizer, rounding, device.download)
+        allocate_state(optimizer, rounding, device.park)
     else:
         allocate_state(optimizer, rounding)
     update = PiecewiseUpdate(optimizer, named, rounding, first_elements)
