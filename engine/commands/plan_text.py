@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.budget.advise.evaluation_plan import EvaluationPlan
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
+    from engine.budget.predict.network import NetworkTraffic
     from engine.spec.schema.run import RunSpec
 
 MIB, GIB = 2**20, 2**30
@@ -136,6 +137,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     ]
     if planned.parallel:
         lines.append(f"parallel: {planned.parallel}")
+    if planned.network:
+        lines.append(network_sentence(planned.network, planned.accumulation))
     if spec.recipe.train.optimizer == "adafactor":
         lines.append(WHICH_ADAFACTOR)
     if planned.predictor == "simulated":
@@ -173,6 +176,20 @@ def generate_sentence(planned: Plan, used: int) -> str:
     if not planned.generate_adds_bytes:
         return f"{rows} adds nothing: its {needs} are less than the peak of the steps"
     return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+
+
+def network_sentence(network: NetworkTraffic, micro_batches: int) -> str:
+    """Say how much each machine receives from the others in a step of `micro_batches` micro-batches."""
+    step_bytes = network.in_a_step(micro_batches)
+    in_all = f"network: each of {network.machines} machines receives at least {format_size(step_bytes, step_bytes)}"
+    weights, gradients = network.weights_per_micro_batch, network.gradients_per_micro_batch
+    if not weights:
+        return f"{in_all} of gradients from the others in an optimizer step"
+    return (
+        f"{in_all} from the others in an optimizer step: in every micro-batch {format_size(weights, weights)} of "
+        f"weights and {format_size(gradients, gradients)} of gradients, because weights are sharded over all machines; "
+        "fewer and larger micro-batches, or fewer machines, exchange less"
+    )
 
 
 def host_sentence(planned: Plan) -> str:

@@ -95,3 +95,32 @@ def test_the_cost_of_a_micro_batch_is_the_predicted_peak(parallel: dict[str, Any
 def test_a_plan_for_several_devices_says_that_it_is_a_prediction() -> None:
     assert plan_for(4, SHARDED).as_json()["predicted_only"] is True
     assert plan_for(1, {}).as_json()["predicted_only"] is False
+
+
+def plan_over(machines: int, parallel: dict[str, Any], **tables: Any) -> Plan:
+    spec = spec_for(4, parallel, **tables)
+    nodes = spec.profile.nodes.model_copy(update={"count": machines})
+    return make_plan(spec.model_copy(update={"profile": spec.profile.model_copy(update={"nodes": nodes})}))
+
+
+def test_what_crosses_the_network_is_a_share_of_weights_and_gradients() -> None:
+    """Each machine has to receive what it does not hold. `tests/distributed/test_sharded_steps.py` compares the totals
+    with the buffers of real collectives."""
+    elements = 7_615_616_512
+    ends = 2 * 152_064 * 3584  # embedding and head, which are gathered once
+    batch = {"micro_batch": 1, "batch_size": 32}
+    assert plan_over(1, SHARDED, **FULL).as_json()["network"] is None
+    for machines in (2, 4):
+        share = (machines - 1) / machines
+        plan = plan_over(machines, SHARDED, method={"kind": "full"}, train=batch)
+        found = plan.as_json()["network"]
+        weights, gradients = 2 * (2 * elements - ends) * share, 4 * elements * share
+        assert found["machines"] == machines and plan.accumulation == 8 // machines
+        assert found["weights_bytes_per_micro_batch"] == pytest.approx(weights, rel=1e-3)
+        assert found["gradients_bytes_per_micro_batch"] == pytest.approx(gradients, rel=1e-3)
+        assert found["bytes_per_step"] == pytest.approx(plan.accumulation * (weights + gradients), rel=1e-3)
+        kept = plan_over(machines, KEPT, method={"kind": "full"}, train=batch).as_json()["network"]
+        assert kept["weights_bytes_per_micro_batch"] == pytest.approx(2 * elements * share, rel=1e-3)
+        whole = plan_over(machines, {"strategy": "replicated"}, method={"kind": "full"}, train=batch).as_json()
+        assert whole["network"]["weights_bytes_per_micro_batch"] == 0
+        assert whole["network"]["bytes_per_step"] == pytest.approx(2 * gradients, rel=1e-3)

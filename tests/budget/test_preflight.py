@@ -124,3 +124,20 @@ def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_t
         create_run(spec, tmp_path)
     assert "2.13" in refused.value.found and "replicated" in refused.value.fix
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_over_several_machines_are_warned_of_where_each_device_holds_the_model() -> None:
+    over = ["model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", "nodes.count=2"]
+    assert 'set parallel.strategy="replicated"' in warned(spec_of("lora", *over, profile="4xh100"))
+    assert "machines" not in warned(spec_of("full", *over, profile="4xh100")), "needs its shards"
+    assert "machines" not in warned(spec_of("lora", *over[:2], profile="4xh100")), "one machine"
+
+
+def test_plan_says_what_crosses_the_network() -> None:
+    command = ["plan", "-p", "4xh100", "-r", "lora", "--set", "model.id=Qwen/Qwen2.5-7B", "--set", "nodes.count=2"]
+    replicated, sharded = (
+        " ".join(CliRunner().invoke(app, [*command, "--set", f"parallel.strategy={strategy}"]).stdout.split())
+        for strategy in ("replicated", "sharded")
+    )
+    assert "each of 2 machines receives at least 154.0 MiB of gradients from the others in an optimizer" in replicated
+    assert "in every micro-batch 13.32 GiB of weights and 77.0 MiB of gradients" in sharded

@@ -7,7 +7,7 @@ made to fail there is in `tests.distributed.faults`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.batching.cost import micro_batch_cost
+from engine.budget.advise.plan import find_predictor
+from engine.budget.predict.parallel_layout import shards
 from engine.budget.predict.shards import SHARDS_SINCE
 from engine.distributed.ranks import Ranks
 from engine.spec.installed import installed, older
@@ -216,6 +219,33 @@ def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any
         found[name] = work.memory()
         work.close()
     return found
+
+
+def exchanged_in_micro_batch(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Bytes of weights and of gradients in the buffers of a micro-batch's collectives: (planned, measured). All ranks
+    call it."""
+    work = RankWorkbench(folder, ranks, tables)
+    counts = [0, 0]
+    gather, reduce = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+
+    def counting(which: int, call: Callable[..., Any], place: str) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            counts[which] += named[place].nbytes
+            return call(*arguments, **named)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultAllGather, "__call__", counting(0, gather, "output_tensor"))
+        patch.setattr(DefaultReduceScatter, "__call__", counting(1, reduce, "input_tensor"))
+        outcome = work.transaction.run(1, work.setup.order.step(1))
+    predictor = find_predictor(work.spec)
+    assert predictor.arch is not None
+    groups = shards(predictor.arch, predictor.config, predictor.layout)
+    work.close()
+    assert groups is not None
+    planned = [groups.gathered_in_micro_batch(), groups.reduced_in_micro_batch()]
+    return planned, [count / outcome.micro_batches for count in counts]
 
 
 def on_uneven_devices(ranks: Ranks, folder: Path, tables: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.distributed.rank_workbench import (
     LORA,
     NEEDS_SHARDS,
     RankWorkbench,
+    exchanged_in_micro_batch,
     on_uneven_devices,
     planned_memory,
     sharded,
@@ -77,6 +78,11 @@ def memory(ranks: Ranks, folder: Path) -> Any:
     return planned_memory(ranks, folder, cases)
 
 
+def exchanged(ranks: Ranks, folder: Path) -> Any:
+    larger = {name: small_model(folder, tables, layers=3, width=64) for name, tables in CASES.items()}
+    return {name: exchanged_in_micro_batch(ranks, folder, tables) for name, tables in larger.items()}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steps")
@@ -84,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crew(folder: Path) -> dict[str, list[Any]]:
-    return run_ranks([every_case, precisions, uneven_devices, memory], folder)
+    return run_ranks([every_case, precisions, uneven_devices, memory, exchanged], folder)
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +142,9 @@ def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
 def test_a_rank_holds_what_the_plan_predicts_for_it(case: str, crew: dict[str, list[Any]]) -> None:
     for planned, measured in (rank[case] for rank in crew["memory"]):
         assert planned == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_micro_batch_exchanges_what_the_plan_says(case: str, crew: dict[str, list[Any]]) -> None:
+    for planned, measured in (rank[case] for rank in crew["exchanged"]):
+        assert measured == pytest.approx(planned, rel=0.01)

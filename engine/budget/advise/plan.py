@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.host_memory import host_capacity_bytes
+from engine.budget.predict.network import NetworkTraffic, network_traffic
 from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.trace.memory_config import MemoryConfig
@@ -55,6 +56,8 @@ class Plan:
     parallel: str = ""
     """The text `provenance.parallel` of the run spec: how strategy and sequence were decided, and which keys of the
     profile were replaced."""
+    network: NetworkTraffic | None = None
+    """Bytes that cross the network between machines; None for a run on one machine."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
@@ -120,6 +123,7 @@ class Plan:
             "remedies": self.remedies,
             "ranks": self.ranks,
             "parallel": self.parallel,
+            "network": self.network.as_json(self.accumulation) if self.network else None,
             "image_tokens": self.image_tokens,
             "predicted_only": self.ranks > 1,
             "predictor": self.predictor,
@@ -140,7 +144,8 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
     prediction = predictor.predict(rows, length)
     verdict, remedies = _verdict(predictor, spec, prediction, rows, length)
-    encoder = predictor.arch.vision_encoder if predictor.arch is not None else None
+    arch, machines = predictor.arch, spec.profile.nodes.count
+    encoder = arch.vision_encoder if arch is not None else None
     return Plan(
         verdict=verdict,
         capacity_bytes=predictor.capacity_bytes,
@@ -158,6 +163,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
         host_capacity_bytes=host_capacity_bytes(spec.profile),
         generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
         parallel=spec.provenance.parallel,
+        network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )
 

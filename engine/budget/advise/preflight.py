@@ -53,6 +53,7 @@ def warnings_of(
     found += _nothing_to_round(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
+    found += _shards_over_machines(spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -207,6 +208,21 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
         f"failure is a restart of all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
         "train.micro_batch that is sure to fit"
     )
+
+
+def _shards_over_machines(spec: RunSpec) -> Iterator[str]:
+    """Warn of weights that are sharded over several machines though each device holds the whole model."""
+    parallel, machines = spec.profile.parallel, spec.profile.nodes.count
+    if machines == 1 or parallel.strategy != "sharded":
+        return
+    replicated = parallel.model_copy(update={"strategy": "replicated"})
+    whole = make_plan(spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": replicated})}))
+    if whole.verdict == "fits":
+        yield (
+            f"weights that are sharded over {machines} machines cross the network in every micro-batch (see the plan), "
+            'and each device holds the whole model: set parallel.strategy="replicated", which exchanges gradients once '
+            "a step"
+        )
 
 
 def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:

@@ -89,7 +89,12 @@ def bucket_bytes(arch: Architecture, config: MemoryConfig, layout: ParallelLayou
     """Bytes of the buffer in which replicated ranks sum gradients for the whole run; 0 for other strategies."""
     if layout.ranks == 1 or layout.sharded:
         return 0
-    return min(BUCKET_BYTES, round_to_blocks(_trained_elements(arch, config) * FLOAT))
+    return min(BUCKET_BYTES, round_to_blocks(summed_bytes(arch, config)))
+
+
+def summed_bytes(arch: Architecture, config: MemoryConfig) -> int:
+    """Bytes of all gradients in fp32, which replicated ranks sum in every step."""
+    return _trained_elements(arch, config) * FLOAT
 
 
 def shards(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> Shards | None:

@@ -89,6 +89,17 @@ class Shards:
         coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
         return self._kept_up_to(layer) + coming + behind + self._table_held
 
+    def gathered_in_micro_batch(self) -> int:
+        """Bytes of all weights that one micro-batch gathers: those of the layers and of the small modules for forward
+        and, unless they are kept, again for backward, those of embedding and head once."""
+        uses = 1 if self.keeps else 2
+        ends = self.table.flat + (self.head.flat if self.head else 0)
+        return ends + uses * sum(group.flat for group in (*self.layers, *self.small))
+
+    def reduced_in_micro_batch(self) -> int:
+        """Bytes of all gradients that one micro-batch sums over the ranks, in fp32."""
+        return sum(group.reduced for group in (*self.layers, *self.outer))
+
     def embedding(self) -> int:
         """Bytes of gathered weights and of buffers while the embedding's gradient is computed or reduced."""
         return max(self.layers[0].reduced + self._table_held, self.table.reduced)
