@@ -121,13 +121,13 @@ class ShardedModel:
         *,
         head: nn.Module,
         drops_weights: bool,
-        fill: Callable[[Sequence[nn.Module]], None],
+        fill: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
         host_region: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Shard `root`, which holds `model` and `head`, over the ranks of `mesh`, group by group; `voted_group` votes
         before collectives.
 
-        `fill` loads a group's weights just before the group is sharded, so that at most one group is in memory in full.
+        `fill` loads a group's weights around its sharding, so that at most one group is in memory in full.
         With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's. `host_region` is the
         device's context for host allocations.
         """
@@ -135,15 +135,15 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._kept: list[tuple[FSDPModule, bool]] = []
         for modules in groups:
-            fill(modules)
             drops = drops_weights and not any(module is head for module in modules)
-            fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
+            with fill(modules):
+                fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=drops)
             self._kept.append((cast(FSDPModule, modules[0]), drops))
             if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
                 cast(FSDPModule, modules[0]).set_unshard_in_backward(False)  # its backward uses no weight
-        fill([root])
-        # The head's weights also belong to a module inside the model, which is not a group.
-        fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
+        with fill([root]):
+            # The head's weights also belong to a module inside the model, which is not a group.
+            fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
         self._root = cast(FSDPModule, root)
         for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
             module.set_custom_all_gather(VotingAllGather(voted_group))

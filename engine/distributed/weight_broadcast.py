@@ -1,14 +1,17 @@
-"""Moves weights from rank 0's host memory to the shards of all ranks when a model is loaded, and back when it is saved.
-Tensors are moved one at a time through host memory on every rank, so that no device needs more memory than for
-training.
+"""Gives each rank its shards of the weights when a model is loaded, and gathers them on rank 0 when it is saved.
+
+A rank reads its own rows of the weights that all ranks find in safetensors files; all others come from rank 0. Tensors
+are moved one at a time through host memory, so that no device needs more memory than for training.
 
 Try: `pytest tests/distributed/test_sharded_model.py`
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,11 @@ from torch.nn import Parameter
 
 from engine.device.base import Device
 from engine.distributed.host_gather import raising_lost_rank
+from engine.distributed.own_rows import own_rows
 from engine.distributed.ranks import Ranks
 from engine.distributed.voted_group import VotedGroup
+from engine.distributed.weight_files import Place, WeightFiles
+from engine.journal.event_text import format_bytes
 
 Key = TypeVar("Key")
 
@@ -28,51 +34,119 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
 """Dtypes of weights and buffers, by the names that rank 0 sends to the others."""
 
 
-class WeightBroadcaster:
-    """Fills modules with rank 0's weights and buffers. On other ranks the modules have meta tensors, without memory,
-    until they are filled."""
+class WeightFiller:
+    """Fills modules with weights and buffers, in two steps around the sharding of each group of modules.
 
-    def __init__(self, ranks: Ranks, voted_group: VotedGroup, device: Device) -> None:
-        self._ranks, self._joint, self._device = ranks, voted_group, device
+    Before it, what all ranks find in a file becomes a parameter on "meta", without memory; all else becomes a copy of
+    rank 0's tensor. After it, every rank reads its own rows of what is in files. Until then, the modules of the other
+    ranks have meta tensors.
+    """
+
+    def __init__(self, ranks: Ranks, voted_group: VotedGroup, device: Device, files: WeightFiles) -> None:
+        self._ranks, self._joint, self._device, self._files = ranks, voted_group, device, files
         self._filled: set[int] = set()
+        self._unread: list[tuple[list[Slot], Place]] = []
+        self.sent_bytes = self.read_bytes = 0
+        """Bytes of the tensors that rank 0 sent so far, and of those that all ranks together read from files."""
 
-    def __call__(self, modules: Sequence[nn.Module]) -> None:
-        """Fill all parameters and buffers in and below `modules` that are not filled yet. All ranks call it.
+    @contextmanager
+    def __call__(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Context manager: fill all parameters and buffers in and below `modules` that are not filled yet; inside, the
+        modules are sharded. All ranks call it.
 
-        Raises PeerFailedError, LostRankError.
+        Raises:
+            PeerFailedError, LostRankError: another rank failed or is gone.
+            UsageError: a file is damaged.
+            torch.OutOfMemoryError: no memory for this rank's rows.
         """
-        places = list(_places(modules, self._filled))
+        self._before_sharding(modules)
+        yield
+        self._after_sharding()
+
+    def summary(self) -> str:
+        """On rank 0: how many bytes of weights came which way so far, and why not all were read from files."""
+        text = f"{format_bytes(self.read_bytes)} of weights read from files, by each rank its rows"
+        if not self.sent_bytes:
+            return text
+        text += f"; {format_bytes(self.sent_bytes)} sent by rank 0"
+        if self._files.missing:
+            return f"{text}, because not all ranks find {self._files.missing[0]} as rank 0 does"
+        return text if self.read_bytes else f"{text}, because no weight is in memory as it is in a safetensors file"
+
+    def _before_sharding(self, modules: Sequence[nn.Module]) -> None:
+        slots = list(_slots(modules, self._filled))
         self._joint.ready()
-        received = self._ranks.broadcast_object([[str(tensor.dtype), list(tensor.shape)] for _, _, tensor in places])
+        received = self._ranks.broadcast_object(
+            [[str(slot.tensor.dtype), list(slot.tensor.shape), self._files.place_of(slot.tensor)] for slot in slots]
+        )
         came: dict[int, Tensor] = {}
+        uses = defaultdict[int, list[Slot]](list)
         with self._device.host_region(), torch.no_grad():
-            for (table, name, tensor), (dtype, shape) in zip(places, received, strict=True):
-                if id(tensor) not in came:
-                    came[id(tensor)] = self._one(tensor, DTYPES[dtype], shape)
-                table[name] = came[id(tensor)]
+            for slot, (dtype, shape, place) in zip(slots, received, strict=True):
+                key = id(slot.tensor)
+                if key not in came and place is not None:
+                    came[key] = _empty(slot.tensor, DTYPES[dtype], shape, "meta")
+                    self._unread.append((uses[key], Place(*place)))
+                elif key not in came:
+                    came[key] = self._one(slot.tensor, DTYPES[dtype], shape)
+                    self.sent_bytes += came[key].nbytes
+                uses[key].append(slot)
+                slot.table[slot.name] = came[key]
         self._filled |= {id(tensor) for tensor in came.values()}
+
+    def _after_sharding(self) -> None:
+        """Read this rank's rows of the parameters on "meta". Each is replaced by one on the device, as torch expects of
+        a parameter that had no memory when it was sharded."""
+        for slots, place in self._unread:
+            empty = slots[0].table[slots[0].name]
+            assert isinstance(empty, DTensor)
+            filled = Parameter(self._own_part(empty, place), empty.requires_grad)
+            self.read_bytes += empty.numel() * empty.element_size()
+            for slot in slots:
+                slot.table[slot.name] = filled
+        self._unread.clear()
+
+    def _own_part(self, empty: DTensor, place: Place) -> DTensor:
+        part = torch.empty_like(empty.to_local(), device=self._device.torch_device)
+        with self._device.host_region(), torch.no_grad():
+            part.copy_(self._files.read(place, own_rows(empty)))
+        return DTensor.from_local(
+            part, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+        )
 
     def _one(self, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Broadcast one tensor from rank 0; returns the tensor itself on rank 0, a copy in host memory on the other
         ranks. `dtype` and `shape` are those on rank 0."""
-        sent = tensor.detach().contiguous() if self._ranks.is_rank0 else torch.empty(shape, dtype=dtype)
+        here = tensor if self._ranks.is_rank0 else _empty(tensor, dtype, shape, "cpu")
         self._joint.ready()
         with raising_lost_rank():
-            dist.broadcast(_as_bytes(sent), src=0)
-        if self._ranks.is_rank0:
-            return tensor
-        return Parameter(sent, tensor.requires_grad) if isinstance(tensor, Parameter) else sent
+            dist.broadcast(_as_bytes(here.detach().contiguous()), src=0)
+        return here
 
 
-def _places(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield (dict that holds the tensor, its name there, tensor) for every parameter and buffer in or below `modules`
-    that is not filled yet."""
+class Slot(NamedTuple):
+    """Where a module holds a tensor."""
+
+    table: dict[str, Any]
+    """The module's parameters or buffers, by name."""
+    name: str
+    tensor: Tensor
+
+
+def _empty(like: Tensor, dtype: torch.dtype, shape: Sequence[int], place: str) -> Tensor:
+    """A tensor, or a parameter if `like` is one, without values."""
+    made = torch.empty(shape, dtype=dtype, device=place)
+    return Parameter(made, like.requires_grad) if isinstance(like, Parameter) else made
+
+
+def _slots(modules: Iterable[nn.Module], filled: set[int]) -> Iterator[Slot]:
+    """Yield the slots of every parameter and buffer in or below `modules` that is not filled yet."""
     for module in modules:
         for inner in module.modules():
             for table in (inner._parameters, inner._buffers):
                 for name, tensor in table.items():
                     if tensor is not None and not isinstance(tensor, DTensor) and id(tensor) not in filled:
-                        yield table, name, tensor
+                        yield Slot(table, name, tensor)
 
 
 def gather_on_rank0(

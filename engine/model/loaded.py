@@ -54,6 +54,8 @@ class LoadedModel:
     """False for a base model that was created in this run and is therefore saved beside its adapter."""
     notices: list[str] = field(default_factory=list)
     """Messages to show the user before the run starts."""
+    loading: str = ""
+    """If weights are sharded, how they came to the ranks, in words; else empty."""
     checkpointing: bool = False
     """Whether activations are recomputed in backward."""
     shards: dict[str, Parameter] | None = None

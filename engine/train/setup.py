@@ -101,6 +101,8 @@ def set_up(
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
     strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
+    if strategy.loaded.loading:
+        journal.phase("loading model", strategy.loaded.loading)
     strategy.loaded.images = images
     for notice in strategy.loaded.notices:
         journal.warn("model", notice)

@@ -1,7 +1,7 @@
 """Loads the model of a run whose ranks each hold a part of the weights.
 
-Rank 0 loads or initialises the model in its host memory and distributes it group by group; the other ranks build the
-same model from meta tensors.
+Rank 0 loads or initialises the model in its host memory; the other ranks build the same model from meta tensors. Group
+by group, each rank then reads its own rows of the weights that are in files, and receives the others from rank 0.
 
 Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
 """
@@ -22,7 +22,8 @@ from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel, groups_of
 from engine.distributed.voted_group import VotedGroup
-from engine.distributed.weight_broadcast import WeightBroadcaster
+from engine.distributed.weight_broadcast import WeightFiller
+from engine.distributed.weight_files import WeightFiles
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
@@ -53,6 +54,7 @@ def load_sharded(
     Raises:
         MemoryExhaustedError: memory ran out each time.
         UsageError, EnvironmentProblem: see `load_model`; raised on rank 0.
+        UsageError: a file of weights is damaged; raised on the rank that reads it.
         EnvironmentProblem: torch is too old for shards; raised on all ranks.
         LostRankError: another rank could not go on.
     """
@@ -62,8 +64,10 @@ def load_sharded(
     for number in range(1, ATTEMPTS + 1):
         loaded = _built(spec, device, tokenizer, ranks, report_retry)
 
-        def spread(loaded: LoadedModel = loaded) -> None:
-            made.append(_spread(spec, device, loaded, ranks, voted_group))
+        files = WeightFiles(ranks, loaded.model.parameters())
+
+        def spread(loaded: LoadedModel = loaded, files: WeightFiles = files) -> None:
+            made.append(_spread(spec, device, loaded, ranks, voted_group, files))
 
         failure = catch_oom(partial(voted_group.run_together, spread), device, "load")
         failed = gather_failures(ranks, failure, None, device)
@@ -95,12 +99,14 @@ def _built(
     return read[0] if read else load_model(spec, device, tokenizer, NOWHERE)
 
 
-def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, voted_group: VotedGroup) -> Sharded:
+def _spread(
+    spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, voted_group: VotedGroup, files: WeightFiles
+) -> Sharded:
     head = HeadWithLoss(find_head(loaded.base).project)
     groups = groups_of(loaded.model, loaded.base.get_input_embeddings(), head, loaded.base._no_split_modules or ())
     with device.host_region():
         mesh = init_device_mesh(device.torch_device.type, (ranks.size,))
-    root = ModelWithLoss(loaded.model, head)
+    root, fill = ModelWithLoss(loaded.model, head), WeightFiller(ranks, voted_group, device, files)
     sharded = ShardedModel(
         root,
         loaded.model,
@@ -109,9 +115,10 @@ def _spread(spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, vo
         voted_group,
         head=head,
         drops_weights=spec.profile.parallel.shard == "parameters",
-        fill=WeightBroadcaster(ranks, voted_group, device),
+        fill=fill,
         host_region=device.host_region,
     )
+    loaded.loading = fill.summary()
     device.adopt(loaded.model.buffers())
     loaded.shards = {plain_name(name): part for name, part in sharded.local_parameters().items()}
     loaded.first_elements = {plain_name(name): first for name, first in sharded.first_elements().items()}
