@@ -9,7 +9,7 @@ MEANINGS = {
     "b": {"scores"},
     "c": {"compare"},
     "d": {"samples"},
-    "e": {"export_file"},
+    "e": {"export_file", "export_plot"},
     "h": {"fold", "previous_pane", "other_pane"},
     "i": {"import_file"},
     "j": {"newer"},

@@ -35,6 +35,8 @@ class PlotCurve:
     style: str
     band: str = ""
     """Style of the band from least to greatest value; no band is drawn where it is empty."""
+    thick: bool = False
+    """Whether the line is two dots high where it is flat, instead of one."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,16 @@ def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, lo
 def ticks(y_range: YRange, height: int) -> dict[int, str]:
     """Return labels of the y axis by row number of a plot of `height` rows: round numbers, at most one every few rows.
     """
-    wanted = max(2, height // ROWS_PER_TICK)
     labels: dict[int, str] = {}
-    for value in _log_ticks(y_range, wanted) if y_range.log else _even_ticks(y_range, wanted):
+    for value in tick_values(y_range, max(2, height // ROWS_PER_TICK)):
         row = round((1 - y_range.share(value)) * (height - 1))
         labels.setdefault(row, f"{value:.4g}")
     return labels
+
+
+def tick_values(y_range: YRange, wanted: int) -> list[float]:
+    """Round numbers for the labels of the y axis, about as many as `wanted`."""
+    return _log_ticks(y_range, wanted) if y_range.log else _even_ticks(y_range, wanted)
 
 
 def _even_ticks(y_range: YRange, wanted: int) -> list[float]:
@@ -120,8 +126,17 @@ def draw_curves(
     for curve in curves:
         if curve.band:
             _draw_dots(cells, _band_dots(curve.columns, height, y_range), curve.band, ":" if ascii_only else "")
-        _draw_dots(cells, _line_dots(curve.columns, height, y_range), curve.style, "*" if ascii_only else "")
+        dots = _line_dots(curve.columns, height, y_range)
+        dots = [_thicker(span, 4 * height - 1) for span in dots] if curve.thick else dots
+        _draw_dots(cells, dots, curve.style, "*" if ascii_only else "")
     return cells
+
+
+def _thicker(span: tuple[int, int] | None, last: int) -> tuple[int, int] | None:
+    """The dots of a line in one column, and one more: below them, or above where there is no row below."""
+    if span is None:
+        return None
+    return (span[0], span[1] + 1) if span[1] < last else (max(0, span[0] - 1), span[1])
 
 
 def _draw_dots(cells: list[list[Cell]], dots: Sequence[tuple[int, int] | None], style: str, letter: str) -> None:

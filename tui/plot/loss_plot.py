@@ -1,17 +1,33 @@
 """The plot of one run: a metric over its steps, losses of evaluations, and marks of checkpoints and backoffs.
 
-The screen that contains the plot sets new data and decides how often.
+A cursor, moved by keys or a click, reads the points under it: the title then says steps and values. The screen that
+contains the plot sets new data and decides how often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from textual import events
 from textual.content import Content
 
-from tui.plot.braille import LABEL_WIDTH, Cell, PlotCurve, draw_curves, fit_y_range, plot_lines, ticks, x_axis_line
-from tui.plot.series import BoundedSeries, smoothed
+from engine.journal.event_text import format_number
+from tui.plot.braille import (
+    LABEL_WIDTH,
+    Cell,
+    PlotCurve,
+    YRange,
+    draw_curves,
+    fit_y_range,
+    plot_lines,
+    ticks,
+    x_axis_line,
+)
+from tui.plot.cursor import PlotCursor, XScale, draw_cursor, value_text, where_text
+from tui.plot.points_text import points_text
+from tui.plot.series import BoundedSeries, Reading, smoothed
+from tui.plot.svg import PlotRange, SvgCurve, svg_plot
 from tui.widgets.text_lines import TextLines
 
 HALF_LIFE_SHARE = 0.03
@@ -23,11 +39,22 @@ ZOOMS = {"all": 1.0, "last half": 0.5, "last tenth": 0.1}
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Options of the plot: a logarithmic y axis, smoothing, and the part of the run to show."""
+    """Options of the plot: a logarithmic y axis, a smoothed or a thick line, and the part of the run to show."""
 
     log: bool = False
     smooth: bool = False
+    thick: bool = False
     zoom: str = "all"
+
+    def next_line(self) -> PlotOptions:
+        """The options with the next kind of line: the points as they are, smoothed, thick."""
+        return replace(self, smooth=not self.smooth and not self.thick, thick=self.smooth)
+
+    @property
+    def words(self) -> list[str]:
+        """The options that are not as at first, in words."""
+        ways = [self.zoom] if self.zoom != "all" else []
+        return ways + ["log"] * self.log + ["smoothed"] * self.smooth + ["thick"] * self.thick
 
 
 @dataclass(frozen=True)
@@ -65,6 +92,7 @@ class LossPlot(TextLines):
         self._glyphs, self._ascii_only = glyphs, ascii_only
         self._data: LossPlotData | None = None
         self.options = PlotOptions()
+        self.cursor = PlotCursor()
         self.active = False
         """Whether keys act on this pane, which the title shows."""
 
@@ -78,44 +106,108 @@ class LossPlot(TextLines):
         self.options = options
         self._paint()
 
+    def move_cursor(self, by: int) -> None:
+        """Move the cursor by this many cells, to the next point in that direction."""
+        if self._data is not None and self._width > 0:
+            self.cursor.move(by, self._scale(self._data, self._width), [self._data.series])
+            self._paint()
+
+    def clear_cursor(self) -> None:
+        """Remove the cursor."""
+        self.cursor.clear()
+        self._paint()
+
+    def on_click(self, event: events.Click) -> None:
+        """Put the cursor on the clicked place."""
+        if self._data is not None and event.x >= LABEL_WIDTH and self._width > 0:
+            scale = self._scale(self._data, self._width)
+            self.cursor.x = scale.bounds(min(scale.width - 1, event.x - LABEL_WIDTH))[0]
+            self._paint()
+
+    def copied(self) -> str:
+        """The points that are shown, as text; empty without any."""
+        if self._data is None or not self._data.series.points:
+            return ""
+        scale = self._scale(self._data, 2 * max(1, self._width))
+        return points_text("steps", [self._data.label], [self._data.series], scale)
+
+    def picture(self, name: str) -> str:
+        """The plot as SVG; `name` is that of the run, for the legend. Empty without points."""
+        if self._data is None or not self._data.series.points:
+            return ""
+        scale, curve = self._scale(self._data, 1), SvgCurve(name, self._data.series)
+        shown, options = PlotRange(scale.start, scale.end), self.options
+        return svg_plot(self._data.label, "steps", [curve], shown, log=options.log, smooth=options.smooth)
+
+    @property
+    def label(self) -> str:
+        """The metric that is plotted."""
+        return self._data.label if self._data is not None else ""
+
+    @property
+    def _width(self) -> int:
+        """Cells between the y axis and the right end."""
+        return self.content_size.width - LABEL_WIDTH
+
+    def _scale(self, data: LossPlotData, width: int) -> XScale:
+        end = data.series.end
+        return XScale(end - (end - data.series.start) * ZOOMS[self.options.zoom], end, width)
+
     def on_resize(self) -> None:
         """Draw again for the new size."""
         super().on_resize()
         self._paint()
 
     def _paint(self) -> None:
-        width, height = self.content_size.width - LABEL_WIDTH, self.content_size.height - 3
+        width, height = self._width, self.content_size.height - 3
         if self._data is None or width < 4 or height < 2:
             self.show([])
             return
         self.show(self._plot(self._data, width, height))
 
     def _plot(self, data: LossPlotData, width: int, height: int) -> list[Content]:
-        end = data.series.end
-        start = end - (end - data.series.start) * ZOOMS[self.options.zoom]
+        x_scale = self._scale(data, width)
+        start, end = x_scale.start, x_scale.end
         columns = data.series.columns(2 * width, start, end)
         if self.options.smooth:
             columns = smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE))
-        curve = PlotCurve(columns, "$info", band="$band")
+        curve = PlotCurve(columns, "$info", band="$band", thick=self.options.thick)
         scores = [(step, value) for step, value in data.scores if start <= step <= end]
         y_range = fit_y_range([curve], [value for _, value in scores], log=self.options.log)
         if y_range is None:
             note = Content.styled(" " * LABEL_WIDTH + self._empty_note(data), "$muted")
             return [self._title(data), Content(""), note]
         cells = draw_curves([curve], width, height, y_range, ascii_only=self._ascii_only)
-        x_scale = _XScale(start, end, width)
-        for step, value in scores:
-            row = round((1 - y_range.share(value)) * (height - 1))
-            cells[row][x_scale.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
+        self._draw_scores(cells, scores, x_scale, y_range)
+        (reading,) = self.cursor.readings(x_scale, [data.series])
+        if reading is not None and self.cursor.x is not None:
+            draw_cursor(cells, x_scale.column(self.cursor.x), self._glyphs("│"))
         marks = plot_lines([self._mark_row(data, x_scale)], {})
         labels = [f"{step:,.0f}" for step in (start, (start + end) / 2, end)]
-        return [self._title(data), *plot_lines(cells, ticks(y_range, height)), *marks, x_axis_line(labels, width)]
+        title = self._title(data) if reading is None else self._read_off(data, reading, scores)
+        return [title, *plot_lines(cells, ticks(y_range, height)), *marks, x_axis_line(labels, width)]
+
+    def _draw_scores(
+        self, cells: list[list[Cell]], scores: Sequence[tuple[int, float]], x_scale: XScale, y_range: YRange
+    ) -> None:
+        for step, value in scores:
+            row = round((1 - y_range.share(value)) * (len(cells) - 1))
+            cells[row][x_scale.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
+
+    def _heading(self, data: LossPlotData) -> Content:
+        heading = Content.styled(f" {data.label} ", "bold reverse" if self.active else "bold")
+        return Content.assemble("   ", heading)
+
+    def _read_off(self, data: LossPlotData, reading: Reading, scores: Sequence[tuple[int, float]]) -> Content:
+        """The title while the cursor is on: the steps under it, the metric there, and the evaluations there."""
+        here = [value for step, value in scores if reading.first <= step <= reading.last]
+        scored = f", evaluation {format_number(here[-1])}" if here else ""
+        where = where_text("steps", reading)
+        return Content.assemble(self._heading(data), f" {where}: ", (value_text(reading), "bold"), scored)
 
     def _title(self, data: LossPlotData) -> Content:
-        ways = [self.options.zoom] if self.options.zoom != "all" else []
-        ways += ["log"] * self.options.log + ["smoothed"] * self.options.smooth
-        heading = Content.styled(f" {data.label} ", "bold reverse" if self.active else "bold")
-        title = Content.assemble("   ", heading, (", ".join(ways) + "  " if ways else " ", "$muted"))
+        ways = self.options.words
+        title = Content.assemble(self._heading(data), (", ".join(ways) + "  " if ways else " ", "$muted"))
         shown = [("◆", "bold $mark", "evaluation")] if data.scores else []
         shown += [(mark.glyph, mark.style, mark.name) for mark in data.marks if mark.steps]
         for glyph, style, name in shown:
@@ -125,7 +217,7 @@ class LossPlot(TextLines):
             title = Content.assemble(title, entry)
         return title
 
-    def _mark_row(self, data: LossPlotData, x_scale: _XScale) -> list[Cell]:
+    def _mark_row(self, data: LossPlotData, x_scale: XScale) -> list[Cell]:
         row = [Cell()] * x_scale.width
         for mark in data.marks:
             for step in mark.steps:
@@ -137,18 +229,3 @@ class LossPlot(TextLines):
         if data.series.points:
             return f"no {data.label} above zero to show on a log axis"
         return data.note
-
-
-@dataclass(frozen=True)
-class _XScale:
-    """The x axis: maps a range of steps to the cells of the plot."""
-
-    start: float
-    end: float
-    width: int
-
-    def column(self, step: float) -> int:
-        """Return the column of cells, from 0, in which a step is drawn. A step outside the range is drawn at the nearer
-        end."""
-        share = (step - self.start) / ((self.end - self.start) or 1.0)
-        return max(0, min(self.width - 1, int(share * self.width)))

@@ -1,12 +1,17 @@
-"""The loss of several runs in one plot. Each curve has a colour, and at its end a letter for screens without colour."""
+"""A metric of several runs in one plot, with a cursor that reads every curve.
+
+Each curve has a colour, and at its end a letter for screens without colour.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from textual import events
 from textual.content import Content
 
+from engine.journal.event_text import format_number
 from tui.plot.braille import (
     LABEL_WIDTH,
     Cell,
@@ -18,8 +23,11 @@ from tui.plot.braille import (
     ticks,
     x_axis_line,
 )
-from tui.plot.loss_plot import HALF_LIFE_SHARE
+from tui.plot.cursor import PlotCursor, XScale, draw_cursor, format_x, where_text
+from tui.plot.loss_plot import HALF_LIFE_SHARE, ZOOMS, PlotOptions
+from tui.plot.points_text import points_text
 from tui.plot.series import BoundedSeries, PlotColumn, smoothed
+from tui.plot.svg import PlotRange, SvgCurve, svg_plot
 from tui.widgets.text_lines import TextLines
 
 STYLES = ("$info", "$caution", "$good", "$mark", "$bad", "$series-4")
@@ -44,8 +52,9 @@ class OverlayData:
     axis: str
     end_label: str
     """The label at the right end of the x axis."""
-    log: bool = False
-    smooth: bool = False
+    options: PlotOptions = field(default_factory=PlotOptions)
+    label: str = "loss"
+    """The metric, in words."""
 
 
 class OverlayPlot(TextLines):
@@ -55,46 +64,108 @@ class OverlayPlot(TextLines):
         super().__init__(id=id, classes="pane -front")
         self._ascii_only = ascii_only
         self._data: OverlayData | None = None
+        self.cursor = PlotCursor()
 
     def set_data(self, data: OverlayData) -> None:
         """Replace the data and draw the plot again."""
         self._data = data
         self._paint()
 
+    def move_cursor(self, by: int) -> None:
+        """Move the cursor by this many cells, to the next point of any curve in that direction."""
+        if self._data is not None and self._width > 0:
+            self.cursor.move(by, _scale(self._data, self._width), self._data.series)
+            self._paint()
+
+    def clear_cursor(self) -> None:
+        """Remove the cursor."""
+        self.cursor.clear()
+        self._paint()
+
+    def on_click(self, event: events.Click) -> None:
+        """Put the cursor on the clicked place."""
+        if self._data is not None and event.x >= LABEL_WIDTH and self._width > 0:
+            scale = _scale(self._data, self._width)
+            self.cursor.x = scale.bounds(min(scale.width - 1, event.x - LABEL_WIDTH))[0]
+            self.move_cursor(0)
+
+    def read_off(self) -> Content | None:
+        """The values under the cursor, with the letter of each run; None while there is no cursor."""
+        if self._data is None or self._width <= 0:
+            return None
+        found = self.cursor.readings(_scale(self._data, self._width), self._data.series)
+        known = [(number, reading) for number, reading in enumerate(found) if reading is not None]
+        if not known:
+            return None
+        parts: list[tuple[str, str]] = [(f" {where_text(self._data.axis, known[0][1])}: ", "")]
+        for number, reading in known:
+            parts += [(f" {letter_of(number)} ", f"bold {style_of(number)}"), (f"{format_number(reading.mean)} ", "")]
+        return Content.assemble(*parts)
+
+    def copied(self, names: Sequence[str]) -> str:
+        """The points that are shown, as text, with these names of the runs; empty without any."""
+        if self._data is None or not any(series.points for series in self._data.series):
+            return ""
+        return points_text(self._data.axis, names, self._data.series, _scale(self._data, 2 * max(1, self._width)))
+
+    def picture(self, names: Sequence[str]) -> str:
+        """The plot as SVG, with these names of the runs in its legend; empty without points."""
+        data = self._data
+        if data is None or not any(series.points for series in data.series):
+            return ""
+        curves = [SvgCurve(name, series) for name, series in zip(names, data.series, strict=True)]
+        scale, options = _scale(data, 1), data.options
+        shown = PlotRange(scale.start, scale.end)
+        return svg_plot(data.label, data.axis, curves, shown, log=options.log, smooth=options.smooth)
+
     def on_resize(self) -> None:
         """Draw again for the new size."""
         super().on_resize()
         self._paint()
 
+    @property
+    def _width(self) -> int:
+        """Cells between the y axis and the right end."""
+        return self.content_size.width - LABEL_WIDTH
+
     def _paint(self) -> None:
-        width, height = self.content_size.width - LABEL_WIDTH, self.content_size.height - 1
+        width, height = self._width, self.content_size.height - 1
         if self._data is None or width < 4 or height < 2:
             self.show([])
             return
-        self.show(_lines(self._data, width, height, self._ascii_only))
+        self.show(_lines(self._data, width, height, self._ascii_only, self.cursor))
 
 
-def _lines(data: OverlayData, width: int, height: int, ascii_only: bool) -> list[Content]:
+def _scale(data: OverlayData, width: int) -> XScale:
     end = max((series.end for series in data.series), default=0.0)
     start = min((series.start for series in data.series if series.points), default=0.0)
+    return XScale(end - (end - start) * ZOOMS[data.options.zoom], end, width)
+
+
+def _lines(data: OverlayData, width: int, height: int, ascii_only: bool, cursor: PlotCursor) -> list[Content]:
+    scale, options = _scale(data, width), data.options
     curves = [
-        PlotCurve(_columns(series, width, start, end, data.smooth), style_of(number))
+        PlotCurve(_columns(series, scale, options.smooth), style_of(number), thick=options.thick)
         for number, series in enumerate(data.series)
     ]
-    y_range = fit_y_range(curves, log=data.log)
+    y_range = fit_y_range(curves, log=options.log)
     if y_range is None:
-        why = "no loss above zero to show on a log axis" if data.log else "no step to show yet"
+        recorded = any(series.points for series in data.series)
+        why = f"no {data.label} above zero to show on a log axis" if recorded else f"no {data.label} to show yet"
         return [Content(""), Content.styled(f"  {why}", "$muted")]
     cells = draw_curves(curves, width, height, y_range, ascii_only=ascii_only)
     for number, curve in enumerate(curves):
         _write_letter(cells, curve, y_range, height, number)
-    labels = ["0", f"{data.end_label} {data.axis if data.axis != 'time' else ''}".rstrip()]
+    if cursor.x is not None and any(cursor.readings(scale, data.series)):
+        draw_cursor(cells, scale.column(cursor.x), "|" if ascii_only else "│")
+    first = format_x(data.axis, scale.start) if scale.start > 1 else "0"
+    labels = [first, f"{data.end_label} {data.axis if data.axis != 'time' else ''}".rstrip()]
     return [*plot_lines(cells, ticks(y_range, height)), x_axis_line(labels, width)]
 
 
-def _columns(series: BoundedSeries, width: int, start: float, end: float, smooth: bool) -> list[PlotColumn | None]:
-    columns = series.columns(2 * width, start, end)
-    return smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE)) if smooth else columns
+def _columns(series: BoundedSeries, scale: XScale, smooth: bool) -> list[PlotColumn | None]:
+    columns = series.columns(2 * scale.width, scale.start, scale.end)
+    return smoothed(columns, max(1.0, 2 * scale.width * HALF_LIFE_SHARE)) if smooth else columns
 
 
 def _write_letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, height: int, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A metric of a run over steps, tokens and training time. Reads the journal in short slices; draws nothing.
+"""Metrics of a run over steps, tokens and training time. Reads the journal in short slices; draws nothing.
 
 Try: `curve = RunCurve(resolve_run("last", None)); curve.read_more(seconds=1.0); curve.over("tokens")`
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from engine.journal.directory import RunDirectory
@@ -31,26 +32,34 @@ LINES_BETWEEN_CLOCKS = 256
 
 
 class RunCurve:
-    """The values of one metric of a run, over each of AXES (steps, tokens, time). `read_error` says why the run cannot
-    be read; empty if it can."""
+    """The values of one metric of a run, or of several that are read together, over each of AXES (steps, tokens, time).
+    `read_error` says why the run cannot be read; empty if it can."""
 
-    def __init__(self, directory: RunDirectory, metric: Metric = LOSS) -> None:
-        self.directory, self.metric = directory, metric
+    def __init__(self, directory: RunDirectory, *metrics: Metric) -> None:
+        """`metrics`: the loss if none is named."""
+        self.directory, self.metrics = directory, metrics or (LOSS,)
+        self.metric = self.metrics[0]
         self.read_error = ""
         self.version = 0
         """Incremented whenever something was read."""
         self._tail = EventTail(directory.events)
-        self._series = {axis: BoundedSeries() for axis in AXES}
+        self._series = {metric: {axis: BoundedSeries() for axis in AXES} for metric in self.metrics}
         self._tokens = self._seconds = 0.0
-        self._values: list[float | None] = []
         self._place = (0.0, 0.0, 0.0)
         """(steps, tokens, seconds) of the latest step."""
-        self._field = re.compile(rb'"%s":([^,}]+)' % metric.field.encode())
-        self._places: list[tuple[float, float, float]] = []
+        self._of_steps = {
+            metric: re.compile(rb'"%s":([^,}]+)' % metric.field.encode())
+            for metric in self.metrics
+            if metric.kind == "step"
+        }
+        """The metrics that the events of steps have, and where on a step's line they are."""
+        self._points: dict[Metric, list[tuple[float, float, float, float | None]]] = {m: [] for m in self.metrics}
+        """Steps, tokens, seconds and value of the points that are not in the series yet."""
 
-    def over(self, axis: str) -> BoundedSeries:
-        """Return the metric over `axis`, one of AXES. Tokens and seconds are counted from the start of the run."""
-        return self._series[axis]
+    def over(self, axis: str, metric: Metric | None = None) -> BoundedSeries:
+        """Return a metric (the first one by default) over `axis`, one of AXES. Tokens and seconds are counted from the
+        start of the run."""
+        return self._series[metric or self.metric][axis]
 
     def read_more(self, *, seconds: float) -> bool:
         """Read new lines of the journal for about `seconds`; returns whether anything changed."""
@@ -79,27 +88,31 @@ class RunCurve:
             figures = [event.get(name) for name in ("step", "tokens", "step_seconds")]
             if all(isinstance(figure, int | float) for figure in figures):  # an incomplete step is left out
                 step, tokens, seconds = map(float, cast("list[float]", figures))
-                self._step(step, self.metric.value_in(event), tokens, seconds)
-        elif event["kind"] == self.metric.kind:
-            self._add(self.metric.value_in(event))
+                self._step(step, [metric.value_in(event) for metric in self._of_steps], tokens, seconds)
+        else:
+            for metric in self.metrics:
+                if event["kind"] == metric.kind:
+                    self._add(metric, metric.value_in(event))
 
-    def _step(self, step: float, value: float | None, tokens: float, seconds: float) -> None:
+    def _step(self, step: float, values: Sequence[float | None], tokens: float, seconds: float) -> None:
+        """Add a step, with a value of each metric that steps have."""
         self._tokens += tokens
         self._seconds += seconds
         self._place = (step, self._tokens, self._seconds)
-        if self.metric.kind == "step":
-            self._add(value)
+        for metric, value in zip(self._of_steps, values, strict=True):
+            self._add(metric, value)
 
-    def _add(self, value: float | None) -> None:
-        self._values.append(value)
-        self._places.append(self._place)
+    def _add(self, metric: Metric, value: float | None) -> None:
+        self._points[metric].append((*self._place, value))
 
     def _flush(self) -> None:
-        """Add the collected steps to the series. Adding many at once is much faster than adding each alone."""
-        if self._places:
-            for axis, places in zip(AXES, zip(*self._places, strict=True), strict=True):
-                self._series[axis].extend(places, self._values)
-            self._places, self._values = [], []
+        """Add the collected points to the series. Adding many at once is much faster than adding each alone."""
+        for metric, points in self._points.items():
+            if points:
+                *places, values = zip(*points, strict=True)
+                for axis, xs in zip(AXES, places, strict=True):
+                    self._series[metric][axis].extend(xs, values)
+                self._points[metric] = []
 
     def _cut_after(self, step: float) -> None:
         """Remove the steps after `step` from the series of all axes; a resumed run repeats these steps.
@@ -107,23 +120,33 @@ class RunCurve:
         Only whole buckets can be removed, so a few earlier steps are lost, too; in a long run these are less than a dot
         of the plot.
         """
-        steps, tokens, seconds = (self._series[axis] for axis in AXES)
-        steps.cut_after(step)
-        tokens.keep(len(steps))
-        seconds.keep(len(steps))
-        self._tokens, self._seconds = tokens.end, seconds.end
-        self._place = (steps.end, self._tokens, self._seconds)
+        for series in self._series.values():
+            steps, tokens, seconds = (series[axis] for axis in AXES)
+            steps.cut_after(step)
+            tokens.keep(len(steps))
+            seconds.keep(len(steps))
+        # The metric that was recorded last says where the run is: each step has a loss, few have an evaluation.
+        ends = [tuple(series[axis].end for axis in AXES) for series in self._series.values()]
+        self._place = max((end[0], end[1], end[2]) for end in ends)
+        _, self._tokens, self._seconds = self._place
 
-    def _match_step(self, line: bytes) -> tuple[float, float | None, float, float] | None:
-        """Step, value, tokens and seconds from the journal line of a step; None for a line that STEP does not match."""
+    def _match_step(self, line: bytes) -> tuple[float, list[float | None], float, float] | None:
+        """Step, values, tokens and seconds from the journal line of a step; None for a line that STEP does not match.
+        """
         at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
         found = STEP.match(line, at) if at >= 0 else None
         try:
-            step, value, tokens, seconds = found.groups() if found is not None else NOTHING
-            if self.metric is not LOSS:
-                other = self._field.search(line, at) if self.metric.kind == "step" else None
-                value = other[1] if other is not None else b"null"
-            number = None if value == b"null" else float(value) / self.metric.unit_size
-            return float(step), number, float(tokens), float(seconds)
+            step, loss, tokens, seconds = found.groups() if found is not None else NOTHING
+            values = [
+                _value(loss, metric) if metric is LOSS else _value((field.search(line, at) or NOTHING)[1], metric)
+                for metric, field in self._of_steps.items()
+            ]
+            return float(step), values, float(tokens), float(seconds)
         except ValueError:
             return None
+
+
+def _value(text: bytes, metric: Metric) -> float | None:
+    """A value on a journal line, in the unit of the metric's label; None for null and for a missing value. Raises
+    ValueError for anything else."""
+    return None if text in (b"null", b"") else float(text) / metric.unit_size

@@ -29,6 +29,16 @@ class PlotColumn(NamedTuple):
     greatest: float
 
 
+class Reading(NamedTuple):
+    """The points of a part of a series: the first and the last x, and mean, least and greatest y."""
+
+    first: float
+    last: float
+    mean: float
+    least: float
+    greatest: float
+
+
 class BoundedSeries:
     """A series of points (x, y) ordered by x, in bounded memory. Points whose y is not finite are dropped."""
 
@@ -96,6 +106,21 @@ class BoundedSeries:
             for column in range(left, right + 1):
                 groups[column].append(index)
         return [self._merged(group) for group in groups]
+
+    def reading(self, low: float, high: float) -> Reading | None:
+        """The points from `low` to `high`, both included: of every bucket that overlaps that range. None without one.
+        """
+        group = list(range(bisect_left(self._last, low), bisect_right(self._first, high)))
+        merged = self._merged(group)
+        return Reading(self._first[group[0]], self._last[group[-1]], *merged) if merged is not None else None
+
+    def nearest(self, x: float) -> Reading | None:
+        """The points of the bucket that is nearest to `x`; None if the series has no points."""
+        if not self._first:
+            return None
+        after = min(bisect_left(self._last, x), len(self._first) - 1)
+        near = min({after, max(0, after - 1)}, key=lambda index: max(self._first[index] - x, x - self._last[index]))
+        return self.reading(self._first[near], self._last[near])
 
     def _merged(self, group: list[int]) -> PlotColumn | None:
         if not group:

@@ -17,7 +17,8 @@ from textual.content import Content
 from textual.widgets import Input
 
 from tui.plot.loss_plot import LossPlot, LossPlotData, StepMarks
-from tui.plot.metrics import LOSS, Metric, metric_beside
+from tui.plot.metric_grid import GridPlot, MetricGrid
+from tui.plot.metrics import LOSS, METRICS, Metric, metric_beside
 from tui.plot.run_curve import RunCurve
 from tui.run.gpus import gpu_lines
 from tui.run.pane_choice import PANES, PaneChoice
@@ -58,13 +59,14 @@ class RunPanes(Vertical):
         self._feed_shown = 0
         """Number of events that were given to the events pane."""
         self._curve: RunCurve | None = None
-        """The metric that is plotted, if it is another than the loss."""
+        """What is plotted, if it is not the loss alone: another metric, or all of them in a grid."""
 
     def compose(self) -> ComposeResult:
         """Yield one widget for each pane, and the field of the filter."""
         yield TextLines(id="all-tabs", classes="tabs")
         with Horizontal(id="upper"):
             yield LossPlot(self._glyphs, self._ascii_only, id="loss")
+            yield MetricGrid(self._glyphs, self._ascii_only, id="grid")
             yield TextLines(id="figures", classes="pane")
         yield TextLines(id="word-tabs", classes="tabs")
         yield TextLines(id="ranks", classes="pane")
@@ -94,6 +96,8 @@ class RunPanes(Vertical):
         choice.room, choice.has_ranks, choice.has_gpus = room, bool(self._rank_lines), bool(self._cards)
         for name in PANES:
             self.query_one(f"#{name}").display = name in choice.shown
+        self.grid.display = self.plot.display and self.shows_grid
+        self.plot.display = self.plot.display and not self.shows_grid
         table = self.query_one("#ranks", TextLines)
         table.styles.height = self._rank_lines if room == "all" and not choice.enlarged else "1fr"
         self.query_one("#gpus").styles.height = self._gpu_height if room == "all" and not choice.enlarged else "1fr"
@@ -105,7 +109,7 @@ class RunPanes(Vertical):
         for pane in self.query(Scrollback):
             pane.headed, pane.active = not choice.tabs, pane.id == choice.active
             pane.redraw_heading()
-        self.plot.active = choice.active == "loss"
+        self.plot.active = self.grid.active = choice.active == "loss"
         for name, where in (("#all-tabs", "one"), ("#word-tabs", "regular")):
             tabs = self.query_one(name, TextLines)
             tabs.display = room == where and bool(choice.tabs)
@@ -160,8 +164,13 @@ class RunPanes(Vertical):
         )  # fmt: skip
 
     def plot_run(self, watch: RunWatch) -> None:
-        """Draw the chosen metric of a run, with its evaluations and marks."""
+        """Draw the chosen metric of a run, with its evaluations and marks, or the grid of all metrics."""
         state, metric = watch.state, self.metric
+        if self.shows_grid:
+            curve = self._curve_of(watch)
+            plots = [GridPlot(each.label, curve.over("steps", each)) for each in curve.metrics]
+            self.grid.set_plots(plots, self.plot.options)
+            return
         scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
         marks = [
             StepMarks("checkpoint", "■", "$muted", watch.checkpoint_steps),
@@ -188,16 +197,41 @@ class RunPanes(Vertical):
         read. Does nothing while the loss is plotted, which `RunWatch` reads."""
         return self._curve is not None and self._curve_of(watch).read_more(seconds=seconds)
 
+    @property
+    def grid(self) -> MetricGrid:
+        """The widget that shows all metrics at once, in the place of the plot."""
+        return self.query_one(MetricGrid)
+
+    @property
+    def shows_grid(self) -> bool:
+        """Whether all metrics are shown at once, instead of one."""
+        return self._curve is not None and len(self._curve.metrics) > 1
+
+    def toggle_grid(self, watch: RunWatch) -> None:
+        """Show all metrics in a grid, or the loss alone again."""
+        self._curve = None if self.shows_grid else RunCurve(watch.directory, *METRICS)
+        self.show_panes(self.choice.room)
+
     def change_metric(self, watch: RunWatch, by: int) -> None:
         """Plot the metric `by` places after the present one, or before it if `by` is negative."""
         chosen = metric_beside(self.metric, by)
         self._curve = None if chosen is LOSS else RunCurve(watch.directory, chosen)
+        self.show_panes(self.choice.room)  # the plot takes the place of the grid
 
     def _curve_of(self, watch: RunWatch) -> RunCurve:
         """The curve of the plotted metric, begun anew for another run or stage."""
         if self._curve is None or self._curve.directory is not watch.directory:
-            self._curve = RunCurve(watch.directory, self.metric)
+            self._curve = RunCurve(watch.directory, *(self._curve.metrics if self._curve is not None else (LOSS,)))
         return self._curve
+
+    def copied(self) -> tuple[str, str]:
+        """What the key for copying takes: a name for it, and its text, which is empty if there is nothing. The points
+        of the plot, or the lines of another pane if that one is active."""
+        name = self.choice.active
+        if name == "loss" and not self.shows_grid:
+            return f"the points of {self.plot.label}", self.plot.copied()
+        pane = self.query_one("#grid" if name == "loss" else f"#{name}", TextLines)
+        return "all metrics" if name == "loss" else f"what {TAB_LABELS.get(name, name)} shows", pane.text
 
     def show_log(self, lines: Sequence[str]) -> None:
         """Replace the lines of the log pane by `lines`."""

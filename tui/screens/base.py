@@ -7,7 +7,9 @@ reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar, cast
 
 from textual import events
@@ -22,6 +24,7 @@ from engine.errors import TunedeckError
 from engine.spec.files.text import visible
 from tui import keys
 from tui.console import Console
+from tui.files.new_file import write_new
 from tui.screens.table import SCREENS
 from tui.theme import glyphs
 from tui.widgets.text_lines import clickable
@@ -101,6 +104,17 @@ class BaseScreen(Screen[None]):
     def show_message(self, text: str, style: str = "") -> None:
         """Show a message for a few seconds in the footer, instead of the keys, in the Textual style `style`."""
         self.query_one(FooterBar).show_message(visible(text, keep="\n"), style)
+
+    def write_plot(self, folder: Path, label: str, svg: str) -> None:
+        """Write the picture of a plot into `folder` under a name made of `label`, and say its path, or why it cannot be
+        written. A picture that is there already is kept. `svg` is empty if there is nothing to draw."""
+        name = "plot-" + "-".join(re.findall(r"[a-z0-9]+", label.lower()))
+        try:
+            path = svg and write_new(folder, name, ".svg", svg)
+        except OSError as error:
+            self.show_message(f"the picture cannot be written into {folder}: {error.strerror or error}", "bold $bad")
+            return
+        self.show_message(f"written: {path}" if path else "there are no points to draw yet")
 
     def show_error(self, error: TunedeckError) -> None:
         """Show an error in the footer, which has few lines: the first problem, the expected value, and the fix."""

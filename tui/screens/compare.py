@@ -1,4 +1,4 @@
-"""Compare: the loss of the marked runs in one plot, and a table of the settings that differ and of the scores.
+"""Compare: a metric of the marked runs in one plot, and a table of the settings that differ and of the scores.
 
 Try: mark runs with space on the Runs screen, then `c`.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
+from textual import events
 from textual.app import ComposeResult
 from textual.content import Content
 
@@ -17,14 +19,18 @@ from engine.errors import TunedeckError, UsageError
 from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting, score_rows
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations
-from engine.journal.event_text import clean, format_duration
+from engine.journal.event_text import clean
 from engine.journal.score_groups import RESAMPLES, Gains, ScoreGroup, gains, headline_metric
 from engine.journal.summary import SummaryReader, read_spec
 from tui.keys import Key, bindings
+from tui.plot.cursor import format_x
+from tui.plot.loss_plot import PlotOptions
+from tui.plot.metrics import LOSS, metric_beside
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
 from tui.run.scores import bar_lines, full_bar
 from tui.screens.base import BaseScreen
+from tui.screens.plot_keys import PlotKeys
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
 
@@ -51,8 +57,8 @@ NAME_WIDTH = 26
 COLUMN_WIDTH = 13
 
 
-class CompareScreen(BaseScreen):
-    """The screen that shows the loss curves of several runs, and a table of the settings and scores in which they
+class CompareScreen(PlotKeys, BaseScreen):
+    """The screen that shows the curves of several runs, and a table of the settings and scores in which they
     differ."""
 
     screen_name = "compare"
@@ -66,7 +72,7 @@ class CompareScreen(BaseScreen):
         self._read_error = ""
         self._gains: Gains | None = None
         self._gains_stamp: list[list[str]] = []
-        self._axis, self._log, self._smooth = AXES[0], False, False
+        self._axis, self._metric, self._options = AXES[0], LOSS, PlotOptions()
         self._table_due = self._paint_due = 0.0
         self._stale = False
 
@@ -80,7 +86,8 @@ class CompareScreen(BaseScreen):
         """Take the runs to compare. Without an argument, the runs compared before are shown again."""
         if argument:
             runs = cast("Sequence[RunDirectory]", argument)
-            self._curves, self._readers = [RunCurve(run) for run in runs], [SummaryReader(run) for run in runs]
+            self._curves = [RunCurve(run, self._metric) for run in runs]
+            self._readers = [SummaryReader(run) for run in runs]
             self._found, self._table_due = None, 0.0
             self._gains, self._gains_stamp = None, []
 
@@ -145,14 +152,26 @@ class CompareScreen(BaseScreen):
         self._stale, self._paint_due = False, time.monotonic() + PAINT_SECONDS
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
-        label = format_duration(end) if self._axis == "time" else f"{end:,.0f}"
-        self.query_one(OverlayPlot).set_data(OverlayData(series, self._axis, label, self._log, self._smooth))
-        over = f"loss over {self._axis}" + (", log axis" if self._log else "") + (", smoothed" if self._smooth else "")
-        other_pane = "table" if self.query_one(OverlayPlot).has_class("-front") else "plot"
-        over += f"  tab: {other_pane}" if self.has_class("-one-pane") else ""
-        self.query_one("#overlay-legend", TextLines).show([Content(f" {over}")])
+        label = self._metric.label
+        self.plot.set_data(OverlayData(series, self._axis, format_x(self._axis, end), self._options, label))
+        self.cursor_moved()
         self.query_one("#differences", RowList).show(self._table())
         self.refresh_title_and_footer()
+
+    def cursor_moved(self) -> None:
+        """Show the legend: what is plotted, and the runs with their letters, or their values under the cursor."""
+        words = [{"log": "log axis"}.get(word, word) for word in self._options.words]
+        over = ", ".join([f"{self._metric.label} over {self._axis}", *words])
+        other_pane = "table" if self.plot.has_class("-front") else "plot"
+        over += f"  tab: {other_pane}" if self.has_class("-one-pane") else ""
+        values = self.plot.read_off() or Content.assemble(*self._names_in_brief())
+        self.query_one("#overlay-legend", TextLines).show([Content.assemble((f" {self.glyphs(over)}  ", ""), values)])
+
+    def _names_in_brief(self) -> Iterator[tuple[str, str]]:
+        """The letter and the name of each run, for the legend of the plot."""
+        for number, curve in enumerate(self._curves):
+            yield f" {letter_of(number)} ", f"bold {style_of(number)}"
+            yield f"{clean(curve.directory.name)} ", "$muted"
 
     def _table(self) -> list[Content]:
         if not self._curves:
@@ -216,15 +235,56 @@ class CompareScreen(BaseScreen):
         self._axis = AXES[(AXES.index(self._axis) + 1) % len(AXES)]
         self._paint()
 
-    def do_log_axis(self) -> None:
-        """Switch the y axis between logarithmic and linear."""
-        self._log = not self._log
+    @property
+    def plot(self) -> OverlayPlot:
+        """The plot on which the keys act."""
+        return self.query_one(OverlayPlot)
+
+    @property
+    def plot_options(self) -> PlotOptions:
+        """How the plot is drawn."""
+        return self._options
+
+    def set_plot_options(self, options: PlotOptions) -> None:
+        """Draw the plot with other options."""
+        self._options = options
         self._paint()
 
-    def do_smooth(self) -> None:
-        """Switch between smoothed and plain curves."""
-        self._smooth = not self._smooth
+    def do_next_metric(self) -> None:
+        """Plot the next metric of METRICS; after the last comes the first."""
+        self._change_metric(1)
+
+    def do_previous_metric(self) -> None:
+        """Plot the previous metric of METRICS; before the first comes the last."""
+        self._change_metric(-1)
+
+    def _change_metric(self, by: int) -> None:
+        self._metric = metric_beside(self._metric, by)
+        self._curves = [RunCurve(curve.directory, self._metric) for curve in self._curves]
+        self._stop_polling()
+        self._poll_again()
         self._paint()
+
+    def do_copy(self) -> None:
+        """Copy the points of the plot."""
+        text = self.plot.copied([clean(curve.directory.name) for curve in self._curves])
+        if text:
+            self.app.copy_to_clipboard(text)
+        self.show_message(f"copied the points of {self._metric.label}" if text else "there is nothing to copy")
+
+    def do_export_plot(self) -> None:
+        """Write the plot as an SVG picture into the working directory, and say its path."""
+        picture = self.plot.picture([clean(curve.directory.name) for curve in self._curves])
+        self.write_plot(Path.cwd(), f"compare-{self._metric.label}", picture)
+
+    def on_key(self, event: events.Key) -> None:
+        """Remove the cursor on Escape, else show both panes again; otherwise Escape leaves the screen."""
+        if event.key == "escape" and self.plot.cursor.x is not None:
+            event.stop()
+            self.plot.clear_cursor()
+            self.cursor_moved()
+        else:
+            super().on_key(event)
 
 
 def _scored(found: Comparison) -> Iterator[Content]:

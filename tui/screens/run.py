@@ -10,7 +10,6 @@ Try: `tunedeck`, then Enter on a run.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from textual import events
@@ -23,7 +22,7 @@ from engine.journal.event_text import clean, format_number
 from engine.journal.stages import find_stage, stage_name
 from engine.launch.process import force_stop
 from tui.keys import bindings
-from tui.plot.loss_plot import ZOOMS
+from tui.plot.loss_plot import LossPlot, PlotOptions
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
@@ -33,6 +32,8 @@ from tui.run.scores_pane import ScoresPane
 from tui.run.watch import LogTail, RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
+from tui.screens.plot_keys import PlotKeys
+from tui.screens.scroll_keys import ScrollKeys
 from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
@@ -55,12 +56,17 @@ CATCH_UP_SECONDS = 0.02
 
 PANE_ACTIONS = (
     "next_pane", "previous_pane", "enlarge", "filter", "next_metric", "previous_metric", "log_axis", "smooth",
-    "zoom_in", "zoom_out",
+    "zoom_in", "zoom_out", "grid", "cursor_left", "cursor_right", "cursor_far_left", "cursor_far_right", "export_plot",
+    "copy",
 )  # fmt: skip
 """Actions on panes, which have no effect while the scores are shown instead."""
 
 
-class RunScreen(BaseScreen):
+PLOT_ACTIONS = ("cursor_left", "cursor_right", "cursor_far_left", "cursor_far_right", "export_plot")
+"""Actions on the plot of one metric, which have no effect while the grid of all is shown instead."""
+
+
+class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
     """The screen that shows one run while it trains or after it has ended, and sends it requests."""
 
     screen_name = "run"
@@ -114,7 +120,8 @@ class RunScreen(BaseScreen):
         return self.query_one(ScoresPane)
 
     @property
-    def _scrolled(self) -> Scrollback[Any] | ScoresPane:
+    def scrolled(self) -> Scrollback[Any] | ScoresPane:
+        """The pane on which scroll keys act: the scores while they are open, else log or events."""
         return self.scores if self.scores.is_open else self.panes.scrolled
 
     @property
@@ -207,6 +214,8 @@ class RunScreen(BaseScreen):
             return f"this run has no scores yet: tunedeck eval {self.directory.name}"
         if self.scores.is_open and action in PANE_ACTIONS:
             return "the scores are open: b closes them"
+        if action in PLOT_ACTIONS and self.panes.shows_grid:
+            return "all metrics are shown: M shows one again"
         if action in ("next_stage", "previous_stage"):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
@@ -317,28 +326,39 @@ class RunScreen(BaseScreen):
         self._plotted = ((-1, -1), float("-inf"))
         self._plot()
 
-    def do_log_axis(self) -> None:
-        """Switch the y axis between logarithmic and linear."""
+    @property
+    def plot(self) -> LossPlot:
+        """The plot on which the keys act."""
+        return self.panes.plot
+
+    @property
+    def plot_options(self) -> PlotOptions:
+        """How the plot, or the grid of plots, is drawn."""
+        return self.panes.plot.options
+
+    def set_plot_options(self, options: PlotOptions) -> None:
+        """Draw the plot, or the grid of plots, with other options."""
+        self.panes.plot.set_options(options)
+        if self.panes.shows_grid:
+            self.panes.plot_run(self.run_watch)
+
+    def do_grid(self) -> None:
+        """Show all metrics at once in a grid of small plots, or the loss alone again."""
+        self.panes.toggle_grid(self.run_watch)
+        self._plotted = ((-1, -1), float("-inf"))
+        self.call_after_refresh(self._plot)
+
+    def do_copy(self) -> None:
+        """Copy the points of the plot, or the lines of another pane if that one is active."""
+        name, text = self.panes.copied()
+        if text.strip():
+            self.app.copy_to_clipboard(text)
+        self.show_message(f"copied {name}" if text.strip() else f"{name}: there is nothing to copy")
+
+    def do_export_plot(self) -> None:
+        """Write the plot as an SVG picture into the run's folder, and say its path."""
         plot = self.panes.plot
-        plot.set_options(replace(plot.options, log=not plot.options.log))
-
-    def do_smooth(self) -> None:
-        """Switch between the smoothed and the plain curve."""
-        plot = self.panes.plot
-        plot.set_options(replace(plot.options, smooth=not plot.options.smooth))
-
-    def do_zoom_in(self) -> None:
-        """Plot a shorter part at the end of the run: first its last half, then its last tenth."""
-        self._zoom(1)
-
-    def do_zoom_out(self) -> None:
-        """Plot a longer part of the run again, up to all of it."""
-        self._zoom(-1)
-
-    def _zoom(self, by: int) -> None:
-        plot, names = self.panes.plot, list(ZOOMS)
-        place = max(0, min(len(names) - 1, names.index(plot.options.zoom) + by))
-        plot.set_options(replace(plot.options, zoom=names[place]))
+        self.write_plot(self.run_watch.directory.path, plot.label, plot.picture(clean(self.directory.name)))
 
     def do_next_pane(self) -> None:
         """Make the next pane active; after the last comes the first."""
@@ -356,11 +376,15 @@ class RunScreen(BaseScreen):
         self._arrange()
 
     def on_key(self, event: events.Key) -> None:
-        """Handle Escape: close the scores, else show all panes again, else remove the filter. Only when none of these
+        """Handle Escape: close the scores, else remove the cursor, else show all panes again, else remove the filter.
+        Only when none of these
         applies does Escape leave the screen."""
         if event.key == "escape" and self.scores.is_open:
             event.stop()
             self.do_scores()
+        elif event.key == "escape" and self.panes.plot.cursor.x is not None:
+            event.stop()
+            self.panes.plot.clear_cursor()
         elif event.key == "escape" and (self.panes.choice.enlarged or self.panes.is_filtered):
             event.stop()
             if self.panes.choice.enlarged:
@@ -371,26 +395,6 @@ class RunScreen(BaseScreen):
     def do_filter(self) -> None:
         """Ask for words that the shown events and lines of the log must contain."""
         self.panes.open_filter()
-
-    def do_older(self) -> None:
-        """Scroll up by a line, in the log if that is the active pane, else in the events."""
-        self._scrolled.scroll_lines(1)
-
-    def do_newer(self) -> None:
-        """Scroll down by a line, in the log if that is the active pane, else in the events."""
-        self._scrolled.scroll_lines(-1)
-
-    def do_page_older(self) -> None:
-        """Scroll up by a page, in the log if that is the active pane, else in the events."""
-        self._scrolled.scroll_lines(self._scrolled.page)
-
-    def do_page_newer(self) -> None:
-        """Scroll down by a page, in the log if that is the active pane, else in the events."""
-        self._scrolled.scroll_lines(-self._scrolled.page)
-
-    def do_newest(self) -> None:
-        """Scroll to the newest line, and show new lines as they arrive."""
-        self._scrolled.scroll_lines(-(10**9))
 
     def _refresh_now(self) -> None:
         self._read()

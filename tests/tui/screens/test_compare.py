@@ -62,12 +62,12 @@ async def test_plot_and_table_are_enlarged_in_turn(console: Opener, runs: Path) 
     slow, fast = (finished(runs, name, rate=1e-4, losses=[4.0, 3.5]) for name in ("slow", "fast"))
     async with console(120, 36) as pilot:
         await open_compare(pilot, slow, fast)
-        await pilot.sees("loss over steps", slow.name)
+        await pilot.sees("loss over steps", f"{slow.name} done")
         await pilot.press("z")
         await pilot.sees("tab: table", "2 steps")
-        assert slow.name not in pilot.text
+        assert "done" not in pilot.text
         await pilot.press("tab")
-        await pilot.sees("tab: plot", slow.name)
+        await pilot.sees("tab: plot", f"{slow.name} done")
         await pilot.press("escape")
         await pilot.sees("2 steps", slow.name)
 
@@ -92,6 +92,28 @@ async def test_the_axis_goes_round_by_key(console: Opener, runs: Path) -> None:
         await pilot.sees("loss over time", "0:01")
         await pilot.press("L", "m")
         await pilot.sees("log axis", "smoothed")
+
+
+async def test_other_metrics_a_cursor_and_a_picture_of_several_runs(
+    console: Opener, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5, 3.25])
+    fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 2.0])
+    monkeypatch.chdir(tmp_path)
+    async with console(120, 36) as pilot:
+        await open_compare(pilot, slow, fast)
+        await pilot.sees("loss over steps", "3 steps")
+        await pilot.press("left", "left")
+        await pilot.sees("step 2:  A 3.5  B 2 ")
+        await pilot.press("escape", "y")
+        await pilot.sees("copied the points of loss")
+        assert pilot.app.clipboard.splitlines()[1:] == ["1\t4\t4", "2\t3.5\t2", "3\t3.25\t"]
+        await pilot.press("v", "v")
+        await pilot.sees("learning rate over steps")
+        await pilot.until(lambda: len(pilot.screen.plot.copied(["a", "b"]).splitlines()) == 4, "the curves")
+        await pilot.press("e")
+        await pilot.sees("written: ", "plot-compare-learning-rate.svg")
+        assert fast.name in (tmp_path / "plot-compare-learning-rate.svg").read_text()
 
 
 async def test_without_marked_runs_it_says_how_to_mark_them(console: Opener) -> None:

@@ -240,6 +240,54 @@ async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> 
         await pilot.sees(" GPU power, W ")
 
 
+async def test_a_cursor_reads_the_plot_and_escape_removes_it(console: Opener, runs: Path) -> None:
+    make_run(runs)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.until(pilot.screen.panes.plot.copied, "the curve")
+        await pilot.press("left")
+        await pilot.sees(" step 30: 0.1333, evaluation 0.25", "│")
+        await pilot.press("left", "left", "right")
+        await pilot.sees(" step 29: 0.1379 ")
+        await pilot.press("shift+left")
+        await pilot.sees(" step 2")
+        await pilot.press("escape")
+        await pilot.sees("◆ evaluation")
+        await pilot.click("◆", times=1)
+        await pilot.sees(" step ")
+
+
+async def test_all_metrics_are_shown_at_once_and_one_again(console: Opener, runs: Path) -> None:
+    make_run(runs)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.press("M")
+        await pilot.sees(" loss  0.1333", "more: z gives them room")
+        await pilot.press("left")
+        await pilot.sees("all metrics are shown: M shows one again")
+        await pilot.press("shift+tab", "shift+tab", "z")
+        await pilot.sees(" evaluation loss  0.25", " peak memory, GiB ", " tokens/s  1000")
+        assert "more: z" not in pilot.text
+        await pilot.press("M")
+        await pilot.sees("◆ evaluation")
+
+
+async def test_the_plot_is_copied_as_text_and_written_as_a_picture(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.until(pilot.screen.panes.plot.copied, "the curve")
+        await pilot.press("y")
+        await pilot.sees("copied what events shows")
+        assert "redone with at most 25" in pilot.app.clipboard
+        await pilot.press("tab", "tab", "tab", "y")
+        await pilot.sees("copied the points of loss")
+        assert pilot.app.clipboard.splitlines()[:2] == ["steps\tloss\tleast\tgreatest", "1\t4\t4\t4"]
+        await pilot.press("e")
+        await pilot.sees("written: ", "plot-loss.svg")
+        assert run.name in (run.path / "plot-loss.svg").read_text()
+
+
 async def test_a_run_on_gpus_has_a_pane_with_their_graphs(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     gpu = {"used_bytes": 3 << 30, "utilisation_percent": 97, "temperature_celsius": 61, "power_watts": 300}
