@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engine.batching.micro_batches import LAUNCH_TOKENS
+
 CUT = 0.8
 """A failure lowers the budget to at most this share of the cost that failed."""
 SAFETY = 0.97
@@ -76,6 +78,9 @@ class MicroBatchBudget:
     floor_tokens: int = 0
     """Any micro-batch of fewer tokens takes as long as one of this many (`micro_batches.floor_tokens`); 0: not
     measured."""
+    launch_tokens: int = LAUNCH_TOKENS
+    """The fixed time of one more micro-batch, in tokens of work: measured with the floor
+    (`micro_batches.launch_tokens`), else assumed."""
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
         """Record that a micro-batch of `cost_bytes` took `measured_bytes` above the static level (0: not measured)."""

@@ -29,9 +29,9 @@ class Cost(Protocol):
 
 
 LAUNCH_TOKENS = 256
-"""The fixed time of one more micro-batch, in tokens of work. On a GPU a pass over few tokens takes as long as reading
-the weights, which is about as long as computing 300 tokens (H100 datasheet: 989 TFLOP/s over 3.35 TB/s); on a CPU
-Python's overhead per micro-batch of a small model comes to a few hundred tokens as well."""
+"""The fixed time of one more micro-batch, in tokens of work, where it is not measured (`launch_tokens`): on a CPU,
+where Python's overhead per micro-batch of a small model comes to a few hundred tokens, in deterministic runs, whose
+micro-batches must not depend on timings, and where only one sequence fits a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,14 @@ def plan_micro_batches(
     budget_bytes: int,
     floor_tokens: int = 0,
     patches: NDArray[np.int64] | None = None,
+    launch_tokens: int = LAUNCH_TOKENS,
 ) -> list[MicroBatch]:
     """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
     `patches` are those of each sequence's images; None: unknown, or no images.
 
     Which sequences a step has does not change. A sequence that exceeds the budget by itself becomes a micro-batch of
     one row. Of all cuts of the sorted sequences, the one with the fewest tokens is chosen, counting padding and
-    LAUNCH_TOKENS per micro-batch; a micro-batch of fewer than `floor_tokens` counts as that many.
+    `launch_tokens` per micro-batch; a micro-batch of fewer than `floor_tokens` counts as that many.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
@@ -78,20 +79,39 @@ def plan_micro_batches(
     ends = _last_ends(sorted_lengths, cost_of, budget_bytes, alike=sums is None)
     groups = [
         MicroBatch(tuple(order[start:end]), sorted_lengths[start], cost_of(start, end))
-        for start, end in _cheapest_cuts(sorted_lengths, ends, floor_tokens)
+        for start, end in _cheapest_cuts(sorted_lengths, ends, floor_tokens, launch_tokens)
     ]
     return sorted(groups, key=lambda group: -group.cost_bytes)
 
 
 def floor_tokens(tokens: int, seconds: float, shortest_seconds: float) -> int:
-    """The number of tokens up to which all passes take the same time, rounded to a power of two so that timing noise
-    seldom changes it. It is computed from the `seconds` that a pass over `tokens` tokens takes, and the
-    `shortest_seconds` that any pass takes.
+    """The number of tokens up to which all passes take the same time, rounded (`_steady`). It is computed from the
+    `seconds` that a pass over `tokens` tokens takes, and the `shortest_seconds` that any pass takes.
 
     On a GPU a pass over few tokens takes as long as launching its kernels, or reading the weights, whichever is longer.
     """
     worth = min(tokens * shortest_seconds / seconds, tokens) if seconds else 0.0
-    return 2 ** round(math.log2(worth)) if worth >= 1 else 0
+    return _steady(worth)
+
+
+def launch_tokens(large: tuple[int, float], small: tuple[int, float], floor: int) -> int:
+    """The fixed time of one more micro-batch, in tokens of work: what two passes over half of the tokens take longer
+    than one over all of them; rounded (`_steady`).
+
+    It is computed from two passes that differ in their number of sequences, each as (tokens, seconds), and the
+    `floor`, up to which all passes take the same time: it cannot be longer than that. LAUNCH_TOKENS if the passes do
+    not show it, because they have the same size, or the small one is not longer than the shortest pass.
+    """
+    tokens, seconds = large[0] - small[0], large[1] - small[1]
+    if tokens <= 0 or seconds <= 0 or small[0] < max(1, floor):
+        return LAUNCH_TOKENS
+    fixed_seconds = large[1] - large[0] * seconds / tokens
+    return _steady(min(fixed_seconds * tokens / seconds, floor))
+
+
+def _steady(tokens: float) -> int:
+    """A measured number of tokens, rounded to a power of two so that timing noise seldom changes it; 0 below one."""
+    return 2 ** round(math.log2(tokens)) if tokens >= 1 else 0
 
 
 def costliest_sequences(
@@ -127,7 +147,9 @@ def _last_ends(
     return ends
 
 
-def _cheapest_cuts(lengths: list[int], last_ends: list[int], floor_tokens: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(
+    lengths: list[int], last_ends: list[int], floor_tokens: int, launch_tokens: int
+) -> list[tuple[int, int]]:
     """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points).
     `last_ends` has the last possible end of a range for each start."""
     count = len(lengths)
@@ -136,7 +158,7 @@ def _cheapest_cuts(lengths: list[int], last_ends: list[int], floor_tokens: int) 
     came_from = np.zeros(count + 1, dtype=np.int64)
     for start in range(count):
         ends = np.arange(start + 1, last_ends[start] + 1)
-        offered = work[start] + LAUNCH_TOKENS + np.maximum(floor_tokens, (ends - start) * lengths[start])
+        offered = work[start] + launch_tokens + np.maximum(floor_tokens, (ends - start) * lengths[start])
         better = offered < work[ends]
         work[ends[better]] = offered[better]
         came_from[ends[better]] = start

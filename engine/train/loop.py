@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batching.micro_batches import costliest_sequences, floor_tokens
+from engine.batching.micro_batches import costliest_sequences, floor_tokens, launch_tokens
 from engine.device.catch_oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
@@ -30,7 +30,7 @@ from engine.train.recovery.memory_settings import effective_spec
 from engine.train.run_context import RunContext
 from engine.train.setup import TrainingSetup
 from engine.train.step.optimizer import set_learning_rates
-from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction
+from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction, TimedPass
 
 GPU_SECONDS = 10.0
 """Seconds between readings of the GPU's sensors."""
@@ -124,20 +124,32 @@ class Training:
             self.measure_floor(costliest)
 
     def measure_floor(self, costliest: NDArray[np.int64]) -> None:
-        """Set `floor_tokens` of the budget on all ranks: the number of tokens up to which all passes (forward and
-        backward) take equally long. Does nothing if a checkpoint restored that number.
+        """Set `floor_tokens` of the budget on all ranks, the number of tokens up to which all passes (forward and
+        backward) take equally long, and `launch_tokens`, the fixed time of one more micro-batch. Does nothing if a
+        checkpoint restored them.
 
-        Rank 0 times the micro-batch of the samples `costliest` and the shortest possible micro-batch. Each is run twice
-        and the second run is timed, so that kernels are loaded.
+        Rank 0 times the micro-batch of the samples `costliest`, one of half as many samples, and the shortest possible
+        one. Each is run twice and the second run is timed, so that kernels are loaded.
         """
-        budget, step = self.context.budget, self.state.step + 1
+        budget = self.context.budget
         if budget.floor_tokens:
             return
         shortest = self.context.data.lengths.argsort(kind="stable")[: self.ranks.size]
-        passes = [[self.transaction.probe(step, samples) for _ in range(2)][-1] for samples in (costliest, shortest)]
-        large, small = passes
-        budget.floor_tokens = self.ranks.broadcast_object(floor_tokens(large.tokens, large.seconds, small.seconds))
-        self.journal.phase("probing", f"passes of up to {budget.floor_tokens} tokens take equally long")
+        large, small = (self._timed_pass(samples) for samples in (costliest, shortest))
+        rows = self.ranks.broadcast_object(large.tokens) // int(self.context.data.lengths[costliest].max())
+        groups = self.ranks.size // self.context.strategy.ranks_per_sample
+        half = self._timed_pass(costliest[: groups * max(1, rows // 2)])
+        floor = floor_tokens(large.tokens, large.seconds, small.seconds)
+        launch = launch_tokens((large.tokens, large.seconds), (half.tokens, half.seconds), floor)
+        budget.floor_tokens, budget.launch_tokens = self.ranks.broadcast_object([floor, launch])
+        self.journal.phase(
+            "probing",
+            f"passes of up to {budget.floor_tokens} tokens take equally long; one more micro-batch costs as much time "
+            f"as {budget.launch_tokens} tokens",
+        )
+
+    def _timed_pass(self, samples: NDArray[np.int64]) -> TimedPass:
+        return [self.transaction.probe(self.state.step + 1, samples) for _ in range(2)][-1]
 
     def one_step(self) -> None:
         """Take the next optimizer step and write the event `step`, if this step is one to be logged. If the step failed

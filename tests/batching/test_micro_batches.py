@@ -7,7 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from engine.batching.micro_batches import LAUNCH_TOKENS, Cost, costliest_sequences, floor_tokens, plan_micro_batches
+from engine.batching.micro_batches import (
+    LAUNCH_TOKENS,
+    Cost,
+    costliest_sequences,
+    floor_tokens,
+    launch_tokens,
+    plan_micro_batches,
+)
 
 
 def tokens(rows: int, length: int, patches: int | None = None) -> int:
@@ -60,9 +67,9 @@ def test_short_sequences_are_not_split_to_save_a_few_tokens() -> None:
     assert len(plan_micro_batches([60, 50, 40, 30], tokens, 10**9)) == 1
 
 
-@pytest.mark.parametrize("floor", [0, 700])
+@pytest.mark.parametrize(("floor", "launch"), [(0, LAUNCH_TOKENS), (700, LAUNCH_TOKENS), (700, 20), (0, 900)])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_cut_is_the_best_of_all_cuts(seed: int, floor: int) -> None:
+def test_the_cut_is_the_best_of_all_cuts(seed: int, floor: int, launch: int) -> None:
     drawn = random.Random(seed)
     lengths = sorted((drawn.randint(1, 900) for _ in range(9)), reverse=True)
     budget = 2000
@@ -72,14 +79,14 @@ def test_the_cut_is_the_best_of_all_cuts(seed: int, floor: int) -> None:
         for start, end in zip([0, *cuts], [*cuts, len(lengths)], strict=True):
             if (end - start) * lengths[start] > budget and end - start > 1:
                 return None
-            total += LAUNCH_TOKENS + max(floor, (end - start) * lengths[start])
+            total += launch + max(floor, (end - start) * lengths[start])
         return total
 
     places = range(1, len(lengths))
     every = ([p for p in places if mask >> (p - 1) & 1] for mask in range(2 ** len(places)))
     best = min(total for total in map(work, every) if total is not None)
-    plan = plan_micro_batches(lengths, tokens, budget, floor)
-    assert sum(LAUNCH_TOKENS + max(floor, group.rows * group.length) for group in plan) == best
+    plan = plan_micro_batches(lengths, tokens, budget, floor, launch_tokens=launch)
+    assert sum(launch + max(floor, group.rows * group.length) for group in plan) == best
 
 
 def test_passes_that_take_equally_long_are_not_split_to_save_padding() -> None:
@@ -103,6 +110,32 @@ def test_the_floor_is_what_could_be_computed_meanwhile(
     tokens_of_large: int, seconds: float, shortest_seconds: float, floor: int
 ) -> None:
     assert floor_tokens(tokens_of_large, seconds, shortest_seconds) == floor
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "launch"),
+    [
+        ((16_384, 0.50), (8192, 0.30), 4096),  # 0.1 s, and 24 us for each token
+        ((16_384, 0.51), (8192, 0.30), 4096),  # noise of some per cent changes nothing
+        ((16_384, 0.50), (8192, 0.25), 0),  # no fixed time
+        ((16_384, 0.50), (8192, 0.24), 0),  # noise
+        ((16_384, 0.50), (8192, 0.49), 8192),  # no more than the shortest pass
+        ((16_384, 0.50), (8192, 0.51), LAUNCH_TOKENS),
+        ((16_384, 0.50), (16_384, 0.50), LAUNCH_TOKENS),  # micro-batches of one sequence
+        ((9000, 0.50), (4500, 0.49), LAUNCH_TOKENS),  # both are among the shortest passes
+        ((0, 0.0), (0, 0.0), LAUNCH_TOKENS),
+    ],
+)
+def test_one_more_micro_batch_costs_what_two_halves_take_longer_than_the_whole(
+    large: tuple[int, float], small: tuple[int, float], launch: int
+) -> None:
+    assert launch_tokens(large, small, 8192) == launch
+
+
+def test_a_long_launch_makes_fewer_micro_batches() -> None:
+    lengths = [1000, 1000, 100, 100, 100, 100]
+    assert [group.rows for group in plan_micro_batches(lengths, tokens, 10**9, launch_tokens=4000)] == [6]
+    assert len(plan_micro_batches([60, 50, 40, 30], tokens, 10**9, launch_tokens=0)) == 4
 
 
 def test_a_micro_batch_holds_as_many_rows_as_the_budget_allows() -> None:

@@ -1,5 +1,5 @@
-"""How long the shortest forward and backward pass takes is measured once in a run, stored in its checkpoints, and used
-to plan later micro-batches."""
+"""How long the shortest forward and backward pass takes, and what one more micro-batch costs, is measured once in a
+run, stored in its checkpoints, and used to plan later micro-batches."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     probe, sizes = StepTransaction.probe, []
 
     def timed(transaction: StepTransaction, *arguments: Any) -> TimedPass:
-        """Run the probe, and replace its time by that of a card on which every pass takes at least 50 ms."""
+        """Run the probe, and replace its time by that of a card on which a pass takes 20 ms and 1 ms for each token, at
+        least 50 ms."""
         found = probe(transaction, *arguments)
         sizes.append(found.tokens)
-        return found._replace(seconds=max(0.05, found.tokens / 1000))
+        return found._replace(seconds=max(0.05, 0.02 + found.tokens / 1000))
 
     monkeypatch.setattr(StepTransaction, "probe", timed)
     bench = Workshop(spec, tmp_path / "run")
@@ -41,13 +42,15 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
         training.probe()
         assert len(sizes) == 1 and budget.floor_tokens == 0  # in host memory nothing is timed
         training.measure_floor(lengths.argsort()[::-1][:8].copy())
-        assert sizes[1] == sizes[2] > sizes[3] == sizes[4] == lengths.min()
-        assert budget.floor_tokens == 64  # 50 ms at a thousand tokens a second, as a power of two
+        assert sizes[1] == sizes[2] > sizes[5] == sizes[6] > sizes[3] == sizes[4] == lengths.min()
+        assert sizes[5] == sizes[1] // 2
+        assert budget.floor_tokens == 64  # 50 ms at nearly a thousand tokens a second, as a power of two
+        assert budget.launch_tokens == 16  # 20 ms at a thousand tokens a second, as a power of two
         saved = memory_as_json(setup.context)
-        budget.floor_tokens = 0
+        budget.floor_tokens, budget.launch_tokens = 0, 256
         adopt_memory(setup.context, saved)
         training.measure_floor(np.arange(1))
-        assert len(sizes) == 5  # a run that goes on keeps its splits
+        assert len(sizes) == 7  # a run that goes on keeps its splits
         plan = training.transaction._plan(setup.order.step(1))
-        fresh = plan_micro_batches(lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, 64)
+        fresh = plan_micro_batches(lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, 64, None, 16)
         assert plan == fresh

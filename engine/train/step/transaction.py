@@ -216,7 +216,9 @@ class StepTransaction:
         context = self.context
         budget, lengths = context.budget, context.data.lengths[samples]
         patches = None if context.data.patches is None else context.data.patches[samples]
-        plan = plan_micro_batches(lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches)
+        plan = plan_micro_batches(
+            lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches, budget.launch_tokens
+        )
         return context.strategy.pad_plan(plan)
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:

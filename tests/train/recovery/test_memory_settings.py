@@ -99,7 +99,7 @@ IN_CHECKPOINTS: dict[str, Any] = {
 """What `state.json` of a checkpoint holds about memory. Runs of earlier versions are resumed from it."""
 
 
-ADDED = {"floor_tokens": 0}
+ADDED = {"floor_tokens": 0, "launch_tokens": 256}
 """Fields of the budget that earlier versions did not have, with the values that their runs get."""
 
 
