@@ -82,7 +82,7 @@ def _of_proof(where: str, event: dict[str, Any]) -> Finding:
     if "error" in event:
         return Finding(where, "problem", f"could not be proved: {event['error']}")
     states: dict[bool | None, State] = {True: "ok", None: "note", False: "problem"}
-    instead = f"a run goes on without it: {event['fallback']}" if event["fallback"] else ""
+    instead = f"what a run does instead: {event['fallback']}" if event["fallback"] else ""
     return Finding(where, states[event["passed"]], f"{event['name']}: {event['detail']}", instead)
 
 

@@ -21,6 +21,7 @@ from engine.commands.importing import importing
 from engine.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from engine.device.base import GpuReading
     from engine.spec.schema.profile import Device
     from engine.spec.schema.run import RunSpec
 
@@ -52,8 +53,9 @@ def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
 
 
 def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
-    """Yield (name, run spec) for each way to train, on each device alone and on all devices of `profile` together. The
-    ways are `recipe`, or without one a small LoRA run and a small full fine-tuning."""
+    """Yield (name, run spec) for each way to train, on each device alone and on all devices together. The
+    ways are `recipe`, or without one a small LoRA run and a small full fine-tuning. Without `profile`, weights are
+    sharded over all GPUs of this machine, if it has several."""
     from engine.spec.load import resolve
     from engine.spec.schema.profile import Nodes, Parallel
 
@@ -67,6 +69,8 @@ def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSp
             yield f"{name}, {way}", spec.model_copy(update=changes)
         if profile and spec.profile.device.count > 1:
             yield _together(spec, way)
+        elif not profile and len(_readings()) > 1:
+            yield _together(_on_all_gpus(spec), way)
 
 
 def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
@@ -81,17 +85,26 @@ def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
     return f"{device.count} {device.kind} devices, {strategy}, {way}", together
 
 
+def _on_all_gpus(spec: RunSpec) -> RunSpec:
+    """The run spec with weights sharded over all GPUs of this machine, as much of each as the fullest one has free."""
+    from engine.spec.schema.profile import Device, Parallel
+
+    readings = _readings()
+    device = Device(kind="cuda", count=len(readings), memory_gib=min(map(_free_gib, readings)))
+    hardware = {"device": device, "parallel": Parallel(strategy="sharded")}
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update=hardware)})
+
+
 def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
     """Yield (name, index, [device] table) for each device to examine: those of the profile's table `of_profile`, or
     without one all GPUs of this machine."""
-    from engine.device.nvml import read_gpus
     from engine.spec.schema.profile import Device
 
     if of_profile is not None:
         for index in range(of_profile.count if of_profile.kind == "cuda" else 1):
             yield f"{of_profile.kind} {index}", index, of_profile.model_copy(update={"count": 1})
         return
-    readings = read_gpus()
+    readings = _readings()
     if not readings:
         raise EnvironmentProblem(
             "this machine has no NVIDIA GPU, or no driver for it",
@@ -99,8 +112,18 @@ def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
             fix="see tunedeck doctor; to prove another device, name its profile: tunedeck doctor --gpus -p demo",
         )
     for reading in readings:
-        free_gib = FREE_SHARE * (reading.total_bytes - reading.used_bytes) / 2**30
-        yield f"gpu {reading.index}", reading.index, Device(kind="cuda", memory_gib=free_gib)
+        yield f"gpu {reading.index}", reading.index, Device(kind="cuda", memory_gib=_free_gib(reading))
+
+
+def _readings() -> list[GpuReading]:
+    """The GPUs of this machine."""
+    from engine.device.nvml import read_gpus
+
+    return read_gpus()
+
+
+def _free_gib(reading: GpuReading) -> float:
+    return FREE_SHARE * (reading.total_bytes - reading.used_bytes) / 2**30
 
 
 def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:

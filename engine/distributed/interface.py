@@ -59,6 +59,18 @@ def source_address(host: str) -> str:
         return ""
 
 
+def listening_address() -> str:
+    """The IP address of this machine at which gloo listens: that of its interface if one is named, else what the
+    machine's own name resolves to; empty if there is none."""
+    if name := os.environ.get(VARIABLE):
+        held = psutil.net_if_addrs().get(name, [])
+        return next((str(each.address) for each in held if each.family == socket.AF_INET), "")
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
 def interface_of(address: str) -> str | None:
     """The name of the network interface of this machine that has the IP address `address`; None if none has it."""
     for name, held in psutil.net_if_addrs().items():

@@ -17,11 +17,14 @@ Try: `pytest tests/distributed/test_warm_up.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.device.base import Device
 from engine.device.bounded import within
@@ -30,7 +33,9 @@ from engine.distributed.host_gather import LostRankError, raising_lost_rank
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, TunedeckError
 
 VALUES = 256
-"""Elements that each rank sends in each collective."""
+"""Elements that each rank sends to each rank in each collective of the warm-up."""
+PERIOD = 1021
+"""Values repeat after so many, so that their sums over ranks are exact in fp32 at any size."""
 
 _SHARED_MEMORY = re.compile(r"(/dev/shm|nccl-shm|shared memory segment)|posix_fallocate", re.IGNORECASE)
 """In NCCL's last error, quoted by torch: src/misc/shmutils.cc and, before NCCL 2.10, include/shm.h."""
@@ -56,35 +61,105 @@ def warm_up(device: Device, seconds: float, group: dist.ProcessGroup | None = No
     within(seconds, run, lambda: LostRankError(f"not all ranks made their communicators within {seconds:.0f} s"))
 
 
-def run_each_collective(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Run every kind of collective that training uses and check the results. All ranks of the group run all of them,
-    also after a wrong result. Raises EnvironmentProblem for a wrong result on this rank; errors of NCCL or gloo are
-    raised unchanged."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    numbers = torch.arange(size * VALUES, dtype=torch.float32, device=device)
-    here, total = numbers + rank, size * numbers + size * (size - 1) / 2
-    mine = slice(rank * VALUES, (rank + 1) * VALUES)
-    summed, first, scattered = here.clone(), here.clone(), torch.empty_like(here[mine])
-    gathered, exchanged = torch.empty_like(here), torch.empty_like(here)
-    dist.all_reduce(summed, group=group)
-    _reduce_scatter(scattered, here.clone(), group=group)
-    _all_gather(gathered, total[mine].clone(), group=group)
-    dist.all_to_all_single(exchanged, here.clone(), group=group)
-    dist.broadcast(first, group=group, group_src=0)
-    places = torch.arange(size, device=device).float().repeat_interleave(VALUES)
-    found = {
-        "all-reduce": torch.equal(summed, total),
-        "reduce-scatter": torch.equal(scattered, total[mine]),
-        "all-gather": torch.equal(gathered, total),
-        "all-to-all": torch.equal(exchanged, numbers[mine].repeat(size) + places),
-        "broadcast": torch.equal(first, numbers),
-    }
-    if wrong := [kind for kind, right in found.items() if not right]:
+def run_each_collective(
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    values: int = VALUES,
+    ready: Callable[[], None] = lambda: None,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Run every kind of collective that training uses and check the results; returns the seconds of each kind. All
+    ranks of the group run all of them, also after a wrong result.
+
+    Each rank sends `values` elements to each rank. `ready` is called before each collective, and `synchronize` to wait
+    for the device before and after it. Raises EnvironmentProblem for a wrong result on this rank; errors of NCCL or
+    gloo are raised unchanged.
+    """
+    seconds, wrong = dict[str, float](), []
+
+    def timed(kind: str, launch: Callable[[], object]) -> None:
+        synchronize()
+        ready()
+        began = time.perf_counter()
+        launch()
+        synchronize()
+        seconds[kind] = time.perf_counter() - began
+
+    for kind, run in KINDS.items():
+        found, expected = run(_Numbers(device, group, values), partial(timed, kind))
+        if not torch.equal(found, expected):
+            wrong.append(kind)
+    if wrong:
         raise EnvironmentProblem(
             f"the {' and '.join(wrong)} of the ranks gives a wrong result",
             expected="exact sums of small whole numbers",
             fix="see tunedeck doctor; NCCL_P2P_DISABLE=1 avoids transfers between GPUs that the host cannot isolate",
         )
+    return seconds
+
+
+class _Numbers:
+    """The values that this rank sends: small whole numbers, plus its rank, a slot of `values` for each rank."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, values: int) -> None:
+        self.group, self.size, self.rank, self.values = group, dist.get_world_size(group), dist.get_rank(group), values
+        self.plain = (torch.arange(self.size * values, device=device) % PERIOD).float()
+        self.slot = slice(self.rank * values, (self.rank + 1) * values)
+        """This rank's slot."""
+
+    def sent(self) -> Tensor:
+        """What this rank sends."""
+        return self.plain + self.rank
+
+    def total(self) -> Tensor:
+        """The sum of what all ranks send."""
+        return self.size * self.plain + self.size * (self.size - 1) / 2
+
+
+Timed = Callable[[Callable[[], object]], None]
+"""Calls a function, which launches a collective, and times it."""
+
+
+def _summed(numbers: _Numbers, timed: Timed) -> tuple[Tensor, Tensor]:
+    summed = numbers.sent()
+    timed(lambda: dist.all_reduce(summed, group=numbers.group))
+    return summed, numbers.total()
+
+
+def _scattered(numbers: _Numbers, timed: Timed) -> tuple[Tensor, Tensor]:
+    sent, scattered = numbers.sent(), torch.empty_like(numbers.plain[numbers.slot])
+    timed(lambda: _reduce_scatter(scattered, sent, group=numbers.group))
+    return scattered, numbers.total()[numbers.slot]
+
+
+def _gathered(numbers: _Numbers, timed: Timed) -> tuple[Tensor, Tensor]:
+    sent, gathered = numbers.plain[numbers.slot].clone(), torch.empty_like(numbers.plain)
+    timed(lambda: _all_gather(gathered, sent, group=numbers.group))
+    return gathered, numbers.plain
+
+
+def _exchanged(numbers: _Numbers, timed: Timed) -> tuple[Tensor, Tensor]:
+    sent, exchanged = numbers.sent(), torch.empty_like(numbers.plain)
+    timed(lambda: dist.all_to_all_single(exchanged, sent, group=numbers.group))
+    senders = torch.arange(numbers.size, device=sent.device).float()
+    return exchanged, (numbers.plain[numbers.slot] + senders[:, None]).flatten()
+
+
+def _broadcast(numbers: _Numbers, timed: Timed) -> tuple[Tensor, Tensor]:
+    first = numbers.sent()
+    timed(lambda: dist.broadcast(first, group=numbers.group, group_src=0))
+    return first, numbers.plain
+
+
+KINDS: dict[str, Callable[[_Numbers, Timed], tuple[Tensor, Tensor]]] = {
+    "all-reduce": _summed,
+    "reduce-scatter": _scattered,
+    "all-gather": _gathered,
+    "all-to-all": _exchanged,
+    "broadcast": _broadcast,
+}
+"""Every kind of collective that training uses: a function that runs it and returns (result, expected result)."""
 
 
 @contextmanager

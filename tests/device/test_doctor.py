@@ -13,9 +13,15 @@ import typer
 from typer.testing import CliRunner
 
 from engine.commands import doctor
+from engine.commands.doctor_gpus import _proved, _specs, _together
+from engine.device.base import GpuReading
 from engine.errors import EnvironmentProblem, UsageError
+from engine.spec.load import resolve
 
 RUNNER = CliRunner()
+AMONG_RANKS = ["placement", "collectives", "bandwidth", "votes", "sharded_step", "sharded_oom", "sequence", "saving",
+               "lost_rank"]  # fmt: skip
+"""Proofs on several devices without CUDA; those of one device come before the last."""
 
 
 @pytest.fixture
@@ -105,7 +111,34 @@ def test_gpus_proves_what_several_ranks_rely_on(app: typer.Typer) -> None:
     together = [one for one in json.loads(result.stdout)["findings"] if one["topic"].startswith("2 metered devices")]
     assert {one["topic"] for one in together} == {"2 metered devices, replicated, demo"}
     assert {"ok"} == {one["state"] for one in together}
-    assert together[0]["text"].startswith("collectives: five kinds of collectives among 2 ranks are exact")
+    proofs = [one["text"].partition(":")[0] for one in together]
+    assert [*proofs[:8], proofs[-1]] == AMONG_RANKS
+    assert together[1]["text"].startswith("collectives: five kinds of collectives among 2 ranks are exact")
+
+
+def test_four_ranks_prove_a_sharded_run(tmp_path: Path) -> None:
+    overrides = ["device.count=4", "parallel.strategy=sharded", "method.kind=full"]
+    name, spec = _together(resolve("demo-2", "demo", overrides).spec, "full")
+    assert name == "4 metered devices, sharded, full"
+    events = list(_proved(spec, tmp_path))
+    assert [event for event in events if event.get("passed") is not True] == []
+    assert [event["name"] for event in (*events[:8], events[-1])] == AMONG_RANKS
+
+
+def test_several_gpus_are_proved_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = (0, 2**30)
+    cards = [
+        GpuReading(index, "H100", f"GPU-{index}", 80 * 2**30, held, 0, 30, 70.0, ()) for index, held in enumerate(used)
+    ]
+    monkeypatch.setattr("engine.device.nvml.read_gpus", lambda: cards)
+    named = {name: spec.profile for name, spec in _specs(None, None)}
+    assert list(named) == [
+        "gpu 0, full", "gpu 1, full", "2 cuda devices, sharded, full",
+        "gpu 0, LoRA", "gpu 1, LoRA", "2 cuda devices, sharded, LoRA",
+    ]  # fmt: skip
+    together = named["2 cuda devices, sharded, LoRA"].device
+    assert together.count == 2
+    assert together.memory_gib == pytest.approx(0.9 * 79)
 
 
 def test_a_run_that_cannot_be_set_up_is_a_problem_of_the_machine(app: typer.Typer) -> None:

@@ -35,14 +35,18 @@ def run_ranks(
 ) -> dict[str, list[Any]]:
     """Run `cases` on `size` ranks that wait for each other up to the limit; what a case raises on any rank fails the
     call."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = size, port, list(cases), str(folder), limit_seconds
+    arguments = arguments_of_ranks(cases, folder, size=size, limit_seconds=limit_seconds)
     start: Any = vars(mp)["start_processes"]  # torch gives it no types
-    start(_member, args=arguments, nprocs=size, start_method="forkserver")
+    start(member, args=arguments, nprocs=size, start_method="forkserver")
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(size)]
     return {name_of(case): [result[name_of(case)] for result in results] for case in cases}
+
+
+def arguments_of_ranks(cases: Sequence[Case], folder: Path, *, size: int, limit_seconds: float) -> tuple[Any, ...]:
+    """The arguments of `member`, besides its rank, for ranks that meet at a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return size, free.getsockname()[1], list(cases), str(folder), limit_seconds
 
 
 def name_of(case: Case) -> str:
@@ -50,7 +54,8 @@ def name_of(case: Case) -> str:
     return str((case.func if isinstance(case, partial) else case).__name__)
 
 
-def _member(rank: int, size: int, port: int, cases: list[Case], folder: str, limit_seconds: float) -> None:
+def member(rank: int, size: int, port: int, cases: list[Case], folder: str, limit_seconds: float) -> None:
+    """Work as `rank` of `size` ranks: run all cases and write their results into the folder."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

@@ -53,7 +53,7 @@ def prove_backward(setup: TrainingSetup) -> str:
     expected = _gradient(weight, 0)
     before = device.memory().allocated_bytes
     with unfilled_memory():
-        failure = catch_oom(lambda: _gradient(weight, _too_much(device)), device, "proof")
+        failure = catch_oom(lambda: _gradient(weight, too_much(device)), device, "proof")
     if failure is None:
         raise DisprovedError("backward goes on after an allocation that exceeds the cap")
     free_failed_graph(device)
@@ -95,7 +95,7 @@ class _Allocates(torch.autograd.Function):
 
 def _refused(device: Device) -> OutOfMemory:
     """Request more bytes than the cap allows; returns the failure. Raises DisprovedError if the request is granted."""
-    size_bytes = _too_much(device)
+    size_bytes = too_much(device)
     with unfilled_memory():
         place = device.torch_device
         refusal = catch_oom(lambda: torch.empty(size_bytes, dtype=torch.uint8, device=place), device, "proof")
@@ -105,7 +105,8 @@ def _refused(device: Device) -> OutOfMemory:
     return refusal
 
 
-def _too_much(device: Device) -> int:
+def too_much(device: Device) -> int:
+    """Bytes that the device's cap does not allow beside what is allocated now."""
     return max(0, device.capacity_bytes - device.memory().allocated_bytes) + ABOVE_BYTES
 
 

@@ -22,7 +22,7 @@ from engine.distributed.host_gather import LostRankError
 from engine.errors import EnvironmentProblem
 from engine.train.monitor.journal import Journal
 from engine.train.proofs import remembered
-from engine.train.proofs.record import DisprovedError, Proof, ProofResult
+from engine.train.proofs.record import DisprovedError, Proof, ProofResult, UndecidedError
 from engine.train.proofs.table import PROOFS
 from engine.train.setup import TrainingSetup
 
@@ -36,7 +36,8 @@ def prove(
     With `afresh`, outcomes of earlier runs are not used.
 
     Raises:
-        EnvironmentProblem: a proof left the device unusable, so that nothing can be proved or trained in this process.
+        EnvironmentProblem: a proof left the device unusable, so that nothing can be proved or trained in this process;
+            or nothing can replace what failed.
         LostRankError: another rank could not go on.
     """
     ranks, device = setup.context.ranks, setup.context.device
@@ -44,6 +45,7 @@ def prove(
     keys = {proof.name: remembered.key(proof, setup) for proof in used}
     known = set() if afresh else {name for name, key in keys.items() if key and remembered.has(key)}
     known = set.intersection(*(set(names) for names in ranks.all_gather_object(sorted(known))))
+    fatal: list[EnvironmentProblem] = []
     with _undisturbed(device):
         own = [_earlier(proof) if proof.name in known else _tried(proof, setup) for proof in used]
         gathered = ranks.all_gather_object([asdict(result) for result in own])
@@ -51,14 +53,26 @@ def prove(
         for proof, outcomes in zip(used, zip(*gathered, strict=True), strict=True):
             result = _of_all_ranks([ProofResult(**outcome) for outcome in outcomes])
             if result.passed is False:
-                result = replace(result, fallback=proof.fall_back(setup))
+                result = replace(result, fallback=_fallen_back(proof, setup, fatal))
             results.append(result)
     for result in results:
         key = keys[result.name]
         if result.passed and key and not result.cached:
             remembered.remember(key, result)
         journal.write("proof", **asdict(result))
+    if fatal:
+        raise fatal[0]
     return results
+
+
+def _fallen_back(proof: Proof, setup: TrainingSetup, fatal: list[EnvironmentProblem]) -> str:
+    """Fall back from what failed; returns what the run does instead, in a few words. If nothing can replace it, the
+    error that ends the run is added to `fatal`: the outcomes of all proofs are written first."""
+    try:
+        return proof.fall_back(setup)
+    except EnvironmentProblem as problem:
+        fatal.append(problem)
+        return f"it ends; {problem.fix}"
 
 
 @contextmanager
@@ -87,12 +101,14 @@ def _tried(proof: Proof, setup: TrainingSetup) -> ProofResult:
 
 def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
     try:
-        detail = proof.prove(setup)
+        detail = _shown(proof, setup)
         setup.context.device.synchronize()
         return True, detail
     except DisprovedError as error:
         clear_frames(error)
         return False, str(error)
+    except UndecidedError as error:
+        return None, f"could not be tried: {error}"
     except LostRankError:
         raise
     except Exception as error:  # of any kind: a proof shows whether a kernel or driver fails
@@ -105,6 +121,18 @@ def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
                 fix='set model.attention = "sdpa" and train.loss = "chunked", or see tunedeck doctor --gpus',
             ) from error
         return (None, f"could not be tried: {text}") if classify(error) else (False, f"{type(error).__name__}: {text}")
+
+
+def _shown(proof: Proof, setup: TrainingSetup) -> str:
+    """Run a proof; returns what it has shown. Raises what it raises, and UndecidedError if it failed on another rank.
+    """
+    if not proof.votes:
+        return proof.prove(setup)
+    shown: list[str] = []
+    voted_group = setup.context.ranks.voted_group()
+    if not voted_group.run_together(lambda: shown.append(proof.prove(setup))):
+        raise UndecidedError("it ended on another rank")
+    return shown[0]
 
 
 def _of_all_ranks(outcomes: Sequence[ProofResult]) -> ProofResult:

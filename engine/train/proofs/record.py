@@ -23,6 +23,10 @@ class DisprovedError(Exception):
     and by how much."""
 
 
+class UndecidedError(Exception):
+    """What was to be proved could not be tried on this rank, because of another rank or for want of room."""
+
+
 class Proof(NamedTuple):
     """One proof of the table in `engine.train.proofs.table`."""
 
@@ -38,6 +42,9 @@ class Proof(NamedTuple):
     facts: Callable[[TrainingSetup], list[str]] | None = None
     """What the outcome depends on besides device and versions, as texts. None for a proof that is never taken from an
     earlier run, because it depends on the process."""
+    votes: bool = False
+    """Whether `prove` votes with the group of all ranks before each of its collectives and exchanges, so that an error
+    on one rank ends it on all. The error counts on that rank; the proof is undecided on the others."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class ProofResult:
 
     name: str
     passed: bool | None
-    """None if it could not be tried for want of memory, which proves nothing."""
+    """None if it could not be tried, for want of memory for example, which proves nothing."""
     detail: str
     """What was shown, or what differs."""
     fallback: str = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from engine.train.proofs import (
     adapter,
     attention,
-    collectives,
     copies,
     determinism,
     dropout,
@@ -18,10 +17,10 @@ from engine.train.proofs import (
     optimizer,
     syncs,
 )
+from engine.train.proofs.ranks.table import AT_START, BY_DOCTOR
 from engine.train.proofs.record import Proof
 
-PROOFS: tuple[Proof, ...] = (
-    Proof("collectives", collectives.prove, collectives.fall_back, collectives.applies),
+ON_A_DEVICE: tuple[Proof, ...] = (
     Proof("allocator", memory.prove_allocator, memory.fall_back, memory.applies),
     Proof("oom_in_backward", memory.prove_backward, memory.fall_back, memory.applies),
     Proof("attention", attention.prove, attention.fall_back, attention.applies, attention.facts),
@@ -35,3 +34,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof("determinism", determinism.prove, determinism.fall_back, determinism.applies),
 )
 """Later proofs may rest on what earlier ones have shown."""
+PROOFS = (*AT_START, *ON_A_DEVICE)
+"""What a run makes at its start."""
+DOCTOR_PROOFS = (*BY_DOCTOR, *ON_A_DEVICE)
+"""What `tunedeck doctor --gpus` makes with a rank on each device."""

@@ -1,6 +1,6 @@
 """Runs the proofs of a run on several devices without training it, with a rank for each device.
 
-The ranks are started as those of a run, by torch's elastic agent.
+The ranks are started as those of a run, by torch's elastic agent. The last proof ends them: one kills itself.
 
 Try: `tunedeck doctor --gpus -p demo-2`
 """
@@ -8,7 +8,9 @@ Try: `tunedeck doctor --gpus -p demo-2`
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 
 from engine.device import open_device
@@ -30,6 +32,8 @@ from engine.spec.schema.run import RunSpec
 from engine.train.main import as_rank
 from engine.train.monitor.journal import Journal
 from engine.train.proofs.prove import prove
+from engine.train.proofs.ranks import lost_rank
+from engine.train.proofs.table import DOCTOR_PROOFS
 from engine.train.recovery.oom_report import oom_reporter
 from engine.train.setup import set_up
 
@@ -47,12 +51,22 @@ def prove_together(place: RunDirectory) -> int:
         set_up_rank_process(place, int(os.environ["RANK"]))
         code = as_rank(spec, partial(_prove_as_rank, spec, place))
         return exit_without_cleanup(code) if code else code
+    began = time.monotonic()
     trouble = start_ranks(spec, place, ["_prove", str(place.path)])
-    if trouble:
+    if lost_rank.has_begun(place):
+        _judge_rehearsal(spec, place, trouble, time.monotonic() - began)
+    elif trouble:
         raise EnvironmentProblem(
             f"the ranks could not make their proofs: {trouble}", fix="see which device: tunedeck doctor --gpus"
         )
     return 0
+
+
+def _judge_rehearsal(spec: RunSpec, place: RunDirectory, trouble: str, seconds: float) -> None:
+    limit_seconds = spec.profile.parallel.timeout_seconds
+    result = lost_rank.judge(place, spec.profile.device.count, limit_seconds, trouble, round(seconds, 4))
+    with EventWriter(place) as writer:
+        writer.write("proof", **asdict(result))
 
 
 def _prove_as_rank(spec: RunSpec, place: RunDirectory, ranks: Ranks) -> int:
@@ -65,5 +79,6 @@ def _prove_as_rank(spec: RunSpec, place: RunDirectory, ranks: Ranks) -> int:
         if device.kind == "cuda":
             warm_up(device, ranks.patience_seconds)
             journal.write_notices(device.fit_capacity())
-        prove(set_up(spec, device, journal, oom_reporter(journal, device), ranks), journal, afresh=True)
-    return 0
+        setup = set_up(spec, device, journal, oom_reporter(journal, device), ranks)
+        prove(setup, journal, proofs=DOCTOR_PROOFS, afresh=True)
+    lost_rank.rehearse(place, ranks)

@@ -1,0 +1,1 @@
+"""Proofs among the ranks of a run: what several devices share, and what happens when one of them fails."""
