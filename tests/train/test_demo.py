@@ -16,7 +16,7 @@ from tests.train.run_helpers import Event, losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
 SHORT = (
-    "train.max_steps=40", "data.sources.dates.limit=4000",
+    "train.max_steps=16", "data.sources.dates.limit=4000",
     "eval.every_steps=", "eval.metrics=['loss']", "eval.samples=0",
 )  # fmt: skip
 """What curves are compared over; no answers are generated, which the whole demo does."""
@@ -43,7 +43,7 @@ def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], list[Event]]:
-    """Events of 40 demo steps on a roomy and on a tight device."""
+    """Events of 16 demo steps on a roomy and on a tight device."""
     folder = tmp_path_factory.mktemp("curves")
 
     def run(gib: float) -> list[Event]:
@@ -60,7 +60,7 @@ def test_a_tight_run_has_the_curve_of_a_roomy_one(curves: tuple[list[Event], lis
     roomy, tight = curves
     assert not of_kind(roomy, "backoff")
     assert len(of_kind(tight, "backoff")) >= 1
-    assert losses(tight).keys() == losses(roomy).keys() == set(range(1, 41))
+    assert losses(tight).keys() == losses(roomy).keys() == set(range(1, 17))
     assert list(losses(tight).values()) == pytest.approx(list(losses(roomy).values()), rel=1e-4)
 
 
