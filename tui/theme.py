@@ -41,7 +41,7 @@ STATES: dict[str, StateStyle] = {
 
 
 class ComponentStyle(NamedTuple):
-    """The letter of a component in the VRAM bar, and the style of the letter and its background."""
+    """The letter of a component in the memory bar, and the style of the letter and its background."""
 
     letter: str
     style: str
@@ -72,7 +72,7 @@ VERDICTS: dict[str, StateStyle] = {
 ASCII = {"●": "*", "○": "o", "▲": "^", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "%", "│": "|", "─": "-",
          "█": "#", "▓": "%", "▒": "+", "░": ".", "→": ">", "·": "-", "▶": ">", "…": "~", "×": "x", "┊": ":",
          "├": "|", "└": "`", "┤": "|", "◆": "E", "⚠": "!", "▏": "|", "°": " ",
-         "≥": ">="}  # fmt: skip
+         "≥": ">=", "┃": "|", "╱": "/"}  # fmt: skip
 """The ASCII replacement of each glyph."""
 
 TO_ASCII = str.maketrans(ASCII)
@@ -88,7 +88,7 @@ COMPONENT_COLOURS = {
     "part-activations": "#e69f00", "part-recompute": "#f0e442", "part-loss": "#d55e00", "part-buffers": "#8b96a3",
     "part-beside": "#565f6a", "ink": "#0b0d10", "paper": "#ffffff",
 }  # fmt: skip
-"""Background colours of the VRAM bar, the same in the dark and the light theme: the letters on them contrast."""
+"""Background colours of the memory bar, the same in the dark and the light theme: the letters on them contrast."""
 
 
 def _theme(name: str, *, dark: bool, ground: tuple[str, str, str], text: str, variables: dict[str, str]) -> Theme:

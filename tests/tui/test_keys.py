@@ -10,6 +10,7 @@ MEANINGS = {
     "c": {"compare"},
     "d": {"samples"},
     "e": {"export_file", "export_plot"},
+    "f": {"memory"},
     "h": {"fold", "previous_pane", "other_pane"},
     "i": {"import_file"},
     "j": {"newer"},

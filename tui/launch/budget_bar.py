@@ -1,15 +1,13 @@
-"""The budget at the foot of the Launch screen: the verdict, one VRAM bar for each device, a legend, and a status line.
+"""The budget at the foot of the Launch screen: the verdict, the memory bar with its scale and legend, where the peak
+lies and what lowers it, and a status line.
 
-A bar shows the predicted peak, component by component, against the device's capacity. Pure functions from evaluated
-choices to lines of text for a width and a height. Every component has a background colour and its name or letter on
-it; without colour every cell of the bar shows the letter.
+Pure functions from evaluated choices to lines of text for a width and a height. The bar itself, the same as on the Run
+screen, is in `tui.widgets.memory_bar`.
 
 Try: `python -m pytest tests/tui/screens/test_launch.py`
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 from textual.content import Content
@@ -17,61 +15,55 @@ from textual.content import Content
 from engine.budget.advise.plan import Plan
 from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
+from engine.spec.schema.run import RunSpec
 from tui.launch.evaluate import EvaluatedChoice
-from tui.theme import COMPONENTS, VERDICTS, glyphs
+from tui.theme import VERDICTS, glyphs
+from tui.widgets.memory_bar import Look, bar_line, legend_lines, predicted_bar, scale_line
+from tui.widgets.memory_words import moves_sentence, peak_sentence, phase_words
 
-LABEL_WIDTH = 10
-"""Cells for the device's name before its bar."""
-
-SHARE_WIDTH = 6
-"""Cells for the percentage after the bar."""
-
-PHASES = {
-    "load": "loading", "forward": "forward pass", "loss_backward": "loss", "layer_first": "backward pass",
-    "layer_last": "backward pass", "embedding_backward": "embedding", "optimizer_step": "optimizer step",
-    "evaluate": "evaluation", "generate": "generation",
-}  # fmt: skip
-"""Descriptions of the plan's phases, by the names that `tunedeck plan` prints."""
+MOST_LEGEND = 2
+"""Lines of the legend where there is room for more."""
 
 
 def budget_lines(
-    evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int,
-    *, fix: str = "", letters: bool, ascii_only: bool,
-) -> list[Content]:  # fmt: skip
+    evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int, *, fix: str = "", look: Look
+) -> list[Content]:
     """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
-    colour. `fix` says which fix the key `a` applies; empty if none is known.
-
-    With `letters`, every cell of a bar shows the letter of its component.
-    """
-    status = status_line(evaluated, width, fix, ascii_only=ascii_only)
-    plan = last_valid.plan
-    if plan is None:
+    colour. `fix` says which fix the key `a` applies; empty if none is known."""
+    status = status_line(evaluated, width, fix, ascii_only=look.ascii_only)
+    if last_valid.plan is None:
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
-    labels = _bar_labels(last_valid, max(1, height - 4))
-    lines = [verdict_line(plan, width, ascii_only=ascii_only)]
-    lines += [bar_line(label, plan, width, letters=letters, ascii_only=ascii_only) for label in labels]
-    lines += legend_lines(plan, width, max(1, height - len(lines) - 1))
+    lines = _plan_lines(last_valid.plan, _device_words(last_valid.spec), width, height - 1, look)
     if evaluated.plan is None:
         lines = [Content.styled(line.plain, "$muted") for line in lines]
     return [*lines, *[Content("")] * (height - len(lines) - 1), status]
 
 
-def device_count(evaluated: EvaluatedChoice) -> int:
-    """Return how many devices the run would use."""
-    return evaluated.spec.profile.device.count if evaluated.spec is not None else 1
+def _plan_lines(plan: Plan, device: str, width: int, height: int, look: Look) -> list[Content]:
+    """The plan in at most `height` lines, three or more: verdict, bar and legend; where there is room, also the scale
+    and the words about the peak."""
+    prediction = plan.prediction
+    bar = predicted_bar("predicted", prediction.components, plan.capacity_bytes)
+    legend = legend_lines(bar, width, min(MOST_LEGEND, height - 2), look)
+    sentences = (
+        peak_sentence(prediction.deciding_phase, prediction.components), moves_sentence(prediction.components)
+    )  # fmt: skip
+    room = height - 3 - len(legend)
+    words = [line for text in sentences for line in Content.styled(text, "$muted").wrap(width)] if room >= 2 else []
+    verdict = verdict_line(plan, width, with_phase=not words, ascii_only=look.ascii_only)
+    if room < 1:
+        return [verdict, bar_line(bar._replace(label=device), width, look), *legend]
+    return [verdict, scale_line(plan.capacity_bytes, width, device), bar_line(bar, width, look), *legend, *words[:room]]
 
 
-def _bar_labels(evaluated: EvaluatedChoice, max_bars: int) -> list[str]:
-    """Return the labels of the bars: one for each device, or a single label for all devices if there are more of them
-    than `max_bars`."""
-    spec = evaluated.spec
+def _device_words(spec: RunSpec | None) -> str:
+    """What the memory is of: the host, a simulated device, a GPU, or each of several."""
     if spec is None or spec.profile.device.kind == "metered":
-        return ["simulated"]
+        return "simulated"
     if spec.profile.device.kind == "cpu":
-        return ["host"]
+        return "host"
     count = spec.profile.device.count
-    indices = spec.limits.devices or list(range(count))
-    return [f"GPU {index}" for index in indices] if count <= max_bars else [f"each of {count}"]
+    return f"each of {count}" if count > 1 else f"GPU {(spec.limits.devices or [0])[0]}"
 
 
 def status_line(evaluated: EvaluatedChoice, width: int, fix: str = "", *, ascii_only: bool) -> Content:
@@ -119,92 +111,6 @@ def decimal_bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
-def bar_line(label: str, plan: Plan, width: int, *, letters: bool, ascii_only: bool) -> Content:
-    """Draw the bar of one device on a line of `width` cells: label, components, free cells, a line at the capacity, and
-    the share of the capacity that is used. With `letters`, every cell shows the letter of its component."""
-    cells = max(4, width - LABEL_WIDTH - SHARE_WIDTH)
-    used, capacity = plan.prediction.device_bytes, plan.capacity_bytes
-    cells_per_byte = cells / max(used, capacity, 1)
-    capacity_cell = min(round(capacity * cells_per_byte), cells - 1)
-    parts: list[Content] = []
-    start, drawn_bytes = 0, 0
-    for name, count in _nonzero(plan.prediction.components):
-        drawn_bytes += count
-        end = min(round(drawn_bytes * cells_per_byte), cells)
-        parts += _segment(name, start, end, capacity_cell, letters=letters, ascii_only=ascii_only)
-        start = max(start, end)
-    parts += _free(start, cells, capacity_cell, ascii_only=ascii_only)
-    share = f"{100 * used / max(capacity, 1):.0f} %"
-    return Content.assemble(label[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), *parts, share.rjust(SHARE_WIDTH))
-
-
-def _nonzero(components: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(name, components[name]) for name in COMPONENTS if components.get(name, 0) > 0]
-
-
-def _segment(
-    name: str, start: int, end: int, capacity_cell: int, *, letters: bool, ascii_only: bool
-) -> list[Content]:
-    """Draw cells `start` to `end` (excluded) of a bar, those of the component `name`: its name, its letter, or with
-    `letters` the letter in every cell. If the cell `capacity_cell` is among them, the line of the capacity is drawn
-    there. Empty if there are no cells."""
-    width = end - start
-    if width <= 0:
-        return []
-    component = COMPONENTS[name]
-    text = name if len(name) + 2 <= width else component.letter
-    text = component.letter * width if letters else text.center(width)
-    if not start <= capacity_cell < end:
-        return [Content.styled(text, component.style)]
-    at = capacity_cell - start
-    before, after = Content.styled(text[:at], component.style), Content.styled(text[at + 1 :], component.style)
-    return [before, _capacity_line(ascii_only), after]
-
-
-def _free(start: int, cells: int, capacity_cell: int, *, ascii_only: bool) -> list[Content]:
-    """Draw the free cells of a bar, from `start` to its end at `cells`, and the line of the capacity if the cell
-    `capacity_cell` is among them."""
-    if start >= cells:
-        return []
-    free = Content.styled(glyphs("·", ascii_only=ascii_only) * (cells - start), "$muted")
-    if capacity_cell < start:
-        return [free]
-    at = capacity_cell - start
-    return [free[:at], _capacity_line(ascii_only), free[at + 1 :]]
-
-
-def _capacity_line(ascii_only: bool) -> Content:
-    return Content.styled(glyphs("│", ascii_only=ascii_only), "bold $bad")
-
-
-def legend_lines(plan: Plan, width: int, max_lines: int) -> list[Content]:
-    """Return the legend in at most `max_lines` lines: letter, name and size of each component. The smallest components
-    are left out where there is no room for all."""
-    entries = _nonzero(plan.prediction.components)
-    for kept in range(len(entries), 0, -1):
-        largest = sorted(entries, key=lambda entry: -entry[1])[:kept]
-        lines = _wrap_entries([_legend_entry(*entry) for entry in entries if entry in largest], width)
-        if len(lines) <= max_lines:
-            return lines
-    return []
-
-
-def _legend_entry(name: str, count: int) -> Content:
-    component = COMPONENTS[name]
-    letter = (f" {component.letter} ", component.style)
-    return Content.assemble(letter, f" {name} ", (decimal_bytes(count), "$muted"), "  ")
-
-
-def _wrap_entries(entries: Sequence[Content], width: int) -> list[Content]:
-    """Put the entries side by side into lines of at most `width` cells; no entry is split."""
-    lines: list[list[Content]] = [[]]
-    for entry in entries:
-        if lines[-1] and sum(part.cell_length for part in lines[-1]) + entry.cell_length > width + 2:
-            lines.append([])
-        lines[-1].append(entry)
-    return [Content.assemble(*line).rstrip() for line in lines]
-
-
 def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
     """A verdict's glyph, followed by `words`, in the verdict's colour. If `words` is empty, the verdict's name is
     shown."""
@@ -213,17 +119,17 @@ def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
     return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {text}", shown.style)
 
 
-def verdict_line(plan: Plan, width: int, *, ascii_only: bool) -> Content:
-    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, the phase of the peak,
-    and the length of the planned sequences with its origin. If `width` is too small for all, length and phase are left
-    out first, then peak and capacity; verdict and bytes left are always shown."""
+def verdict_line(plan: Plan, width: int, *, with_phase: bool = True, ascii_only: bool) -> Content:
+    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, the phase of the peak
+    (unless `with_phase` is false), and the length of the planned sequences with its origin. If `width` is too small for
+    all, length and phase are left out first, then peak and capacity; verdict and bytes left are always shown."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]
     left = f"{sizes[2]} {name} {'left' if margin >= 0 else 'missing'}"
-    phase = PHASES.get(plan.prediction.deciding_phase, plan.prediction.deciding_phase)
+    phase = [f"peak in the {phase_words(plan.prediction.deciding_phase)}"] if with_phase else []
     length = f"{plan.length} tokens, {'the longest of the data' if plan.basis == 'data' else 'data.max_length'}"
-    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, f"peak in the {phase}", length]
+    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase, length]
     words = describe_verdict(plan.verdict, remedies=plan.remedies)
     head = verdict_text(plan.verdict, words, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:

@@ -16,12 +16,13 @@ from textual.message import Message
 
 from engine.spec.files.text import visible
 from tui.launch import file_rows
-from tui.launch.budget_bar import budget_lines, device_count
+from tui.launch.budget_bar import budget_lines
 from tui.launch.evaluate import EvaluatedChoice
 from tui.launch.field_list import FieldList
 from tui.launch.fields import field_help
 from tui.launch.state import LaunchSnapshot
 from tui.theme import glyphs
+from tui.widgets.memory_bar import Look
 from tui.widgets.row_list import RowList
 from tui.widgets.tab_panel import TabPanel
 from tui.widgets.text_lines import TextLines
@@ -137,16 +138,10 @@ class LaunchView(Vertical):
             self.fields.show_hint(problem or field_help(row.key), "$bad" if problem else "$muted")
 
     def show_budget(self, snapshot: LaunchSnapshot, fix: str = "") -> None:
-        """Show verdict, bars, legend and status line; `fix` says which fix the key `a` applies, if one is known."""
-        several = device_count(snapshot.last_valid) > 1
-        if several != self.has_class("-several"):
-            self.set_class(several, "-several")
-            self.call_after_refresh(self.show_budget, snapshot, fix)
+        """Show verdict, bar, legend and status line; `fix` says which fix the key `a` applies, if one is known."""
         box, ascii_only = self.query_one("#budget", TextLines), self._ascii_only
-        width, height = box.size
-        letters = ascii_only or self.app.no_color
-        evaluated, last_valid = snapshot.evaluated, snapshot.last_valid
-        lines = budget_lines(evaluated, last_valid, width, height, fix=fix, letters=letters, ascii_only=ascii_only)
+        look = Look(letters=ascii_only or self.app.no_color, ascii_only=ascii_only)
+        lines = budget_lines(snapshot.evaluated, snapshot.last_valid, *box.size, fix=fix, look=look)
         box.show(lines)
 
     def show_panel(self, lines: Sequence[Content]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
+from engine.journal.event_text import clean, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary, read_spec
 from tui.run.listing import nested
 from tui.run.ranks import ranks_in_brief
@@ -43,10 +43,6 @@ NEXT_KEYS = {
 FEED_STYLES = {
     "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
 }  # fmt: skip
-
-
-MIN_SHOWN_BYTES = 2**19
-"""A smaller component would be shown as 0 MiB."""
 
 
 def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
@@ -192,77 +188,6 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
     batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
     largest = f"{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
-
-
-def memory_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
-    """Return predicted and measured memory as lines: first the peaks, then each component, last the devices. `glyphs`
-    replaces the console's glyphs by ASCII characters where necessary."""
-    summary = watch.summary
-    if summary is None:
-        return []
-    predicted, measured = summary.predicted, summary.measured
-    lines = _peaks(predicted, measured, max(8, min(30, width - 50)), glyphs)
-    lines += _held_now(watch)
-    # An ended run has a prediction for the micro-batch that it really used.
-    final_prediction = measured.get("predicted") or predicted
-    expected, found = final_prediction.get("components") or {}, measured.get("components") or {}
-    if expected or found:
-        lines.append(Content.styled(f" {'component':<{LABEL_WIDTH}}{'predicted':>11}{'measured':>11}", "$muted"))
-    for name in dict.fromkeys([*expected, *found]):
-        if max(expected.get(name) or 0, found.get(name) or 0) >= MIN_SHOWN_BYTES:
-            measured_text = format_bytes(found[name]) if name in found else ("-" if found else "at the end")
-            lines.append(_row(clean(name)[:LABEL_WIDTH], f"{_bytes(expected.get(name)):>11}{measured_text:>11}"))
-    return [*lines, *devices(watch)]
-
-
-def _bytes(count: float | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _peaks(predicted: dict[str, Any], measured: dict[str, Any], bar: int, glyphs: Glyphs) -> list[Content]:
-    capacity = predicted.get("capacity_bytes")
-    lines = []
-    peaks = [("peak as written", predicted.get("peak_bytes")), ("peak measured", measured.get("peak_bytes"))]
-    if measured.get("predicted"):
-        peaks.insert(1, ("peak predicted", measured["predicted"]["peak_bytes"]))
-    for name, count in peaks:
-        value = _bytes(count)
-        if count is None or not capacity:
-            lines.append(_row(name, value))
-            continue
-        full = round(bar * min(1.0, count / capacity))
-        over = count > capacity
-        lines.append(
-            Content.assemble(
-                (f" {name:<{LABEL_WIDTH}}", "$muted"), f"{value:>11} ",
-                (glyphs("█" * full), "$bad" if over else "$info"), (glyphs("░" * (bar - full)), "$muted"),
-                (f" of {format_bytes(capacity)}" + (", over" if over else ""), "$muted"),
-            )
-        )  # fmt: skip
-    return lines
-
-
-def _held_now(watch: RunWatch) -> list[Content]:
-    step = watch.latest
-    if step is None or watch.summary is None or watch.summary.status != "running":
-        return []
-    allocated, reserved = format_bytes(step.get("allocated_bytes")), format_bytes(step.get("reserved_bytes"))
-    return [_row("held now", f"{allocated}, reserved {reserved}")]
-
-
-def devices(watch: RunWatch) -> list[Content]:
-    """Return a line for each GPU with the driver's latest reading: used bytes, utilisation, temperature and power."""
-    if watch.summary is not None and watch.summary.simulated:
-        return [_row("device", "simulated: no sensors to read")]
-    return [_row(f"GPU {index}", _device_text(event)) for index, event in sorted(watch.gpu_readings.items())]
-
-
-def _device_text(event: dict[str, Any]) -> str:
-    parts = [format_bytes(event.get("used_bytes"))]
-    for name, unit in (("utilisation_percent", " %"), ("temperature_celsius", " °C"), ("power_watts", " W")):
-        if event.get(name) is not None:
-            parts.append(f"{event[name]:.0f}{unit}")
-    return "  ".join(parts)
 
 
 def event_lines(line: FeedLine, width: int) -> list[Content]:

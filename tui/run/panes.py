@@ -21,11 +21,13 @@ from tui.plot.metric_grid import GridPlot, MetricGrid
 from tui.plot.metrics import LOSS, METRICS, Metric, metric_beside
 from tui.plot.run_curve import RunCurve
 from tui.run.gpus import gpu_lines
+from tui.run.memory import memory_lines
 from tui.run.pane_choice import PANES, PaneChoice
-from tui.run.panels import event_lines, figure_lines, log_lines, memory_lines
+from tui.run.panels import event_lines, figure_lines, log_lines
 from tui.run.ranks import rank_lines
 from tui.run.watch import FeedLine, RunWatch
 from tui.widgets.filter_field import FilterField
+from tui.widgets.memory_bar import Look
 from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
@@ -79,6 +81,10 @@ class RunPanes(Vertical):
         yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")
 
     @property
+    def _look(self) -> Look:
+        return Look(letters=self._ascii_only or self.app.no_color, ascii_only=self._ascii_only)
+
+    @property
     def plot(self) -> LossPlot:
         """The widget of the loss pane, which plots the chosen metric."""
         return self.query_one(LossPlot)
@@ -123,7 +129,7 @@ class RunPanes(Vertical):
         figures.show([*self._heading("figures", len(numbers) < figures.content_size.height), *numbers])
         self.screen.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
         memory = self.query_one("#memory", TextLines)
-        memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._glyphs)])
+        memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._look)])
         self._paint_ranks(watch)
         self._paint_gpus(watch)
         new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total

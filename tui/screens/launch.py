@@ -31,6 +31,7 @@ from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
 from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
 from tui.screens.base import CREATION, BaseScreen, creations
 from tui.widgets.input_prompt import InputPrompt
+from tui.widgets.memory_phases import planned_memory
 from tui.widgets.row_list import RowList
 
 ENTER_ACTIONS = {FIXES: "apply", SAMPLES: "samples", COMMAND: "copy"}
@@ -267,6 +268,8 @@ class LaunchScreen(BaseScreen):
             return creating or self.state.evaluated.start_refusal(action)
         if action == "apply" and (self.state.evaluated.plan is None or self._advice_is_empty()):
             return "there is no change to apply"
+        if action == "memory" and self.state.evaluated.plan is None:
+            return "there is no plan"
         if action == "undo" and not self.state.can_undo:
             return "nothing was changed yet"
         row = self.view.fields.row
@@ -308,6 +311,12 @@ class LaunchScreen(BaseScreen):
         if row is not None:
             self.state.toggle_stage(row)
             self._show()
+
+    def do_memory(self) -> None:
+        """Open the screen with the predicted memory by phase."""
+        plan, choice = self.state.evaluated.plan, self.state.choice
+        if plan is not None:
+            self.console.open_screen("memory", planned_memory(f"{choice.recipe} on {choice.profile}", plan.as_json()))
 
     # Runs, samples and files made from the choice.
 

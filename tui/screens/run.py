@@ -24,6 +24,7 @@ from engine.launch.process import force_stop
 from tui.keys import bindings
 from tui.plot.loss_plot import LossPlot, PlotOptions
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
+from tui.run.memory import read_planned_memory
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
@@ -302,6 +303,14 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
     def do_report(self) -> None:
         """Open the screen with the run's out-of-memory reports."""
         self.console.open_screen("oom", self.run_watch.directory)
+
+    def do_memory(self) -> None:
+        """Open the screen with the predicted memory by phase."""
+        planned = read_planned_memory(self.run_watch.directory, self.looked_at)
+        if planned is None:
+            self.show_message("nothing was predicted for this run, or not by phase", "$caution")
+        else:
+            self.console.open_screen("memory", planned)
 
     def do_scores(self) -> None:
         """Show scores and generated answers in place of the panes, or the panes again."""

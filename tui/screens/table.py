@@ -29,6 +29,7 @@ SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("compare", "5", "Compare", "tui.screens.compare", "CompareScreen", kept=True),
     ScreenRow("run", "", "Run", "tui.screens.run", "RunScreen", kept=False),
     ScreenRow("oom", "", "Out-of-memory report", "tui.screens.oom", "OomScreen", kept=False),
+    ScreenRow("memory", "", "Memory by phase", "tui.screens.memory", "MemoryScreen", kept=False),
     ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),
     ScreenRow("doctor", "6", "Doctor", "tui.screens.doctor", "DoctorScreen", kept=True),
 )

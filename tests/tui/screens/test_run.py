@@ -53,7 +53,7 @@ async def test_at_80x24_loss_and_figures_stand_over_one_pane_of_words(console: O
         await pilot.sees("loss", "25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
         await pilot.sees("redone with at most 25")
         await pilot.press("tab", "tab")
-        await pilot.sees("peak as written", "129 MiB", "of 64 MiB, over", "peak measured", "58 MiB")
+        await pilot.sees("as written", "129.0 MiB, 202 %", "64 MiB simulated", "measured", "58.0 MiB, 91 %")
         assert "redone with" not in pilot.text
 
 
