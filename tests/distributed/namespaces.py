@@ -58,6 +58,15 @@ class Machine:
         while set(found) & set(self.processes()):
             time.sleep(0.01)
 
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """While the block runs, nothing that this machine sends reaches the other one, and the reverse."""
+        subprocess.run(self.command("ip", "link", "set", "cable", "down"), check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(self.command("ip", "link", "set", "cable", "up"), check=True)
+
 
 @contextmanager
 def machines(folder: Path) -> Iterator[list[Machine]]:

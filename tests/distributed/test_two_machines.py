@@ -166,6 +166,25 @@ def test_a_slurm_job_goes_on_when_a_killed_machine_is_back(
 
 
 @pytest.mark.torture
+def test_a_machine_that_falls_silent_is_lost_within_the_time_limit(
+    tunedeck: Tunedeck, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """No connection is closed: what a machine without power is to the others."""
+    short = ["--set", "parallel.timeout_seconds=20"]
+    assert tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", *short).code == 0
+    with machines(tmp_path) as pair:
+        (job,) = start_slurm_job(tmp_path / "mine.sbatch", pair, tmp_path)
+        place = the_run(tmp_path)
+        wait_for_step(place, 12)
+        with pair[1].cut_off():
+            pair[1].kill_processes()
+            wait_until(lambda: "rank_lost" in [event.get("code") for event in events(place)])
+        assert job.wait(timeout=LIMIT_SECONDS) == 0
+    went_on(place)
+    equals_one_process(place, files[1], tmp_path / "alone")
+
+
+@pytest.mark.torture
 def test_a_sky_task_that_is_recovered_after_a_machine_was_killed_goes_on(
     tunedeck: Tunedeck, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
