@@ -96,6 +96,9 @@ def _tried(proof: Proof, setup: TrainingSetup) -> ProofResult:
     passed, detail = _outcome(proof, setup)
     # Outside the handler, whose exception would keep tensors alive.
     flush_autograd()
+    if proof.votes:
+        # Modules in shards are collected late, but what is allocated is compared by the proofs that follow.
+        setup.context.device.release_cached()
     return ProofResult(proof.name, passed, detail, seconds=round(time.perf_counter() - began, 4))
 
 
