@@ -103,7 +103,7 @@ def _print(comparison: Comparison, metric: str | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from engine.journal.compare import format_compared_score, format_setting, score_rows
+    from engine.journal.compare_rows import comparison_rows
     from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -111,19 +111,12 @@ def _print(comparison: Comparison, metric: str | None) -> None:
     for run, status in zip(comparison.runs, comparison.statuses, strict=True):
         # Long names are folded, never cut: two runs may differ in the last letters only.
         table.add_column(Text(f"{clean(run)}\n{status}"), overflow="fold", justify="right")
-    for key, values in comparison.settings.items():
-        table.add_row(Text(clean(key)), *(Text(clean(format_setting(value))) for value in values))
-    table.add_section()
-    for key, scores in comparison.scores.items():
-        best = comparison.best.get(key, [])
-        cells = [
-            format_compared_score(key, score, run in best) for run, score in zip(comparison.runs, scores, strict=True)
-        ]
-        table.add_row(Text(clean(key)), *map(Text, cells))
-    for title, cells in score_rows(comparison, metric):
-        if not cells:
+    for number, row in enumerate(comparison_rows(comparison, metric)):
+        if not row.cells and number:
             table.add_section()
-        table.add_row(Text(clean(title), style="" if cells else "bold"), *map(Text, cells))
+        best = row.best or [False] * len(row.cells)
+        cells = [Text(clean(cell) + (" *" if wins else "  ")) for cell, wins in zip(row.cells, best, strict=True)]
+        table.add_row(Text(clean(row.label), style="" if row.cells else "bold"), *cells)
     console = make_console()
     console.print(table)
     if comparison.sentence:

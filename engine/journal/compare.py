@@ -1,20 +1,19 @@
 """Compares runs: the settings that differ, the scores, and the best run for each score.
 
-Pure functions from summaries and specs to a `Comparison`, which the command line and the console display.
+Pure functions from summaries and specs to a `Comparison`; `compare_rows.py` makes the rows of a table of it.
 
 Try: `tunedeck compare RUN RUN`
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations
-from engine.journal.event_text import format_bytes, format_number
+from engine.journal.event_text import format_number
 from engine.journal.score_groups import ScoreGroup, best_of, score_groups
 from engine.journal.summary import RunSummary, read_spec, summarise
 
@@ -149,39 +148,6 @@ def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[
                 yield from flatten_settings(entry, f"{path}.{entry.get('name', number)}.")
         else:
             yield path, value
-
-
-def format_setting(value: Any) -> str:
-    """Format the value of a setting for a table; "-" for None."""
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def format_compared_score(key: str, value: float | None, best: bool) -> str:
-    """Format a score for a table: the best score is followed by a star, the others by spaces; "-" for None."""
-    if value is None:
-        return "-"
-    return (format_bytes(int(value)) if key.endswith("_bytes") else format_number(value)) + (" *" if best else "  ")
-
-
-def score_rows(comparison: Comparison, metric: str | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yield (label, one cell for each run) for each score of `tunedeck eval`. Each group of samples starts with a
-    heading, which has no cells. With `metric`, a group ends with rows of its value at each checkpoint."""
-    runs = comparison.runs
-    for group in comparison.groups:
-        yield f"scored on {group.title}", []
-        yield "checkpoint", ["-" if step is None else f"step {step}" for step in group.steps]
-        for name, values in group.metrics.items():
-            best = group.best.get(name, [])
-            yield name, [format_compared_score(name, v, run in best) for run, v in zip(runs, values, strict=True)]
-        if metric is not None:
-            yield from _checkpoint_rows(group, metric)
-
-
-def _checkpoint_rows(group: ScoreGroup, metric: str) -> Iterator[tuple[str, list[str]]]:
-    for step in sorted({step for one in group.checkpoints for step in one}):
-        found = [one.get(step, {}).get(metric) for one in group.checkpoints]
-        label = f"{metric}, {f'step {step}' if step else 'base'}"
-        yield label, ["-" if value is None else format_number(value) for value in found]
 
 
 def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -> list[str]:

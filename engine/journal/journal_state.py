@@ -65,7 +65,11 @@ class JournalState:
             return float(said)
         if self.running is None or self.updated is None:
             return None
-        return (datetime.fromisoformat(self.updated) - datetime.fromisoformat(self.running["time"])).total_seconds()
+        try:
+            began, ended = datetime.fromisoformat(self.running["time"]), datetime.fromisoformat(self.updated)
+            return (ended - began).total_seconds()
+        except (TypeError, ValueError):  # a damaged line: no engine wrote these times
+            return None
 
     def folder_of(self, event: Event) -> str:
         """The folder, with a slash at its end, that paths in an event are relative to: empty for the run directory, the

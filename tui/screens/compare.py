@@ -16,7 +16,8 @@ from textual.app import ComposeResult
 from textual.content import Content
 
 from engine.errors import TunedeckError, UsageError
-from engine.journal.compare import Comparison, compare_summaries, format_compared_score, format_setting, score_rows
+from engine.journal.compare import Comparison, compare_summaries
+from engine.journal.compare_rows import CompareRow, score_rows, setting_rows, training_rows
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean
@@ -53,8 +54,9 @@ MOST_RESAMPLED = 500
 """Samples up to which intervals of gains are computed here, which takes 0.1 s for each run; `tunedeck compare` computes
 them for any number."""
 
-NAME_WIDTH = 26
-COLUMN_WIDTH = 13
+NAME_WIDTH = 30
+LEAST_COLUMN, MOST_COLUMN = 13, 26
+"""Cells of the labels, and of a run's column."""
 
 
 class CompareScreen(PlotKeys, BaseScreen):
@@ -192,20 +194,15 @@ class CompareScreen(PlotKeys, BaseScreen):
         ]  # fmt: skip
 
     def _rows(self, found: Comparison) -> list[Content]:
-        letters = "".join(f"{letter_of(number):>{COLUMN_WIDTH}}" for number in range(len(found.runs)))
-        lines = [Content.styled(" " * NAME_WIDTH + letters, "bold")]
-        for key, values in found.settings.items():
-            lines.append(_line(key, [(format_setting(value), "") for value in values]))
-        for key, scores in found.scores.items():
-            winners = found.best.get(key, [])
-            best = [run in winners for run in found.runs]
-            cells = [format_compared_score(key, score, wins) for score, wins in zip(scores, best, strict=True)]
-            lines.append(_line(key, [(cell, "bold" * wins) for cell, wins in zip(cells, best, strict=True)]))
-        lines += [*_sentence_lines(found.sentence, self.size.width), *_scored(found)]
+        letters = [(f"{letter_of(number)}  ", f"bold {style_of(number)}") for number in range(len(found.runs))]
+        lines = [_line("", letters, self.size.width)]
+        lines += [_row_line(row, self.size.width) for row in (*setting_rows(found), *score_rows(found))]
         if self._gains is not None:
             lines += [*_gain_lines(self._gains, found.runs, self.size.width)]
         for group in found.groups[:1]:
             lines += [*_bars(group, headline_metric(group), self.size.width, self.glyphs)]
+        lines += [_row_line(row, self.size.width) for row in training_rows(found)]
+        lines += [*_sentence_lines(found.sentence, self.size.width)]
         return [*lines, *(Content.styled(f"  {clean(warning)}", "$caution") for warning in found.warnings)]
 
     def title_detail(self) -> str:
@@ -287,20 +284,20 @@ class CompareScreen(PlotKeys, BaseScreen):
             super().on_key(event)
 
 
-def _scored(found: Comparison) -> Iterator[Content]:
-    """The rows of the scores of `tunedeck eval`: a heading for each set of samples, then a row for each metric."""
-    for label, cells in score_rows(found):
-        if cells:
-            yield _line(label, [(cell, "bold" * cell.endswith("*")) for cell in cells])
-        else:
-            yield Content.styled(f" {clean(label)}", "bold")
+def _row_line(row: CompareRow, width: int) -> Content:
+    """One row of the table; of a score, the best cells are bold and have a star."""
+    if not row.cells:
+        return Content.styled(f" {row.label}", "bold")
+    marked = zip(row.cells, row.best or [False] * len(row.cells), strict=True)
+    cells = [(clean(cell) + (" *" if wins else "  "), "bold" * wins) for cell, wins in marked]
+    return _line(f"  {row.label}", cells, width)
 
 
 def _gain_lines(found: Gains, runs: Sequence[str], width: int) -> Iterator[Content]:
     """A row with each run's gain over the first, and the sentence that names the best."""
     by_run = {row.run: row for row in found.rows}
     cells = [f"{by_run[run].gain:+.4g}  " if run in by_run else "-  " for run in runs]
-    yield _line(f"gain over {letter_of(runs.index(found.against))}", [(cell, "") for cell in cells])
+    yield _line(f"  gain over {letter_of(runs.index(found.against))}", [(cell, "") for cell in cells], width)
     yield from _sentence_lines(found.sentence, width)
 
 
@@ -323,12 +320,18 @@ def _bars(group: ScoreGroup, metric: str, width: int, glyphs: Callable[[str], st
             yield from lines[1:]
 
 
-def _line(key: str, cells: Sequence[tuple[str, str]]) -> Content:
-    """Format one row of the table: the name `key`, then (text, style) of each run's cell. Long values are cut;
-    `tunedeck compare` prints them in full."""
-    name = Content(clean(key)).truncate(NAME_WIDTH - 2, ellipsis=True)
-    parts = [name.pad_left(1).pad_right(NAME_WIDTH - 1 - name.cell_length)]
+def _line(label: str, cells: Sequence[tuple[str, str]], width: int) -> Content:
+    """Format one row of the table: its label, then (text, style) of each run's cell, for a screen of `width` cells.
+    Long values are cut; `tunedeck compare` prints them in full."""
+    name = Content(label).truncate(NAME_WIDTH - 1, ellipsis=True)
+    parts = [name.pad_right(NAME_WIDTH - name.cell_length)]
+    column = _column_width(len(cells), width)
     for text, style in cells:
-        cell = Content.styled(clean(text), style).truncate(COLUMN_WIDTH - 1, ellipsis=True)
-        parts.append(cell.pad_left(COLUMN_WIDTH - cell.cell_length))
+        cell = Content.styled(text, style).truncate(column - 1, ellipsis=True)
+        parts.append(cell.pad_left(column - cell.cell_length))
     return Content.assemble(*parts)
+
+
+def _column_width(runs: int, width: int) -> int:
+    """Cells of a run's column: more where there is room for all of them."""
+    return max(LEAST_COLUMN, min(MOST_COLUMN, (width - NAME_WIDTH) // max(1, runs)))
