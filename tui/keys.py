@@ -92,6 +92,7 @@ KEYS: tuple[Key, ...] = (
     Key("run", "shift+tab", "previous_pane", "", "the pane before"),
     Key("run", "z", "enlarge", "enlarge", "give this pane the whole screen; again: show the others"),
     Key("run", "slash", "filter", "filter", "show only events and log lines that contain some words"),
+    Key("run", "F", "next_kind", "", "show only problems, evaluations or checkpoints; in the log warnings, errors"),
     Key("run", "b", "scores", "scores", "scores of each checkpoint, and generated answers beside their references"),
     Key("run", "f", "memory", "memory", "memory by phase, as it was predicted: where the peak lies, what lowers it"),
     Key("run", "up,k", "older", "", "scroll events, log or scores up"),

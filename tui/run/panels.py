@@ -15,6 +15,7 @@ from textual.content import Content
 from engine.journal.event_text import clean, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary, read_spec
 from tui.run.listing import nested
+from tui.run.log_tail import LogLine
 from tui.run.ranks import ranks_in_brief
 from tui.run.table import state_cell, state_of
 from tui.run.watch import ASKED_FOR, FeedLine, RunWatch
@@ -43,6 +44,9 @@ NEXT_KEYS = {
 FEED_STYLES = {
     "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
 }  # fmt: skip
+
+
+LEVEL_STYLES = {"error": "$bad", "warning": "$caution", "info": "$muted"}
 
 
 def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
@@ -197,9 +201,10 @@ def event_lines(line: FeedLine, width: int) -> list[Content]:
     return [Content.assemble((f" {clock:<8}  ", "$muted"), part) for clock, part in zip(clocks, wrapped, strict=False)]
 
 
-def log_lines(line: str, width: int) -> list[Content]:
+def log_lines(line: LogLine, width: int) -> list[Content]:
     """Return one line of the engine's log as lines of at most `width` cells."""
-    return [Content.assemble(" ", part) for part in Content.styled(line, "$muted").fold(max(10, width - 1))]
+    styled = Content.styled(line.text, LEVEL_STYLES[line.level])
+    return [Content.assemble(" ", part) for part in styled.fold(max(10, width - 1))]
 
 
 def _clock(time: str) -> str:

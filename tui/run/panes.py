@@ -21,6 +21,8 @@ from tui.plot.metric_grid import GridPlot, MetricGrid
 from tui.plot.metrics import LOSS, METRICS, Metric, metric_beside
 from tui.plot.run_curve import RunCurve
 from tui.run.gpus import gpu_lines
+from tui.run.line_kinds import EVENT_KINDS, LOG_LEVELS, next_kind
+from tui.run.log_tail import LogLine, LogTail
 from tui.run.memory import memory_lines
 from tui.run.pane_choice import PANES, PaneChoice
 from tui.run.panels import event_lines, figure_lines, log_lines
@@ -76,7 +78,7 @@ class RunPanes(Vertical):
         with Horizontal(id="lower"):
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
-                yield Scrollback[str]("engine log", log_lines, str, empty="nothing to show", id="log")
+                yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing to show", id="log")
             yield TextLines(id="memory", classes="pane")
         yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")
 
@@ -239,16 +241,30 @@ class RunPanes(Vertical):
         pane = self.query_one("#grid" if name == "loss" else f"#{name}", TextLines)
         return "all metrics" if name == "loss" else f"what {TAB_LABELS.get(name, name)} shows", pane.text
 
-    def show_log(self, lines: Sequence[str]) -> None:
-        """Replace the lines of the log pane by `lines`."""
-        self.query_one("#log", Scrollback).replace(lines)
+    def add_log(self, log: LogTail) -> None:
+        """Add the lines that were written to the log since the last call."""
+        pane = self.query_one("#log", Scrollback)
+        pane.add(log.take())
+        pane.show_unfinished(log.unfinished)
+
+    def next_kind(self) -> str:
+        """Narrow the log to another level if it is the active pane, else the events to another kind; returns what is
+        shown now, as a sentence."""
+        if self.choice.active != "log":
+            self.choice.activate("events")
+        self.show_panes(self.choice.room)
+        pane, name = self.scrolled, TAB_LABELS.get(self.choice.active, self.choice.active)
+        kind, is_of_kind = next_kind(LOG_LEVELS if self.choice.active == "log" else EVENT_KINDS, pane.kind)
+        pane.set_kind(kind, is_of_kind)
+        return f"{name}: {kind}, {pane.shown_of}; F goes on, esc shows all" if kind else f"{name}: all"
 
     def has_new_events(self, watch: RunWatch) -> bool:
         """Whether the run has events that are not shown yet."""
         return watch.feed_total != self._feed_shown
 
     def change_run(self, watch: RunWatch) -> None:
-        """Show the events of another run, or of another stage."""
+        """Show the events of another run, or of another stage, and a log without lines."""
+        self.query_one("#log", Scrollback).replace(())
         self.query_one("#events", Scrollback).replace(list(watch.feed))
         self._feed_shown = watch.feed_total
 
@@ -262,10 +278,12 @@ class RunPanes(Vertical):
     @property
     def is_filtered(self) -> bool:
         """Whether a filter hides lines of events or log."""
-        return bool(self.query_one(FilterField).value)
+        return bool(self.query_one(FilterField).value) or any(pane.kind for pane in self.query(Scrollback))
 
     def clear_filter(self) -> None:
         """Show all events and lines of the log."""
+        for pane in self.query(Scrollback):
+            pane.set_kind("", None)
         self.query_one(FilterField).clear_filter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -281,6 +299,10 @@ class RunPanes(Vertical):
 
 def _event_words(line: FeedLine) -> str:
     return f"{line.kind} {line.text}"
+
+
+def _log_words(line: LogLine) -> str:
+    return line.text
 
 
 def _tabs(names: Sequence[str], chosen: str) -> Content:

@@ -14,7 +14,6 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import TunedeckError
@@ -290,38 +289,3 @@ def _event_text(event: Event) -> str | None:
             return None  # the event `paused` before this one has the same text
         return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
     return describe_event(event)
-
-
-class LogTail:
-    """The last lines of a log file. Only the end of the file is read, since the file may be large."""
-
-    READ_BYTES = 16 * 1024
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen = (-1, -1)
-        self.lines: list[str] = []
-
-    def refresh(self) -> bool:
-        """Read the end of the file again if the file has changed; returns whether it has changed."""
-        try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if (found.st_size, found.st_mtime_ns) == self._seen:
-                    return False
-                self._seen = (found.st_size, found.st_mtime_ns)
-                file.seek(max(0, found.st_size - self.READ_BYTES))
-                text = file.read(self.READ_BYTES).decode("utf-8", errors="replace")
-        except OSError:
-            return False
-        # A progress bar overwrites its line with carriage returns; only the last text is kept.
-        lines = text.split("\n")
-        lines = lines[1:] if found.st_size > self.READ_BYTES else lines
-        self.lines = [_log_line(line) for line in lines if line.strip()]
-        return True
-
-
-def _log_line(line: str) -> str:
-    """Remove control characters from a log line; its indentation is preserved."""
-    text = line.rstrip().rpartition("\r")[2].expandtabs()
-    return text[: len(text) - len(text.lstrip(" "))] + clean(text)

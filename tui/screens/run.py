@@ -24,13 +24,14 @@ from engine.launch.process import force_stop
 from tui.keys import bindings
 from tui.plot.loss_plot import LossPlot, PlotOptions
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
+from tui.run.log_tail import LogTail
 from tui.run.memory import read_planned_memory
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
 from tui.run.scores import has_scores, score_lines
 from tui.run.scores_pane import ScoresPane
-from tui.run.watch import LogTail, RunWatch
+from tui.run.watch import RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.plot_keys import PlotKeys
@@ -58,7 +59,7 @@ CATCH_UP_SECONDS = 0.02
 PANE_ACTIONS = (
     "next_pane", "previous_pane", "enlarge", "filter", "next_metric", "previous_metric", "log_axis", "smooth",
     "zoom_in", "zoom_out", "grid", "cursor_left", "cursor_right", "cursor_far_left", "cursor_far_right", "export_plot",
-    "copy",
+    "copy", "next_kind",
 )  # fmt: skip
 """Actions on panes, which have no effect while the scores are shown instead."""
 
@@ -138,7 +139,7 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
             self._paint()
         self._plot()
         if self._log.refresh():
-            self.panes.show_log(self._log.lines)
+            self.panes.add_log(self._log)
         catches_up = self.run_watch.unread_share > 0.01 or self._metric_unread
         return CATCH_UP_SECONDS if catches_up else POLL_SECONDS
 
@@ -248,9 +249,9 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
         follows = name == current_stage(self._whole)
         self.run_watch = self._whole if follows else RunWatch(stage)
         self._log = LogTail(self.directory.log if follows else stage.log)
-        self._log.refresh()
-        self.panes.show_log(self._log.lines)
         self.panes.change_run(self.run_watch)
+        self._log.refresh()
+        self.panes.add_log(self._log)
         self._plotted = ((-1, -1), float("-inf"))
         self._refresh_now()
         self._plot()
@@ -404,6 +405,10 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
     def do_filter(self) -> None:
         """Ask for words that the shown events and lines of the log must contain."""
         self.panes.open_filter()
+
+    def do_next_kind(self) -> None:
+        """Narrow events or log to the next kind of lines, and say which."""
+        self.show_message(self.panes.next_kind())
 
     def _refresh_now(self) -> None:
         self._read()

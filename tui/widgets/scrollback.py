@@ -1,7 +1,8 @@
 """A pane of items that are appended, such as events or log lines; it follows the newest until the user scrolls up.
 
 `form` turns an item into lines of text. The items are stored, so that the lines can be made again when the
-width or the filter changes. A filter lets through the items that contain all of its words.
+width or the filter changes. A filter lets through the items that contain all of its words, and a kind those for which a
+function is true.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Scrollback(TextLines, Generic[T]):
         super().__init__(id=id, classes="pane")
         self._name, self._form, self._words, self._empty = name, form, words, Content.styled(f" {empty}", "$muted")
         self._filter: list[str] = []
+        self.kind = ""
+        """The kind of the items that are shown; empty for all."""
+        self._is_of_kind: Callable[[T], bool] | None = None
+        self._unfinished: list[Content] = []
         self._items: deque[T] = deque(maxlen=MAX_ITEMS)
         self._formed: list[Content] = []
         self._lines = [self._empty]
@@ -52,9 +57,15 @@ class Scrollback(TextLines, Generic[T]):
         self._formed = [*self._formed, *lines][-4 * MAX_ITEMS :]
         self._paint()
 
+    def show_unfinished(self, item: T | None) -> None:
+        """Show an item that will still change below the newest one, or none."""
+        self._unfinished = self._lines_of([item]) if item is not None else []
+        self._paint()
+
     def replace(self, items: Iterable[T]) -> None:
-        """Replace all items."""
+        """Replace all items, and go to the newest."""
         self._items.clear()
+        self._unfinished, self._back = [], 0
         self._items.extend(items)
         self._reform()
 
@@ -65,6 +76,13 @@ class Scrollback(TextLines, Generic[T]):
     def set_filter(self, text: str) -> None:
         """Show only the items that contain every word of `text`, in any case of letters; with "" all items."""
         self._filter = text.lower().split()
+        self._back = 0
+        self._reform()
+
+    def set_kind(self, kind: str, is_of_kind: Callable[[T], bool] | None) -> None:
+        """Show only the items for which `is_of_kind` is true, with the name `kind` in the heading; with "" and None all
+        items."""
+        self.kind, self._is_of_kind = kind, is_of_kind
         self._back = 0
         self._reform()
 
@@ -101,6 +119,8 @@ class Scrollback(TextLines, Generic[T]):
         self._paint()
 
     def _matches(self, item: T) -> bool:
+        if self._is_of_kind is not None and not self._is_of_kind(item):
+            return False
         text = self._words(item).lower() if self._filter else ""
         return all(word in text for word in self._filter)
 
@@ -114,14 +134,20 @@ class Scrollback(TextLines, Generic[T]):
 
     def _heading(self) -> Content:
         name = Content.styled(f" {self._name} ", "bold reverse" if self.active else "bold")
-        if not self._filter:
+        if not self._filter and not self.kind:
             return name
-        shown = sum(map(self._matches, self._items))
-        return Content.assemble(name, (f" /{' '.join(self._filter)}  {shown} of {len(self._items)}", "$caution"))
+        words = f"/{' '.join(self._filter)} " if self._filter else ""
+        return Content.assemble(name, (f" {self.kind}{' ' * bool(self.kind)}{words} {self.shown_of}", "$caution"))
+
+    @property
+    def shown_of(self) -> str:
+        """How many of the items are shown, such as "3 of 14"."""
+        return f"{sum(map(self._matches, self._items))} of {len(self._items)}"
 
     def _paint(self) -> None:
         end = len(self._formed) - self._back
-        shown = self._formed[max(0, end - self._room) : end] or [self._empty]
+        begun = [] if self._back else self._unfinished
+        shown = [*self._formed[max(0, end - self._room) : end], *begun][-self._room :] or [self._empty]
         if self._back:
             shown[-1] = Content.styled(f" {self._back + 1} more below; end goes to the newest", "$caution")
         self.show([self._heading(), *shown] if self.headed else shown)

@@ -1,4 +1,4 @@
-"""RunWatch: reading in short slices, a resumed run, damaged run directories, and the end of a log."""
+"""RunWatch: reading in short slices, a resumed run, and damaged run directories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.journal.events import EventWriter, encode_event
 from tests.journal.event_fields import backoff_fields, step_fields
 from tests.journal.run_directories import new_run
 from tests.present import present
-from tui.run.watch import LogTail, RunWatch
+from tui.run.watch import RunWatch
 
 
 @pytest.fixture
@@ -116,17 +116,6 @@ def test_the_latest_reading_of_each_device_is_kept(run: RunDirectory) -> None:
             reading = {"utilisation_percent": 1, "temperature_celsius": 2, "power_watts": 3}
             writer.write("gpu", index=index, used_bytes=used, **reading)
     assert {index: event["used_bytes"] for index, event in looked(run).gpu_readings.items()} == {0: 3, 1: 2}
-
-
-def test_of_a_log_of_megabytes_the_end_is_read_without_control_codes(run: RunDirectory) -> None:
-    with run.log.open("wb") as file:
-        file.write(b"line\n" * 1_000_000)
-        file.write(b"10 %\r20 %\r\x1b[31m30 %\x1b[0m\n  indented\n")
-    tail = LogTail(run.log)
-    assert tail.refresh()
-    assert tail.lines[-2:] == ["[31m30 % [0m", "  indented"]
-    assert len(tail.lines) < 10_000
-    assert not tail.refresh()
 
 
 def test_each_stage_of_a_staged_run_has_a_curve_of_its_own(run: RunDirectory) -> None:

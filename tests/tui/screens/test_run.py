@@ -320,6 +320,42 @@ async def test_a_filter_lets_through_events_and_log_lines_with_all_its_words(con
         await pilot.sees("redone with at most 25", "loading the model")
 
 
+async def test_a_key_narrows_events_to_problems_and_the_log_to_errors(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    run.log.write_text("loading the model\nRuntimeError: no\nWARNING odd\n")
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("evaluation: loss", "loading the model")
+        await pilot.press("F")
+        await pilot.sees("events: problems, 1 of ", "; F goes on", " problems  1 of ")
+        assert "evaluation: loss" not in pilot.text
+        await pilot.press("tab", "F", "F")
+        await pilot.sees("engine log: errors, 1 of 3", "RuntimeError: no")
+        assert "loading the model" not in pilot.text
+        await pilot.press("escape")
+        await pilot.sees("evaluation: loss", "loading the model")
+
+
+async def test_scrolled_back_in_the_log_the_same_lines_stay_while_it_grows(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    run.log.write_text("".join(f"line {number:03}\n" for number in range(100)))
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.press("tab", "z")
+        await pilot.sees("line 099")
+        await pilot.press("pageup")
+        await pilot.sees("line 050", "more below")
+        before = [line for line in pilot.text.splitlines() if line.startswith(" line ")]
+        with run.log.open("a") as file:
+            file.writelines(f"line {number:03}\n" for number in range(100, 150))
+            file.write("50 %")
+        pilot.screen.poll()
+        await pilot.textual_pilot.pause()
+        assert [line for line in pilot.text.splitlines() if line.startswith(" line ")] == before
+        await pilot.press("end")
+        await pilot.sees("line 149", "50 %")
+
+
 async def test_text_from_a_run_is_never_markup_and_never_moves_the_cursor(console: Opener, runs: Path) -> None:
     run = make_run(runs, model="[bold red]evil[/]")
     add(run, lambda writer: writer.write("warning", code="x", text="[link=file:///]click\x1b[2J\x1b[H[/link]", fix=""))
@@ -419,6 +455,33 @@ async def test_a_storm_of_resizes_leaves_everything_in_its_place(console: Opener
                 await pilot.textual_pilot.resize_terminal(width, height)
         await pilot.textual_pilot.resize_terminal(120, 36)
         await pilot.sees("✓ done", "tokens/s", "redone with at most 25", "activations")
+
+
+async def test_every_new_pane_survives_resizes_torn_lines_a_flood_and_a_deleted_folder(
+    console: Opener, runs: Path
+) -> None:
+    run = make_run(runs)
+    gpu = {"used_bytes": 3 << 30, "utilisation_percent": 97, "temperature_celsius": 61, "power_watts": None}
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        add(run, lambda writer: [writer.write("gpu", index=index, **gpu) for index in range(9)])
+        await pilot.sees("and 6 more: tab to this pane")
+        await pilot.press("left", "F", "M")
+        await pilot.sees(" evaluation loss  0.25", "problems")
+        with run.events.open("ab") as file:
+            file.write(b'{"seq":1,"time":"x","kind":"gpu","index":"none"}\n{"kind":"gpu","index":0,"used_bytes":"many"}\n')
+            file.write(b'{"seq":2,"time":"","kind":"step","step":31,"loss":null}\n\x00\x00\n{"seq":3,"kind":"gp')
+        with run.log.open("wb") as log:
+            log.write(b"\x1b[31merror\r" * 5000 + b"\xff\xfe\n" + b"line\n" * 20_000)
+        for width, height in ((20, 5), (200, 50), (1, 1), (80, 24), (300, 90), (110, 32)):
+            await pilot.textual_pilot.resize_terminal(width, height)
+            for _ in range(2):
+                await pilot.press("tab", "z", "F", "z")
+        await pilot.press("M", "left", "shift+left", "right")
+        shutil.rmtree(run.path)
+        await pilot.sees("the run's folder is gone")
+        await pilot.press("v", "M", "e", "y", "escape", "tab", "F")
+        assert pilot.screen.screen_name == "run"
 
 
 async def test_a_clone_is_what_the_run_was_started_with(runs: Path) -> None:
