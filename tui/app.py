@@ -219,7 +219,10 @@ class TunedeckApp(SequentialKeysApp):
             self.open_screen("help", screen)
 
     def do_back(self) -> None:
-        """Go back to the previous screen; without a previous screen, to the Runs screen."""
+        """Go back inside the screen (see `BaseScreen.step_back`), else to the previous screen; without a previous
+        screen, to the Runs screen."""
+        if isinstance(self.screen, BaseScreen) and self.screen.step_back():
+            return
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._visited == [HOME]:

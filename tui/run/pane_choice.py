@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANES = ("loss", "figures", "ranks", "gpus", "events", "log", "memory")
+PANES = ("loss", "figures", "ranks", "gpus", "events", "log", "memory", "samples")
 """All panes, in the order in which `tab` goes through them."""
 
 UPPER = ("loss", "figures")
@@ -28,12 +28,14 @@ class PaneChoice:
     """Whether the run has several processes, and a pane for them."""
     has_gpus: bool = False
     """Whether the run has recorded readings of GPUs, and a pane for them."""
+    has_samples: bool = False
+    """Whether the run has generated samples, and the terminal room for them beside the other panes."""
     _below: str = "events"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of this run's panes, in the order in which the Tab key goes through them."""
-        has = {"ranks": self.has_ranks, "gpus": self.has_gpus}
+        has = {"ranks": self.has_ranks, "gpus": self.has_gpus, "samples": self.has_samples}
         return tuple(name for name in PANES if has.get(name, True))
 
     @property

@@ -27,6 +27,8 @@ from tui.run.memory import memory_lines
 from tui.run.pane_choice import PANES, PaneChoice
 from tui.run.panels import event_lines, figure_lines, log_lines
 from tui.run.ranks import rank_lines
+from tui.run.scores import sample_lines
+from tui.run.scores_pane import ScoresPane
 from tui.run.watch import FeedLine, RunWatch
 from tui.widgets.filter_field import FilterField
 from tui.widgets.memory_bar import Look
@@ -60,6 +62,8 @@ class RunPanes(Vertical):
         """Lines that the ranks take; 0 for a run of one process."""
         self._cards = 0
         """Number of GPUs of which there are readings."""
+        self._has_samples = False
+        """Whether there are generated samples."""
         self._feed_shown = 0
         """Number of events that were given to the events pane."""
         self._curve: RunCurve | None = None
@@ -80,6 +84,7 @@ class RunPanes(Vertical):
                 yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
                 yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing to show", id="log")
             yield TextLines(id="memory", classes="pane")
+            yield ScoresPane(id="samples")
         yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")
 
     @property
@@ -92,9 +97,21 @@ class RunPanes(Vertical):
         return self.query_one(LossPlot)
 
     @property
-    def scrolled(self) -> Scrollback[Any]:
-        """The pane on which scroll keys act: the log if it is the active pane, else the events."""
+    def scrolled(self) -> Scrollback[Any] | ScoresPane:
+        """The pane on which scroll keys act: log or samples if that is the active pane, else the events."""
+        if self.choice.active == "samples":
+            return self.query_one("#samples", ScoresPane)
+        return self._words
+
+    @property
+    def _words(self) -> Scrollback[Any]:
+        """The pane on which filters act: the log if it is the active pane, else the events."""
         return self.query_one("#log" if self.choice.active == "log" else "#events", Scrollback)
+
+    @property
+    def scrolls(self) -> bool:
+        """Whether the pane on which scroll keys act is shown."""
+        return self.scrolled.id in self.choice.shown
 
     def show_panes(self, room: str) -> None:
         """Show the panes for which there is room (see `PaneChoice.room`), and hide the others."""
@@ -102,6 +119,9 @@ class RunPanes(Vertical):
         if not choice.room and room == "one":
             choice.activate("loss")
         choice.room, choice.has_ranks, choice.has_gpus = room, bool(self._rank_lines), bool(self._cards)
+        choice.has_samples = self._has_samples and self.screen.has_class("-wide")
+        if choice.active not in choice.names:
+            choice.activate("events")
         for name in PANES:
             self.query_one(f"#{name}").display = name in choice.shown
         self.grid.display = self.plot.display and self.shows_grid
@@ -134,6 +154,7 @@ class RunPanes(Vertical):
         memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._look)])
         self._paint_ranks(watch)
         self._paint_gpus(watch)
+        self._paint_samples(watch)
         new, self._feed_shown = watch.feed_total - self._feed_shown, watch.feed_total
         if new:
             self.query_one("#events", Scrollback).add(list(watch.feed)[-new:])
@@ -150,6 +171,15 @@ class RunPanes(Vertical):
         if len(lines) != self._rank_lines:
             self._rank_lines = len(lines)
             self.show_panes(self.choice.room)
+
+    def _paint_samples(self, watch: RunWatch) -> None:
+        pane = self.query_one("#samples", ScoresPane)
+        lines = list(sample_lines(watch, pane.size.width))
+        if bool(lines) != self._has_samples:
+            self._has_samples = bool(lines)
+            self.show_panes(self.choice.room)
+        style = "reverse" if self.choice.active == "samples" else ""
+        pane.set_lines([*(line.stylize(style) for line in lines[:1]), *lines[1:]])
 
     @property
     def _gpu_height(self) -> int:
@@ -253,7 +283,7 @@ class RunPanes(Vertical):
         if self.choice.active != "log":
             self.choice.activate("events")
         self.show_panes(self.choice.room)
-        pane, name = self.scrolled, TAB_LABELS.get(self.choice.active, self.choice.active)
+        pane, name = self._words, TAB_LABELS.get(self.choice.active, self.choice.active)
         kind, is_of_kind = next_kind(LOG_LEVELS if self.choice.active == "log" else EVENT_KINDS, pane.kind)
         pane.set_kind(kind, is_of_kind)
         return f"{name}: {kind}, {pane.shown_of}; F goes on, esc shows all" if kind else f"{name}: all"

@@ -38,7 +38,7 @@ def score_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
     the console's glyphs by ASCII characters where necessary."""
     bar = max(6, min(MOST_BAR, width - LABEL_WIDTH - VALUE_WIDTH - 14))
     lines = [*_of_evaluations(watch.evaluations, bar, glyphs), *_of_training(watch, bar, glyphs)]
-    return [*lines, *_samples(watch, width)]
+    return [*lines, *sample_lines(watch, width)]
 
 
 def _of_evaluations(found: Sequence[Evaluation], bar: int, glyphs: Glyphs) -> Iterator[Content]:
@@ -99,8 +99,9 @@ def bar_lines(
         )  # fmt: skip
 
 
-def _samples(watch: RunWatch, width: int) -> Iterator[Content]:
-    """The samples of the last scored checkpoint, or else of the last evaluation during training."""
+def sample_lines(watch: RunWatch, width: int) -> Iterator[Content]:
+    """Yield the samples of the last scored checkpoint, or else of the last evaluation during training: a heading, then
+    each prompt, and below it the answer beside its reference. Nothing if there are none."""
     step, samples = newest_samples(watch)
     if not samples:
         return

@@ -1,4 +1,5 @@
-"""The pane of the Run screen with scores and generated answers, which takes the place of all others while it is open.
+"""A pane of the Run screen that is scrolled from its top: scores and generated answers, which take the place of all
+others while they are open, and on a wide screen the answers alone.
 
 Try: `b` on the Run screen of a run that was scored
 """

@@ -36,6 +36,9 @@ SMALLEST = (80, 24)
 ROOMY = (110, 32)
 """Columns and rows from which on there is room for all panes at once."""
 
+WIDE = (160, 44)
+"""Columns and rows from which on more panes stand beside each other."""
+
 CREATION = "creation"
 """The group of the workers that create a run, each in a thread; the result says whether the run was created."""
 
@@ -47,7 +50,7 @@ def creations(workers: WorkerManager) -> list[Worker[object]]:
 
 class BaseScreen(Screen[None]):
     """Base class of all screens. Below 80x24, and while a pane is enlarged, a screen has the CSS class `-one-pane`;
-    from 110x32 on, `-roomy`."""
+    from 110x32 on, `-roomy`, and from 160x44 on also `-wide`."""
 
     screen_name: ClassVar[str] = ""
     """The screen's name in the tables of screens and keys."""
@@ -162,6 +165,7 @@ class BaseScreen(Screen[None]):
     def _set_size_classes(self, width: int, height: int) -> None:
         self.set_class(self.enlarged or width < SMALLEST[0] or height < SMALLEST[1], "-one-pane")
         self.set_class(width >= ROOMY[0] and height >= ROOMY[1], "-roomy")
+        self.set_class(width >= WIDE[0] and height >= WIDE[1], "-wide")
         self.set_class(self.enlarged, "-enlarged")
 
     def do_enlarge(self) -> None:
@@ -174,11 +178,13 @@ class BaseScreen(Screen[None]):
         """Paint what the panes show again, after their sizes have changed."""
         self.refresh_title_and_footer()
 
-    def on_key(self, event: events.Key) -> None:
-        """Show all panes again on Escape while one is enlarged; otherwise Escape leaves the screen."""
-        if event.key == "escape" and self.enlarged:
-            event.stop()
+    def step_back(self) -> bool:
+        """Undo the latest thing that "back" undoes inside this screen, by its key or by a click: show all panes again
+        while one is enlarged. Returns False if there is nothing to undo, so that "back" leaves the screen."""
+        if self.enlarged:
             self.do_enlarge()
+            return True
+        return False
 
     def on_screen_resume(self) -> None:
         """Update title bar and footer, and poll, whenever the screen is shown."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from textual import events
 from textual.app import ComposeResult
 from textual.content import Content
 
@@ -100,6 +99,7 @@ class CompareScreen(PlotKeys, BaseScreen):
 
     def repaint_panes(self) -> None:
         """Draw plot and table for the sizes that they have now."""
+        self._focus_table()
         self._paint()
 
     def poll(self) -> float:
@@ -224,8 +224,13 @@ class CompareScreen(PlotKeys, BaseScreen):
         """Switch between the plot and the table."""
         for pane in self.query(".pane"):
             pane.toggle_class("-front")
-        self.set_focus(self.query_one(RowList))
+        self._focus_table()
         self.call_after_refresh(self._paint)
+
+    def _focus_table(self) -> None:
+        """Give the table the focus, so that keys scroll it, but not while the plot hides it."""
+        hidden = self.has_class("-one-pane") and self.plot.has_class("-front")
+        self.set_focus(None if hidden else self.query_one(RowList))
 
     def do_axis(self) -> None:
         """Switch to the next x axis: steps, tokens, time."""
@@ -274,14 +279,13 @@ class CompareScreen(PlotKeys, BaseScreen):
         picture = self.plot.picture([clean(curve.directory.name) for curve in self._curves])
         self.write_plot(Path.cwd(), f"compare-{self._metric.label}", picture)
 
-    def on_key(self, event: events.Key) -> None:
-        """Remove the cursor on Escape, else show both panes again; otherwise Escape leaves the screen."""
-        if event.key == "escape" and self.plot.cursor.x is not None:
-            event.stop()
-            self.plot.clear_cursor()
-            self.cursor_moved()
-        else:
-            super().on_key(event)
+    def step_back(self) -> bool:
+        """Remove the cursor, else show both panes again; returns False if there is neither."""
+        if self.plot.cursor.x is None:
+            return super().step_back()
+        self.plot.clear_cursor()
+        self.cursor_moved()
+        return True
 
 
 def _row_line(row: CompareRow, width: int) -> Content:

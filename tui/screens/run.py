@@ -35,7 +35,7 @@ from tui.run.watch import RunWatch
 from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.plot_keys import PlotKeys
-from tui.screens.scroll_keys import ScrollKeys
+from tui.screens.scroll_keys import SCROLL_ACTIONS, ScrollKeys
 from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
@@ -218,6 +218,8 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
             return "the scores are open: b closes them"
         if action in PLOT_ACTIONS and self.panes.shows_grid:
             return "all metrics are shown: M shows one again"
+        if action in SCROLL_ACTIONS and not self.scores.is_open and not self.panes.scrolls:
+            return "this pane does not scroll: tab goes to the next one"
         if action in ("next_stage", "previous_stage"):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
@@ -385,22 +387,20 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
         self.panes.choice.enlarged = not self.panes.choice.enlarged
         self._arrange()
 
-    def on_key(self, event: events.Key) -> None:
-        """Handle Escape: close the scores, else remove the cursor, else show all panes again, else remove the filter.
-        Only when none of these
-        applies does Escape leave the screen."""
-        if event.key == "escape" and self.scores.is_open:
-            event.stop()
+    def step_back(self) -> bool:
+        """Close the scores, else remove the cursor, else show all panes again, else remove the filter; returns False
+        if there is none of these."""
+        if self.scores.is_open:
             self.do_scores()
-        elif event.key == "escape" and self.panes.plot.cursor.x is not None:
-            event.stop()
+        elif self.panes.plot.cursor.x is not None:
             self.panes.plot.clear_cursor()
-        elif event.key == "escape" and (self.panes.choice.enlarged or self.panes.is_filtered):
-            event.stop()
-            if self.panes.choice.enlarged:
-                self.do_enlarge()
-            else:
-                self.panes.clear_filter()
+        elif self.panes.choice.enlarged:
+            self.do_enlarge()
+        elif self.panes.is_filtered:
+            self.panes.clear_filter()
+        else:
+            return False
+        return True
 
     def do_filter(self) -> None:
         """Ask for words that the shown events and lines of the log must contain."""

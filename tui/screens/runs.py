@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from textual import events
 from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Input
@@ -280,12 +279,13 @@ class RunsScreen(BaseScreen):
         """Show the filter field and give it the focus."""
         self.query_one(FilterField).open()
 
-    def on_key(self, event: events.Key) -> None:
-        """Clear the filter on Escape."""
+    def step_back(self) -> bool:
+        """Clear the filter; returns False if there is none."""
         field = self.query_one(FilterField)
-        if field.value and event.key == "escape":
-            event.stop()
+        if field.value:
             field.clear_filter()
+            return True
+        return super().step_back()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Apply the filter at every letter typed."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+SCROLL_ACTIONS = ("older", "newer", "page_older", "page_newer", "newest")
+"""The actions of `ScrollKeys`."""
+
 
 class Scrollable(Protocol):
     """A pane of lines that scrolls."""
