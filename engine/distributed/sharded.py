@@ -183,7 +183,9 @@ class ShardedModel:
     def first_elements(self) -> dict[str, int]:
         """By parameter name, as in `local_parameters`: the flat index in the whole parameter at which this rank's part
         begins."""
-        return {name: own_rows(whole).start * whole[:1].numel() for name, whole in self.full_parameters().items()}
+        return {
+            name: own_rows(whole).start * math.prod(whole.shape[1:]) for name, whole in self.full_parameters().items()
+        }
 
     def sync_gradients(self) -> None:
         """After the last backward: give every local parameter its part of the gradient summed over ranks. A parameter

@@ -34,6 +34,11 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
 """Dtypes of weights and buffers, by the names that rank 0 sends to the others."""
 
 
+SLOTS_AT_ONCE = 500
+"""Slots whose facts fit one exchange (`engine.distributed.host_gather.SLOT_BYTES`): a layer with experts of their own
+has more."""
+
+
 class WeightFiller:
     """Fills modules with weights and buffers, in two steps around the sharding of each group of modules.
 
@@ -76,9 +81,7 @@ class WeightFiller:
     def _before_sharding(self, modules: Sequence[nn.Module]) -> None:
         slots = list(_slots(modules, self._filled))
         self._joint.ready()
-        received = self._ranks.broadcast_object(
-            [[str(slot.tensor.dtype), list(slot.tensor.shape), self._files.place_of(slot.tensor)] for slot in slots]
-        )
+        received = [facts for first in range(0, len(slots), SLOTS_AT_ONCE) for facts in self._facts(slots[first:])]
         came: dict[int, Tensor] = {}
         uses = defaultdict[int, list[Slot]](list)
         with self._device.host_region(), torch.no_grad():
@@ -93,6 +96,14 @@ class WeightFiller:
                 uses[key].append(slot)
                 slot.table[slot.name] = came[key]
         self._filled |= {id(tensor) for tensor in came.values()}
+
+    def _facts(self, slots: Sequence[Slot]) -> list[Any]:
+        """Rank 0's (dtype, shape, place in a file or None) of the first few of `slots`."""
+        facts: list[Any] = self._ranks.broadcast_object([
+            (str(slot.tensor.dtype), list(slot.tensor.shape), self._files.place_of(slot.tensor))
+            for slot in slots[:SLOTS_AT_ONCE]
+        ])
+        return facts
 
     def _after_sharding(self) -> None:
         """Read this rank's rows of the parameters on "meta". Each is replaced by one on the device, as torch expects of

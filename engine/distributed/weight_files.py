@@ -38,7 +38,7 @@ PROBES, PROBE_BYTES = 16, 4096
 bytes that differ in their weights differ nearly everywhere."""
 
 
-class FileTensor(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor in a safetensors file: where its bytes begin in the file, and what the header says of it."""
 
     begin: int
@@ -145,7 +145,7 @@ def mapped_tensors(tensors: Iterable[Tensor]) -> dict[int, tuple[str, int]]:
     return found
 
 
-def contents(path: str) -> list[FileTensor]:
+def contents(path: str) -> list[HeaderEntry]:
     """The tensors of a safetensors file in the order of their bytes; empty for any other file, and for one that cannot
     be read."""
     try:
@@ -156,7 +156,7 @@ def contents(path: str) -> list[FileTensor]:
         return []
     header.pop("__metadata__", None)
     return sorted(
-        FileTensor(8 + length + facts["data_offsets"][0], name, facts["dtype"], facts["shape"])
+        HeaderEntry(8 + length + facts["data_offsets"][0], name, facts["dtype"], facts["shape"])
         for name, facts in header.items()
     )
 

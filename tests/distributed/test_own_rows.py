@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from engine.device.base import Device
 from engine.device.metered import MeteredDevice
@@ -117,6 +118,9 @@ def differing(strategy: Sharded, wanted: dict[str, Tensor]) -> list[str]:
 def resumed(ranks: Ranks, folder: Path) -> Any:
     """Load a sharded model, then other weights into it; returns (bytes read, what is wrong on this rank)."""
     strategy = load(ranks, folder, folder / "llama")
+    with CommDebugMode() as collectives:
+        strategy.model.first_elements()
+    assert collectives.get_total_counts() == 0
     with counted():
         strategy.loaded.load_weights(folder / "trained")
     return CountingFile.read_bytes, differing(strategy, load_file(folder / "trained" / "model.safetensors"))
