@@ -37,11 +37,11 @@ class Job:
         return [sum(lengths[start : start + BATCH]) for start in range(0, self.steps * BATCH, BATCH)]
 
 
-def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int, steps: int) -> Job:
-    """Write a random Qwen2 of 4 layers, with this vocabulary and hidden size, and texts of `lengths` tokens into
+def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int, steps: int, layers: int = 4) -> Job:
+    """Write a random Qwen2 of `layers` layers, with this vocabulary and hidden size, and texts of `lengths` tokens into
     `folder`; returns the job of `steps` steps.
 
-    With `hidden` = 192 the model has about 2 M parameters without its embedding.
+    With `hidden` = 192 and 4 layers the model has about 2 M parameters without its embedding.
     """
     folder.mkdir(parents=True)
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def write_job(folder: Path, lengths: list[int], *, vocabulary: int, hidden: int,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,

@@ -8,8 +8,9 @@ they would take the memory of the whole model's gradients. Sums over micro-batch
 one device (docs/measurements.md says what that costs in bf16).
 
 The two collectives, all-gather and reduce-scatter, vote on the host after their buffers are allocated and before they
-are launched, so that memory that runs out on one rank ends the attempt of all at the same collective. `recover` then
-puts the model back.
+are launched, so that memory that runs out on one rank ends the attempt of all at the same collective. Where ranks vote
+once for a whole micro-batch (`engine.distributed.micro_batch_votes`), a rank that failed joins the others in the rest
+of its collectives with `join_others`. `recover` then puts the model back.
 
 This is the only file that uses private parts of torch; KNOWN_TORCH in `engine.budget.predict.shards` names the versions
 that it was written for; with other versions nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
@@ -21,47 +22,63 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    foreach_all_gather,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
+from engine.device.base import Device
+from engine.device.catch_oom import free_failed_graph, retry_on_oom
+from engine.device.oom import OutOfMemory
 from engine.distributed.host_gather import LostRankError, raising_lost_rank
+from engine.distributed.micro_batch_votes import Collective, MicroBatchVotes
 from engine.distributed.own_rows import own_rows
 from engine.distributed.voted_group import VotedGroup
+from engine.errors import MemoryExhaustedError
+
+ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
 
 
 class VotingAllGather(DefaultAllGather):
-    """torch's all-gather, launched once every rank has voted that its buffer is allocated."""
+    """torch's all-gather for one group of parameters, launched once no rank will be missing in it."""
 
-    def __init__(self, voted_group: VotedGroup) -> None:
-        self.voted_group = voted_group
+    def __init__(self, votes: MicroBatchVotes, index: int) -> None:
+        self._votes, self._index = votes, index
 
-    def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
-        """Vote that the buffer is allocated, then launch the all-gather. Raises PeerFailedError."""
-        self.voted_group.ready()
-        with raising_lost_rank():
-            return super().__call__(*arguments, **named)
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Launch the all-gather after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
+        collective = Collective(ALL_GATHER, self._index, output_tensor.numel(), output_tensor.dtype)
+        with self._votes.launching(collective), raising_lost_rank():
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class VotingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, launched once every rank has voted that both buffers are allocated."""
+    """torch's reduce-scatter for one group of parameters, launched once no rank will be missing in it."""
 
-    def __init__(self, voted_group: VotedGroup) -> None:
-        self.voted_group = voted_group
+    def __init__(self, votes: MicroBatchVotes, index: int) -> None:
+        self._votes, self._index = votes, index
 
-    def __call__(self, *arguments: Any, **named: Any) -> dist.Work:
-        """Vote that the buffers are allocated, then launch the reduce-scatter. Raises PeerFailedError."""
-        self.voted_group.ready()
-        with raising_lost_rank():
-            return super().__call__(*arguments, **named)
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work:
+        """Launch the reduce-scatter after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
+        collective = Collective(REDUCE_SCATTER, self._index, input_tensor.numel(), input_tensor.dtype)
+        with self._votes.launching(collective), raising_lost_rank():
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def groups_of(
@@ -145,9 +162,8 @@ class ShardedModel:
             # The head's weights also belong to a module inside the model, which is not a group.
             fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
         self._root = cast(FSDPModule, root)
+        self.votes = MicroBatchVotes(voted_group)
         for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
-            module.set_custom_all_gather(VotingAllGather(voted_group))
-            module.set_custom_reduce_scatter(VotingReduceScatter(voted_group))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -155,6 +171,9 @@ class ShardedModel:
         self._root._get_fsdp_state()._lazy_init()
         states = self._root._get_fsdp_state()._state_ctx.all_states
         self._groups = [group for state in states for group in state._fsdp_param_groups]
+        for index, group in enumerate(self._groups):
+            group._all_gather_comm = VotingAllGather(self.votes, index)
+            group._reduce_scatter_comm = VotingReduceScatter(self.votes, index)
         self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._learning = [parameter for parameter in self._parameters if parameter.sharded_param.requires_grad]
         self._local_parameters = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
@@ -218,6 +237,11 @@ class ShardedModel:
         for parameter, part in zip(self._learning, self._local_parameters, strict=True):
             parameter.sharded_param.grad = part.grad = None
 
+    @property
+    def recovers(self) -> bool:
+        """Whether `recover` is known for this version of torch."""
+        return recovers_with(torch.__version__)
+
     def recover(self) -> None:
         """Free all weights that a failed attempt gathered and all gradients that it computed, including those in
         flight. Allocates nothing.
@@ -228,7 +252,7 @@ class ShardedModel:
         Raises:
             LostRankError: recovery is not known for this version of torch; all ranks must restart.
         """
-        if not recovers_with(torch.__version__):
+        if not self.recovers:
             raise LostRankError(
                 f"memory ran out, and how sharded weights are put back in torch {torch.__version__} is not known",
                 expected=f"torch {' or '.join(KNOWN_TORCH)}",
@@ -241,6 +265,41 @@ class ShardedModel:
                 parameter._unsharded_param.grad = None
             parameter.free_unsharded_param()
         self.drop_gradients()
+
+    def join_others(self, device: Device, report_retry: Callable[[OutOfMemory, str, int], None]) -> None:
+        """After this rank failed in a micro-batch: launch the collectives that the other ranks launch before their next
+        vote. They receive this rank's part of the weights, and zeros as its gradients; what it receives is dropped.
+
+        Frees the failed attempt first. An allocation that fails here is tried again and passed to `report_retry` with
+        the remedy and the number of the attempt. Raises LostRankError if it fails each time.
+        """
+        if self.votes.due is None:
+            return
+        free_failed_graph(device)
+        self.recover()
+        while (due := self.votes.due) is not None:
+            try:
+                retry_on_oom(partial(self._join, due), "recover", device, report_retry)
+            except MemoryExhaustedError as error:
+                raise LostRankError(
+                    f"memory ran out, and there is no room to take part in the rest of the micro-batch: {error}",
+                    fix="the run goes on from its last checkpoint",
+                ) from error
+
+    @torch.no_grad()
+    def _join(self, due: Collective) -> None:
+        """Take part in `due` on the current stream, on which its buffers are not reused before it is done."""
+        group = self._groups[due.group]
+        if due.kind == ALL_GATHER:
+            processes, stream = group._all_gather_process_group, group.device_handle.current_stream()
+            foreach_all_gather(
+                group.fsdp_params, processes, False, stream, stream, group.device, group._all_gather_comm
+            )
+            return
+        processes, launch = group._reduce_scatter_process_group, group._reduce_scatter_comm
+        sent = launch.allocate((due.elements,), dtype=due.dtype, device=group.device).zero_()
+        received = launch.allocate((due.elements // processes.size(),), dtype=due.dtype, device=group.device)
+        launch(received, sent, processes, dist.ReduceOp.SUM)
 
     @contextmanager
     def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
@@ -260,7 +319,7 @@ class ShardedModel:
             for module, drops in self._kept:
                 module.set_reshard_after_forward(drops, recurse=False)
                 module.reshard()
-            if recovers_with(torch.__version__):
+            if self.recovers:
                 self.recover()
 
     @contextmanager

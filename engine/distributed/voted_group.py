@@ -21,9 +21,21 @@ import torch.distributed as dist
 from engine.device.oom import clear_frames
 from engine.distributed.host_gather import LostRankError, raising_lost_rank
 
+READY, FAILED, REPEAT = range(3)
+"""What a rank votes; the highest vote of all ranks counts."""
+
 
 class PeerFailedError(Exception):
     """Another rank failed before the collective that this rank was about to launch."""
+
+    def __init__(self, vote: int = FAILED) -> None:
+        super().__init__("another rank failed")
+        self.vote = vote
+
+
+class RepeatWithVotesError(Exception):
+    """The collectives of a micro-batch are not those of the micro-batches before, so that one vote for all of them is
+    not enough. `VotedGroup.run_together` raises it on all ranks, which must repeat what they did."""
 
 
 class VotedGroup:
@@ -49,37 +61,45 @@ class VotedGroup:
             PeerFailedError: another rank failed, and will not take part in the collective.
             LostRankError: another rank does not answer within the group's time limit.
         """
-        if self._any(False):
-            raise PeerFailedError("another rank failed")
+        if vote := self._highest(READY):
+            raise PeerFailedError(vote)
 
     def all_true(self, here: bool) -> bool:
         """Whether `here` is true on every rank. Raises the same errors as `ready`."""
         self.ready()
-        return not self._any(not here)
+        return self._highest(READY if here else FAILED) == READY
 
-    def run_together(self, action: Callable[[], None]) -> bool:
+    def run_together(self, action: Callable[[], None], join_others: Callable[[], None] | None = None) -> bool:
         """Run `action`, which calls `ready` before each of its collectives, on all ranks; returns whether no other rank
         failed.
 
         An error of `action` on this rank is raised after the other ranks were told of it. If another rank failed,
-        returns False, and no tensor of the attempt is kept in memory.
+        returns False, and no tensor of the attempt is kept in memory. `join_others` is called before this rank tells of
+        an error: it launches the collectives that the other ranks launch before their next vote. Raises
+        RepeatWithVotesError on all ranks if `action` raised it on one.
         """
         try:
             action()
             self.ready()
         except PeerFailedError as error:
             clear_frames(error)
+            if error.vote == REPEAT:
+                raise RepeatWithVotesError from None
             return False
         except LostRankError:
             raise
-        except Exception:  # of any kind: the other ranks must not be left waiting
-            self._any(True)
+        except Exception as error:  # of any kind: the other ranks must not be left waiting
+            if join_others is not None:
+                join_others()
+            if self._highest(REPEAT if isinstance(error, RepeatWithVotesError) else FAILED) == REPEAT:
+                raise RepeatWithVotesError from None
             raise
         return True
 
-    def _any(self, here: bool) -> bool:
+    def _highest(self, here: int) -> int:
+        """Vote `here`; returns the highest vote of all ranks."""
         self._flag_here[0] = here
         with raising_lost_rank():
             dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group)
         self.votes += 1
-        return bool(self._flag_here[0])
+        return int(self._flag_here[0])

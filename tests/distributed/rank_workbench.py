@@ -27,6 +27,7 @@ from engine.distributed.ranks import Ranks
 from engine.spec.installed import installed, older
 from engine.spec.schema.run import RunSpec
 from engine.train.monitor.journal import Journal
+from engine.train.recovery.ceiling_watch import CLEAN_STEPS, CeilingWatch
 from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
 from engine.train.recovery.records import RecoveredOom
 from engine.train.setup import TrainingSetup, set_up
@@ -98,9 +99,13 @@ class RankWorkbench:
         *,
         capacity_bytes: int = 2**30,
         at_start: Fault | None = None,
+        votes_once: bool = False,
+        count: int = STEPS,
     ) -> None:
         """`tables` of the recipe; "torch_optimizer" replaces its optimizer by one of torch's (`tests.train.fault_rig`).
-        With `at_start` an allocation fails while this rank sets up."""
+        With `at_start` an allocation fails while this rank sets up. With `votes_once`, sharded ranks take steps as if
+        many had succeeded before: with one vote for each micro-batch, until memory runs out. `count` is the number of
+        steps that `steps` takes."""
         if ranks.is_rank0:
             write_samples(folder / SAMPLES)
         ranks.all_gather_object("written")
@@ -127,6 +132,10 @@ class RankWorkbench:
             self._weights = [parameter.detach().clone() for parameter in self.setup.context.strategy.parameters]
             self._state = deepcopy(self.setup.context.optimizer.state_dict())
             self._memory = deepcopy(memory_as_json(self.setup.context))
+        self.votes_once, self._count = votes_once, count
+        strategy = self.setup.context.strategy
+        self._known_order = dict(vars(strategy.model.votes)) if isinstance(strategy, Sharded) else {}
+        """What the votes of a sharded model know after the probe, where each collective was voted on."""
 
     def close(self) -> None:
         """Deactivate the device."""
@@ -143,6 +152,11 @@ class RankWorkbench:
             ):
                 for key, tensor in first.items():
                     state[key].copy_(tensor)
+        if isinstance(context.strategy, Sharded):
+            vars(context.strategy.model.votes).update(self._known_order)
+        self.transaction.ceiling_watch = CeilingWatch(context)
+        for _ in range(CLEAN_STEPS if self.votes_once else 0):
+            self.transaction.ceiling_watch.record_step()
         context.guard.forget()
         adopt_memory(context, deepcopy(self._memory))
         self.told.clear()
@@ -152,7 +166,7 @@ class RankWorkbench:
         experts, gradients as one vector) and the weights after the last step as one vector. Gradients and weights are
         gathered from all ranks. All ranks must call this."""
         outcomes, gradients = [], []
-        for step in range(1, STEPS + 1):
+        for step in range(1, self._count + 1):
             outcomes.append(self.transaction.run(step, self.setup.order.step(step)))
             gradients.append(self._applied)
         # What is asked for from here on is no part of the steps.

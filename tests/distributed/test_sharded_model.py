@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
 
 from engine.budget.predict.shards import KNOWN_TORCH
 from engine.distributed import sharded
@@ -20,10 +20,13 @@ from tests.distributed.rank_workbench import NEEDS_SHARDS
 
 PRIVATE = {
     _fsdp_param.FSDPParam: ("unsharded_accumulated_grad", "_unsharded_param", "free_unsharded_param", "sharded_param"),
-    _fsdp_param_group.FSDPParamGroup: ("post_backward", "fsdp_params"),
+    _fsdp_param_group.FSDPParamGroup: (
+        "post_backward", "fsdp_params", "device_handle", "_all_gather_comm", "_reduce_scatter_comm",
+        "_all_gather_process_group", "_reduce_scatter_process_group",
+    ),
     _fsdp_state.FSDPState: ("_lazy_init", "_state_ctx", "_fsdp_param_groups"),
     FSDPModule: ("reset_iter_state", "_get_fsdp_state"),
-}
+}  # fmt: skip
 """What `engine.distributed.sharded` uses beside torch's documented interface."""
 
 
@@ -88,6 +91,12 @@ def test_torch_has_the_private_parts_that_recovery_needs(kind: type) -> None:
     method = next(filter(inspect.isfunction, vars(kind).values()))
     source = inspect.getsource(sys.modules[method.__module__])
     assert [name for name in PRIVATE[kind] if name not in source] == []
+
+
+def test_torch_gathers_for_a_rank_that_joins_others() -> None:
+    names = list(inspect.signature(_fsdp_collectives.foreach_all_gather).parameters)
+    streams = ["all_gather_copy_in_stream", "all_gather_stream"]
+    assert names == ["fsdp_params", "group", "async_op", *streams, "device", "all_gather_comm"]
 
 
 def test_on_another_version_memory_that_ran_out_takes_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,10 @@ from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.budget.predict.prediction import MicroBatchShape
 from engine.device.catch_oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
 from engine.device.oom import MemoryBreakdown, OutOfMemory
+from engine.distributed.voted_group import RepeatWithVotesError
 from engine.errors import DivergedError
 from engine.train.monitor.memory_breakdown import memory_breakdown
+from engine.train.recovery.ceiling_watch import CeilingWatch
 from engine.train.recovery.consensus import (
     all_gather_step_stats,
     gather_failures,
@@ -85,6 +87,10 @@ class CheckpointReloadRequired(Exception):
     """An optimizer step failed half-way and cannot be undone: the caller must reload the last checkpoint."""
 
 
+class _StageFailedError(Exception):
+    """Memory ran out on this rank in a stage of the step, and what the stage held is free again."""
+
+
 Stage = Callable[[list[MicroBatch]], None]
 """A part of a step; its argument is this rank's plan of micro-batches."""
 
@@ -100,6 +106,7 @@ class StepTransaction:
     def __init__(self, context: StepContext) -> None:
         self.context = context
         self.work = StepComputation(context)
+        self.ceiling_watch = CeilingWatch(context)
         self.failures = 0
         """Allocation failures that the last step recovered from."""
 
@@ -125,6 +132,7 @@ class StepTransaction:
                 lambda _: self.work.apply(step),
             ],
         )
+        self.ceiling_watch.record_step()
         overflowed = self._finish_step(step)
         stats = self._gather_stats(self._step_stats(plan, time.perf_counter() - began))
         choices_LE = self.work.choices_LE
@@ -198,11 +206,17 @@ class StepTransaction:
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
-            failed = self._attempt(step, plan, stages, phase_prefix)
+            try:
+                failed = self._attempt(step, plan, stages, phase_prefix)
+            except RepeatWithVotesError:
+                self._recover(step, [], 1)
+                plan = self._plan(samples)
+                continue
             self.failures = len(tried)
             if not failed:
                 context.guard.accept()
                 return plan
+            self.ceiling_watch.record_failure()
             self._recover(step, failed, len(tried) + 1)
             before = current_settings(context)
             remedy = self._back_off(step, failed, tried)
@@ -219,7 +233,7 @@ class StepTransaction:
         plan = plan_micro_batches(
             lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches, budget.launch_tokens
         )
-        return context.strategy.pad_plan(plan)
+        return context.strategy.begin_attempt(plan, far_from_ceiling=self.ceiling_watch.is_far(plan))
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
         """The shapes (rows, length, target tokens) of this rank's micro-batches in `plan`; dummy ones are left out.
@@ -259,14 +273,33 @@ class StepTransaction:
         all ranks, empty if every stage succeeded. `phase_prefix` is put before the name of the phase in failures."""
         self.work.begin()
         for stage in stages:
-            run = partial(self.context.strategy.run_stage, partial(stage, plan))
-            failure = catch_oom(run, self.context.device, "", self._memory_breakdown)
-            if failure is not None:
-                failure = replace(failure, phase=phase_prefix + self.work.phase)
+            failure = self._run_stage(step, partial(stage, plan), phase_prefix)
             failed = gather_failures(self.context.ranks, failure, self.work.in_flight, self.context.device)
             if failed:
                 return failed
         return []
+
+    def _run_stage(self, step: int, stage: Callable[[], None], phase_prefix: str) -> OutOfMemory | None:
+        """Run a stage of the step on all ranks; returns this rank's failure. Raises RepeatWithVotesError, see
+        `Strategy.run_stage`."""
+        failures: list[OutOfMemory] = []
+
+        def caught() -> None:
+            # Nothing of the failed attempt is held when this rank tells the others, and may have to join them.
+            failure = catch_oom(stage, self.context.device, "", self._memory_breakdown)
+            if failure is not None:
+                failures.append(replace(failure, phase=phase_prefix + self.work.phase))
+                raise _StageFailedError
+
+        try:
+            self.context.strategy.run_stage(caught)
+        except _StageFailedError:
+            return failures[0]
+        except RepeatWithVotesError:
+            for failure in failures:
+                self._reporter(step)(failure, "retry", 1)
+            raise
+        return None
 
     def _report(
         self, step: int, failed: Sequence[RankOom], remedy: str, attempt: int, *, rows_after: int = 0, **change: Any

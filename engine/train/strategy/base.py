@@ -51,15 +51,17 @@ class Strategy(ABC):
         `lengths` of this rank's samples."""
         return assign_samples(lengths, self.ranks.size)[self.ranks.rank]
 
-    def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """Return `plan`, this rank's micro-batches, with dummy micro-batches added where this rank needs them to take
-        part in all collectives of the other ranks."""
+    def begin_attempt(self, plan: list[MicroBatch], *, far_from_ceiling: bool) -> list[MicroBatch]:
+        """Begin an attempt at a step with `plan`, this rank's micro-batches; returns it with dummy micro-batches added
+        where this rank needs them to take part in all collectives of the other ranks. If every rank is
+        `far_from_ceiling` (see `engine.train.recovery.ceiling_watch`), ranks may vote less often."""
         return plan
 
     def run_stage(self, stage: Callable[[], None]) -> None:
         """Run one stage of a step (see `engine.train.step.transaction`). If a stage that contains collectives fails on
         one rank, it ends on all ranks: the error is raised where it occurred, and the other ranks return early. Raises
-        LostRankError if a rank is gone."""
+        LostRankError if a rank is gone, and on all ranks RepeatWithVotesError if the attempt must be repeated although
+        no rank failed."""
         stage()
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
@@ -73,7 +75,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager around forward and backward of a dummy micro-batch, which `pad_plan` added."""
+        """Context manager around forward and backward of a dummy micro-batch, which `begin_attempt` added."""
         return nullcontext()
 
     @abstractmethod

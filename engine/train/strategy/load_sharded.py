@@ -27,7 +27,7 @@ from engine.distributed.weight_files import WeightFiles
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
-from engine.model.loss import loss_of
+from engine.model.loss import LossFunction, loss_of
 from engine.model.model_with_loss import HeadWithLoss, ModelWithLoss
 from engine.spec.schema.run import RunSpec
 from engine.train.recovery.consensus import gather_failures, memory_exhausted
@@ -67,7 +67,8 @@ def load_sharded(
         files = WeightFiles(ranks, loaded.model.parameters())
 
         def spread(loaded: LoadedModel = loaded, files: WeightFiles = files) -> None:
-            made.append(_spread(spec, device, loaded, ranks, voted_group, files))
+            model, loss = _spread(spec, device, loaded, ranks, voted_group, files)
+            made.append(Sharded(loaded, loss, ranks, model, device, report_retry))
 
         failure = catch_oom(partial(voted_group.run_together, spread), device, "load")
         failed = gather_failures(ranks, failure, None, device)
@@ -101,7 +102,7 @@ def _built(
 
 def _spread(
     spec: RunSpec, device: Device, loaded: LoadedModel, ranks: Ranks, voted_group: VotedGroup, files: WeightFiles
-) -> Sharded:
+) -> tuple[ShardedModel, LossFunction]:
     head = HeadWithLoss(find_head(loaded.base).project)
     groups = groups_of(loaded.model, loaded.base.get_input_embeddings(), head, loaded.base._no_split_modules or ())
     with device.host_region():
@@ -125,4 +126,4 @@ def _spread(
     with sharded.forward_only(gathers_head=True):
         loss = loss_of(spec.recipe, loaded, device)
     root.use(loss)
-    return Sharded(loaded, loss, ranks, sharded, voted_group)
+    return sharded, loss

@@ -69,9 +69,10 @@ class SequenceParallel(Strategy):
         """Return the cost function for one device: in evaluation, ranks do not share sequences."""
         return cost_on_one_device(self._spec)
 
-    def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """Add the dummy micro-batches that the wrapped strategy adds."""
-        return self.inner.pad_plan(plan)
+    def begin_attempt(self, plan: list[MicroBatch], *, far_from_ceiling: bool) -> list[MicroBatch]:
+        """Add the dummy micro-batches that the wrapped strategy adds. Every collective is voted on, because the sizes
+        of those in attention differ from one micro-batch to the next."""
+        return self.inner.begin_attempt(plan, far_from_ceiling=False)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
         """The wrapped strategy's context manager for a dummy micro-batch."""

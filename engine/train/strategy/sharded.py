@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch
 from engine.data.tokens import TokenData
+from engine.device.base import Device
+from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.voted_group import RepeatWithVotesError
 from engine.evaluate.context import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -37,20 +40,41 @@ class Sharded(Strategy):
     all_ranks_save = True
 
     def __init__(
-        self, loaded: LoadedModel, loss: LossFunction, ranks: Ranks, model: ShardedModel, votes: VotedGroup
+        self,
+        loaded: LoadedModel,
+        loss: LossFunction,
+        ranks: Ranks,
+        model: ShardedModel,
+        device: Device,
+        report_retry: Callable[[OutOfMemory, str, int], None],
     ) -> None:
         super().__init__(loaded, loss, ranks)
         self.model = model
-        self.voted_group = self._votes = votes
+        self.voted_group = self._votes = model.voted_group
+        self._join_others = partial(model.join_others, device, report_retry)
 
-    def pad_plan(self, plan: list[MicroBatch]) -> list[MicroBatch]:
-        """Append dummy micro-batches until this rank has as many micro-batches as the rank with most."""
-        return plan + [DUMMY_MICRO_BATCH] * (max(self.ranks.all_gather_object(len(plan))) - len(plan))
+    def begin_attempt(self, plan: list[MicroBatch], *, far_from_ceiling: bool) -> list[MicroBatch]:
+        """Append dummy micro-batches until this rank has as many micro-batches as the rank with most. The ranks vote
+        once for each micro-batch if all are far from the ceiling and know the same order of collectives, else before
+        each collective."""
+        order = self.model.votes.checksum if far_from_ceiling and self.model.recovers else None
+        received = self.ranks.all_gather_object([len(plan), order])
+        self.model.votes.begin_attempt(once=order is not None and all(each == order for _, each in received))
+        return plan + [DUMMY_MICRO_BATCH] * (max(count for count, _ in received) - len(plan))
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Context manager around forward and backward of a micro-batch, which may begin with a vote."""
+        return self.model.votes.micro_batch()
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. Ranks vote before each collective on weights and gradients, so that a failure on one
-        rank ends the stage on all: the exception is raised on that rank alone, and the others return early."""
-        self._votes.run_together(stage)
+        """Run one stage of a step. Ranks vote before each collective on weights and gradients, or before each
+        micro-batch, so that a failure on one rank ends the stage on all: the exception is raised on that rank alone,
+        and the others return early."""
+        try:
+            self._votes.run_together(stage, self._join_others)
+        except RepeatWithVotesError:
+            self.model.votes.vote_always()
+            raise
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
         """Context manager for a dummy micro-batch. The zero gradients that it leaves do not count: a parameter that has
