@@ -92,6 +92,7 @@ class VotedGroup:
             if join_others is not None:
                 join_others()
             if self._highest(REPEAT if isinstance(error, RepeatWithVotesError) else FAILED) == REPEAT:
+                clear_frames(error)
                 raise RepeatWithVotesError from None
             raise
         return True

@@ -206,10 +206,9 @@ class StepTransaction:
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
         plan = self._plan(samples)
         while True:
-            try:
-                failed = self._attempt(step, plan, stages, phase_prefix)
-            except RepeatWithVotesError:
-                self._recover(step, [], 1)
+            failed = self._attempt(step, plan, stages, phase_prefix)
+            if failed is None:
+                self._recover(step, [], len(tried) + 1)
                 plan = self._plan(samples)
                 continue
             self.failures = len(tried)
@@ -268,12 +267,18 @@ class StepTransaction:
         """The samples of the step that this rank works on."""
         return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
 
-    def _attempt(self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str) -> list[RankOom]:
+    def _attempt(
+        self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str
+    ) -> list[RankOom] | None:
         """Run `stages` with the micro-batches `plan` until one fails on any rank; returns the failures of that stage on
-        all ranks, empty if every stage succeeded. `phase_prefix` is put before the name of the phase in failures."""
+        all ranks, empty if every stage succeeded. Returns None if the attempt must be repeated although no rank failed,
+        see `Strategy.run_stage`. `phase_prefix` is put before the name of the phase in failures."""
         self.work.begin()
         for stage in stages:
-            failure = self._run_stage(step, partial(stage, plan), phase_prefix)
+            try:
+                failure = self._run_stage(step, partial(stage, plan), phase_prefix)
+            except RepeatWithVotesError:
+                return None
             failed = gather_failures(self.context.ranks, failure, self.work.in_flight, self.context.device)
             if failed:
                 return failed
