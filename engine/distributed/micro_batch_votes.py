@@ -81,6 +81,12 @@ class MicroBatchVotes:
             self._record(tuple(self._launched))
         self._launched = None
 
+    def end_micro_batches(self) -> None:
+        """Vote once more after the last micro-batch of an attempt with few votes: a rank that is gone is found by a
+        vote, within its time limit, before this rank waits for collectives on the device. Raises PeerFailedError."""
+        if self._once:
+            self._voted_group.ready()
+
     @contextmanager
     def launching(self, collective: Collective) -> Iterator[None]:
         """Context manager around the launch of a collective, whose buffers are allocated.

@@ -91,6 +91,7 @@ class StepComputation:
                     total = loss if total is None else total.add_(loss)
                 else:
                     self._dummy_micro_batch(step, batches)
+        self.context.strategy.end_micro_batches()
         self.in_flight = None
         # Waits for the device: errors of its kernels are raised here, before other ranks are told that all went well.
         self._note_sums(total)

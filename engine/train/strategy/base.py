@@ -74,6 +74,10 @@ class Strategy(ABC):
         model computes."""
         return nullcontext()
 
+    def end_micro_batches(self) -> None:
+        """Called after the last micro-batch of an attempt, before the host waits for the device."""
+        return
+
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
         """Context manager around forward and backward of a dummy micro-batch, which `begin_attempt` added."""
         return nullcontext()

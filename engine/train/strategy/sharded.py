@@ -66,6 +66,11 @@ class Sharded(Strategy):
         """Context manager around forward and backward of a micro-batch, which may begin with a vote."""
         return self.model.votes.micro_batch()
 
+    def end_micro_batches(self) -> None:
+        """Vote, if the ranks vote once for each micro-batch, so that no rank waits for the device if another is gone.
+        Raises PeerFailedError if another rank failed in the last micro-batch."""
+        self.model.votes.end_micro_batches()
+
     def run_stage(self, stage: Callable[[], None]) -> None:
         """Run one stage of a step. Ranks vote before each collective on weights and gradients, or before each
         micro-batch, so that a failure on one rank ends the stage on all: the exception is raised on that rank alone,
