@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full, weights dropped": sharded(FULL, "parameters"),
     "lora, weights kept, tied": sharded(LORA, "gradients", tied=True, gradient_checkpointing=True),
 }
-SAMPLED = 3
+SAMPLED = 2
 """Allocations that fail in the suite, in each case, each on one rank and on both."""
 CELLS: dict[str, dict[str, Any]] = {
     **CASES,
@@ -134,7 +134,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_ranks_vote_once_for_each_micro_batch_and_learn_the_same(case: str, crew: dict[str, list[Any]]) -> None:
     for rank in crew["few_votes"]:
         (many, few), differing, _ = rank[case]
-        assert few < many / 2 and differing == []
+        assert few < many and differing == []
 
 
 @pytest.mark.parametrize("case", CASES)
