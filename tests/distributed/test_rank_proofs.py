@@ -20,7 +20,7 @@ from engine.distributed import sequence_parallel
 from engine.distributed.host_gather import LostRankError
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.voted_group import READY, VotedGroup
 from engine.journal.directory import RunDirectory
 from engine.train.proofs.ranks import communicators, lost_rank, placement, sharded_oom, small_decoder, transfers
 from engine.train.proofs.ranks.table import AT_START, BY_DOCTOR
@@ -62,8 +62,8 @@ def _lost_exchange(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
 
 def _unheard_failures(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
     """A rank that has failed votes as if it had not."""
-    right = VotedGroup._any
-    patch.setattr(VotedGroup, "_any", lambda group, here: right(group, False))
+    right = VotedGroup._highest
+    patch.setattr(VotedGroup, "_highest", lambda group, here: right(group, READY))
 
 
 def _wrong_scale(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
