@@ -1,7 +1,9 @@
 """Proof: if memory runs out on one rank at any kind of place of a sharded step, all ranks learn of it, memory comes
 back, weights stay as they are, and the same step then gives the same gradients.
 
-The ranks fail in turn. On a device that queues its work, the other ranks have work queued meanwhile.
+The ranks fail in turn, first with a vote before each collective, then with one for all of them, where the rank that
+failed joins the others in the rest (`engine.distributed.micro_batch_votes`). On a device that queues its work, the
+other ranks have work queued meanwhile.
 
 Try: `tunedeck doctor --gpus -p demo-2`
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,8 +49,9 @@ def prove(setup: TrainingSetup) -> str:
             gradients changed on one.
     """
     trial = _Trial(setup)
-    for number, place in enumerate(PLACES):
-        trial.run(place, number % setup.context.ranks.size)
+    for once in (False, True):
+        for number, place in enumerate(PLACES):
+            trial.run(place, number % setup.context.ranks.size, once=once)
     return f"memory may run out in {', '.join(PLACES)}: weights and gradients stay equal, and memory comes back"
 
 
@@ -69,21 +73,22 @@ class _Trial:
         self._sharded: ShardedModel = shard(setup, self._decoder, drops_weights=True)
         self._ids_BS = batch(setup, self._ranks.rank)
         self._votes = self._ranks.voted_group()
-        self._backward()
+        self._backward(once=False)
         self._gradients = self._taken()
         self._weights = [part.detach().clone() for part in self._sharded.local_parameters().values()]
         self._device.release_cached()
         self._allocated_bytes = self._device.memory().allocated_bytes
 
-    def run(self, place: str, rank: int) -> None:
-        """Run out of memory at `place` on `rank`, recover, and compare. Raises DisprovedError on all ranks."""
+    def run(self, place: str, rank: int, *, once: bool) -> None:
+        """Run out of memory at `place` on `rank`, recover, and compare. The ranks vote before each collective, or
+        `once` for all. Raises DisprovedError on all ranks."""
         with self._pressure(place, rank):
-            failure = tried(self._attempt)
+            failure = tried(partial(self._attempt, once=once))
         told = exchange(self._ranks, failure)
         self._recover()
-        when = f"after memory ran out in {place} on rank {rank}"
+        when = f"after memory ran out in {place} on rank {rank}{', with one vote' if once else ''}"
         require_none(self._ranks, self._complaint(told, rank), when)
-        self._backward()
+        self._backward(once=False)
         require_none(self._ranks, self._compared(), when)
 
     def _pressure(self, place: str, rank: int) -> AbstractContextManager[object]:
@@ -92,8 +97,9 @@ class _Trial:
         queue_work(self._device)
         return nullcontext()
 
-    def _attempt(self) -> None:
-        self._votes.run_together(self._backward)
+    def _attempt(self, *, once: bool) -> None:
+        join_others = partial(self._sharded.join_others, self._device, lambda *_: None)
+        self._votes.run_together(partial(self._backward, once=once), join_others)
         self._device.synchronize()
 
     def _recover(self) -> None:
@@ -120,8 +126,10 @@ class _Trial:
                 return f"the gradient of {name} has changed"
         return ""
 
-    def _backward(self) -> None:
-        with torch.enable_grad():
+    def _backward(self, *, once: bool) -> None:
+        votes = self._sharded.votes
+        votes.begin_attempt(once=once)
+        with torch.enable_grad(), votes.micro_batch():
             self._decoder(self._ids_BS).backward()
 
     def _taken(self) -> dict[str, Tensor]:
