@@ -63,7 +63,9 @@ class VotingAllGather(DefaultAllGather):
         """Launch the all-gather after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
         collective = Collective(ALL_GATHER, self._index, output_tensor.numel(), output_tensor.dtype)
         with self._votes.launching(collective), raising_lost_rank():
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return super().__call__(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+            )
 
 
 class VotingReduceScatter(DefaultReduceScatter):
@@ -78,7 +80,9 @@ class VotingReduceScatter(DefaultReduceScatter):
         """Launch the reduce-scatter after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
         collective = Collective(REDUCE_SCATTER, self._index, input_tensor.numel(), input_tensor.dtype)
         with self._votes.launching(collective), raising_lost_rank():
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            return super().__call__(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+            )
 
 
 def groups_of(

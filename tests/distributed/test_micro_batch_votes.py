@@ -47,19 +47,18 @@ STRIDE_OF_FOUR = 5
 """On four ranks every fifth allocation fails, so that the sweep takes about as long as on two."""
 
 
-def few_votes(ranks: Ranks, folder: Path, cases: dict[str, dict[str, Any]], part: float | None = None) -> Any:
+def few_votes(ranks: Ranks, folder: Path, cases: dict[str, dict[str, Any]], sample: int | None = None) -> Any:
     """For each case: the votes of two steps, where the first one has a vote before each collective, what differs
-    from the steps with all votes, and what was wrong after each fault. With `part`, only this part of the allocations
-    fails."""
+    from the steps with all votes, and what was wrong after each fault. With `sample`, so many allocations fail."""
     found = {}
     for name, tables in cases.items():
         tables = small_model(folder, tables, layers=1)
-        work = RankWorkbench(folder, ranks, tables, count=2 if part else 1)
+        work = RankWorkbench(folder, ranks, tables, count=2 if sample else 1)
         clean = work.steps()
-        votes = votes_of_steps(work) if part else []
+        votes = votes_of_steps(work) if sample else []
         work.votes_once = True
         work.reset()
-        found[name] = votes, same(work.steps(), clean), list(swept(work, clean, part))
+        found[name] = votes, same(work.steps(), clean), list(swept(work, clean, sample))
         work.close()
     return found
 
@@ -77,10 +76,10 @@ def votes_of_steps(work: RankWorkbench) -> list[int]:
     return found
 
 
-def swept(work: RankWorkbench, clean: dict[str, Any], part: float | None) -> Iterator[tuple[Faults, Any, Any]]:
+def swept(work: RankWorkbench, clean: dict[str, Any], sample: int | None) -> Iterator[tuple[Faults, Any, Any]]:
     """Take steps with faults; yields the faults, the remedies, and what was wrong."""
     asked = [Asked(**each) for each in work.ranks.all_gather_object(asdict(asked_by(work)))]
-    for faults in every_fault(asked, part):
+    for faults in every_fault(asked, sample):
         result = faulty_steps(work, faults)
         facts = {name: result[name] for name in ("refused", "told", "left_bytes")}
         remedies = {remedy for _, _, remedy in work.ranks.all_gather_object(facts["told"])[0]}
@@ -90,15 +89,15 @@ def swept(work: RankWorkbench, clean: dict[str, Any], part: float | None) -> Ite
         yield faults, sorted(remedies), complaints(*map(list, zip(*everywhere, strict=True)))
 
 
-def every_fault(asked: list[Asked], part: float | None) -> Iterator[Faults]:
+def every_fault(asked: list[Asked], sample: int | None) -> Iterator[Faults]:
     """Each allocation fails on each rank alone and on all at once, and on one of them once more soon after; with
-    `part`, as many of them, evenly spread."""
+    `sample`, so many of them, evenly spread, in turn on one rank or on all."""
     every, last = range(len(asked)), max(max(map(max, rank.device.values())) for rank in asked)
     stride = STRIDE_OF_FOUR if len(asked) == 4 else 1
-    numbers = range(1, last + 1, stride) if part is None else range(last // int(part), last, last // int(part))
+    numbers = range(1, last + 1, stride) if sample is None else [last * n // (sample + 1) for n in range(1, sample + 1)]
     for count, number in enumerate(numbers):
         who = [[rank] for rank in every] + [list(every)]
-        yield from ({rank: Fault(number) for rank in ranks} for ranks in (who if part is None else [who[count % 3]]))
+        yield from ({rank: Fault(number) for rank in ranks} for ranks in (who if sample is None else [who[count % 3]]))
         yield {count % len(asked): Fault(number, then=(1 + count % 4,))}
 
 
@@ -126,7 +125,7 @@ def other_order(ranks: Ranks, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    cases: list[Case] = [partial(few_votes, cases=CASES, part=SAMPLED + 1), other_order]
+    cases: list[Case] = [partial(few_votes, cases=CASES, sample=SAMPLED), other_order]
     return run_ranks(cases, tmp_path_factory.mktemp("votes"))
 
 
