@@ -1,7 +1,8 @@
 """The console as a user sees it: in a real terminal (tmux), with a real engine, controlled by keys alone.
 
-The first test takes about a minute: a run is killed, paused, stopped and resumed, as it may happen to a run of several
-days. The second controls a staged run from Launch to its end; the console is killed in the middle.
+The first test shows a run that outlives its console. The second presses the keys of the loop in docs/console.md: a run
+is started, paused, left, stopped, resumed and compared. The third controls a staged run from Launch to its end; the
+console is killed in the middle.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def loss_on(screen: str) -> float:
     return float(found[1])
 
 
-def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
+def test_a_run_outlives_its_console(
     terminal: Terminal, runs: Path, recipe: Path
 ) -> None:
     terminal.open_console("-p", "demo", "-r", str(recipe))
@@ -74,24 +75,65 @@ def test_a_run_outlives_its_console_and_is_led_to_its_end_by_keys_alone(
     terminal.sees("● running", demo.name)
     terminal.press("Enter")
     terminal.sees("● running", "out of memory in")
-    terminal.press("p")
-    terminal.sees("‖ paused", "r resumes it")
-    paused_at = summarise(demo).step
-    assert 0 < paused_at < 120
-
-    terminal.press("r")
-    terminal.sees("● running", f"resumed after step {paused_at}")
-    reached(demo, paused_at + 5)
-    terminal.press("x")
-    terminal.sees("Stop this run after the present step")
-    terminal.press("y")
-    terminal.sees("■ stopped")
-
-    terminal.press("r")
     terminal.sees("✓ done", "step 120 of 120")
     terminal.press("q")
     summary = summarise(demo)
     assert (summary.status, summary.samples_lost, summary.damaged_lines) == ("done", 0, 0)
+
+
+def keys_of_the_loop() -> list[str]:
+    """The keys of the loop, as docs/console.md lists them."""
+    text = (ROOT / "docs" / "console.md").read_text("utf-8").partition("## The whole loop in 20 keys")[2]
+    return re.findall(r"^\| `([^`]+)` \|", text.partition("\n## ")[0], re.MULTILINE)
+
+
+SEEN_AFTER = (
+    ("j", "Recipe"), ("k", "fits with micro-batch"), ("a", "✓ fits"), ("s", "● running"), ("w", "checkpoint saved"),
+    ("p", "‖ paused"), ("r", "resumed after step"), ("q", ""), ("enter", "gradient norm"), ("x", "Stop this run"),
+    ("y", "■ stopped"), ("r", "● running"), ("n", "s starts"), ("s", "Run"), ("1", "1 Runs"), ("g", "● running"),
+    ("space", "1 marked"), ("space", "2 marked"), ("c", "evaluation while training"), ("q", ""),
+)  # fmt: skip
+"""The keys of the loop, and what each brings to the screen."""
+
+LONGER = (("max_steps = 300", "max_steps = 20000"), *SHORTER[1:])
+"""Replacements in the demo's recipe that make its run outlast the loop."""
+
+
+def wait_for_steps(runs: Path, number: int) -> None:
+    """Wait until there are this many runs, and the newest has done some steps."""
+    until(lambda: len(list_runs(runs)) == number, lambda: f"run {number}: {list_runs(runs)}")
+    newest = list_runs(runs)[0]
+    until(lambda: summarise(newest).step >= 3, lambda: f"steps: {summarise(newest)}")
+
+
+def test_the_whole_loop_takes_the_keys_that_the_docs_list(terminal: Terminal, runs: Path, tmp_path: Path) -> None:
+    text = (ROOT / "profiles" / "recipes" / "demo.toml").read_text("utf-8")
+    for before, after in LONGER:
+        text = text.replace(before, after)
+    recipe = tmp_path / "demo.toml"
+    recipe.write_text(text, "utf-8")
+    assert [key for key, _ in SEEN_AFTER] == keys_of_the_loop()
+    assert len(SEEN_AFTER) <= 25
+    started = 0
+    try:
+        terminal.open_console("-p", "demo", "-r", str(recipe))
+        terminal.sees("Launch", "fits with micro-batch 17")
+        for key, seen in SEEN_AFTER:
+            terminal.press({"enter": "Enter", "space": "Space"}.get(key, key))
+            if key == "q":
+                until(lambda: not terminal.is_open, lambda: terminal.text)
+            else:
+                terminal.sees(seen)
+            if key == "q" and started == 1:
+                terminal.open_console()
+                terminal.sees("● running")
+            if key == "s":
+                started += 1
+                wait_for_steps(runs, started)
+        assert {summarise(run).samples_lost for run in list_runs(runs)} == {0}
+    finally:
+        for run in list_runs(runs):
+            force_stop(run)
 
 
 STAGED = """schema = 1

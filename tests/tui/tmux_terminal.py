@@ -42,6 +42,12 @@ class Terminal:
         return int(self.tmux("list-panes", "-F#{pane_pid}"))
 
     @property
+    def is_open(self) -> bool:
+        """Whether the console is still open: tmux ends its server with the last window."""
+        command = ["tmux", "-S", str(self._socket), "list-panes"]
+        return subprocess.run(command, check=False, capture_output=True, timeout=30).returncode == 0
+
+    @property
     def text(self) -> str:
         """The text on the screen."""
         return self.tmux("capture-pane", "-p")

@@ -49,6 +49,9 @@ TABLE_SECONDS = 5.0
 PAINT_SECONDS = 0.5
 """Interval between repaints while long journals are read."""
 
+FOLLOW_SECONDS = 2.0
+"""Least interval between repaints for new steps of a run that goes on; each is 3 KB over SSH."""
+
 MOST_RESAMPLED = 500
 """Samples up to which intervals of gains are computed here, which takes 0.1 s for each run; `tunedeck compare` computes
 them for any number."""
@@ -76,6 +79,8 @@ class CompareScreen(PlotKeys, BaseScreen):
         self._axis, self._metric, self._options = AXES[0], LOSS, PlotOptions()
         self._table_due = self._paint_due = 0.0
         self._stale = False
+        self._catches_up = True
+        """Whether the journals have not been read to their ends yet, since the runs or the metric were chosen."""
 
     def compose_body(self) -> ComposeResult:
         """Yield the plot, its legend and the table."""
@@ -89,7 +94,7 @@ class CompareScreen(PlotKeys, BaseScreen):
             runs = cast("Sequence[RunDirectory]", argument)
             self._curves = [RunCurve(run, self._metric) for run in runs]
             self._readers = [SummaryReader(run) for run in runs]
-            self._found, self._table_due = None, 0.0
+            self._found, self._table_due, self._catches_up = None, 0.0, True
             self._gains, self._gains_stamp = None, []
 
     def on_screen_resume(self) -> None:
@@ -114,7 +119,8 @@ class CompareScreen(PlotKeys, BaseScreen):
         if self._curves and time.monotonic() >= self._table_due:
             news.append(self._compare(each))
         self._stale = self._stale or any(news)
-        if self._stale and (not any(news) or time.monotonic() >= self._paint_due):
+        self._catches_up = any(news) and self._catches_up
+        if self._stale and time.monotonic() >= self._paint_due:
             self._paint()
         return any(news)
 
@@ -151,7 +157,8 @@ class CompareScreen(PlotKeys, BaseScreen):
                 self._gains = gains(directories, metric, directories[0].name, resamples=resamples)
 
     def _paint(self) -> None:
-        self._stale, self._paint_due = False, time.monotonic() + PAINT_SECONDS
+        wait = PAINT_SECONDS if self._catches_up else FOLLOW_SECONDS
+        self._stale, self._paint_due = False, time.monotonic() + wait
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
         label = self._metric.label
@@ -263,9 +270,9 @@ class CompareScreen(PlotKeys, BaseScreen):
     def _change_metric(self, by: int) -> None:
         self._metric = metric_beside(self._metric, by)
         self._curves = [RunCurve(curve.directory, self._metric) for curve in self._curves]
+        self._catches_up, self._paint_due = True, 0.0
         self._stop_polling()
         self._poll_again()
-        self._paint()
 
     def do_copy(self) -> None:
         """Copy the points of the plot."""
