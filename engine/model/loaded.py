@@ -17,7 +17,6 @@ from typing import Literal, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -29,9 +28,11 @@ from engine.errors import UsageError
 from engine.model.adapters import Coverage
 from engine.model.config import auto_class
 from engine.model.dropout import follow_checkpoints
+from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 from engine.model.saved_tensors import copy_whole, read_saved, saved_names, saved_tensors
+from engine.model.tensor_file import FileTensor, Hashes, write_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -130,18 +131,26 @@ class LoadedModel:
         self.base.set_attn_implementation(kernel)
         self.attention = kernel
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter or the full model as safetensors in the training dtype, and the tokenizer. Allocates only
-        host memory."""
+    def save(self, folder: Path) -> Hashes:
+        """Write the adapter or the full model as safetensors in the training dtype, and the tokenizer; returns the
+        hashes of the files that were hashed while they were written. Allocates only host memory: for a full model, one
+        tensor at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         with self.device.host_region():
             if isinstance(self.model, PeftModel):
-                self._save_adapter(self.model, folder)
+                hashes = self._save_adapter(self.model, folder)
             else:
-                self.model.save_pretrained(str(folder), state_dict=self._on_host(self.model.state_dict()))
-            self.tokenizer.save_pretrained(folder)
-            if self.images is not None:
-                self.images.processor.save_pretrained(folder)
+                hashes = self._save_model(self.model, folder)
+            self._save_tokenizer(folder)
+        return hashes
+
+    def save_beside_weights(self, folder: Path) -> None:
+        """Write all files of a full model except its weights: config, tokenizer, image processor."""
+        assert isinstance(self.model, PreTrainedModel)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.device.host_region():
+            self._save_config(self.model, folder)
+            self._save_tokenizer(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references. Of a
@@ -161,25 +170,49 @@ class LoadedModel:
             else:
                 self._load_converted(folder)
 
-    def _save_adapter(self, model: PeftModel, folder: Path) -> None:
-        config = model.peft_config[ADAPTER]
+    def _save_model(self, model: PreTrainedModel, folder: Path) -> Hashes:
+        parts = None if self.copy_to_host else saved_parts(model)
+        if parts is None:
+            model.save_pretrained(str(folder), state_dict=self._on_host(model.state_dict()))
+            return {}
+        self._save_config(model, folder)
+        state, files, hashes = model.state_dict(), deal(parts), Hashes()
+        for name, held in files.items():
+            tensors = (tensor for part in held for tensor in part.in_file(self.device.staged(state[part.name])))
+            hashes[folder / name] = write_tensors(folder / name, entries_of(held), tensors, METADATA)
+        write_index(folder, files)
+        return hashes
+
+    def _save_config(self, model: PreTrainedModel, folder: Path) -> None:
+        """Write what transformers saves beside the weights."""
+        model.save_pretrained(str(folder), state_dict={})
+        (folder / WEIGHTS).unlink(missing_ok=True)  # of no tensors
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+        if self.images is not None:
+            self.images.processor.save_pretrained(folder)
+
+    def _save_adapter(self, model: PeftModel, folder: Path) -> Hashes:
+        config, hashes = model.peft_config[ADAPTER], Hashes()
         if not self.base_exists_elsewhere:
             # Relative, because the folder is renamed or copied together with the base.
             config.base_model_name_or_path = BASE_FOLDER
-            self._save_base(model, folder / BASE_FOLDER)
+            hashes = self._save_base(model, folder / BASE_FOLDER)
         elif self.positions_scaled:
             self.base.config.save_pretrained(folder)
         staged = _with_adapter_prefix(model, self._on_host(_adapter_state(model)))
         model.save_pretrained(str(folder), state_dict=staged, save_embedding_layers=False)
+        return hashes
 
-    def _save_base(self, model: PeftModel, folder: Path) -> None:
+    def _save_base(self, model: PeftModel, folder: Path) -> Hashes:
         clean = {}
         for name, tensor in model.get_base_model().state_dict().items():
             if ".lora_" in name or ".modules_to_save." in name:
                 continue
             clean[_unwrapped(name).replace(".original_module.", ".")] = tensor
         self.base.config.save_pretrained(folder)
-        _write_weights(self._on_host(clean), folder)
+        return _write_weights(self._on_host(clean), folder)
 
     def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors of `state` to the host, one by one. Tensors that share storage share a copy, so tied weights
@@ -249,12 +282,13 @@ def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str
     return {name: staged[address] for name, address in live.items() if address in staged}
 
 
-def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
+def _write_weights(state: dict[str, Tensor], folder: Path) -> Hashes:
     unique: dict[int, str] = {}
     for name, tensor in state.items():
         unique.setdefault(tensor.data_ptr(), name)
-    tensors = {name: state[name].contiguous() for name in unique.values()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    names = sorted(unique.values(), key=lambda name: (-state[name].dtype.itemsize, name))
+    entries = [FileTensor.like(name, state[name]) for name in names]
+    return {folder / WEIGHTS: write_tensors(folder / WEIGHTS, entries, (state[name] for name in names), METADATA)}
 
 
 def _other_parameters(folder: Path, saved: set[str], present: set[str]) -> UsageError:

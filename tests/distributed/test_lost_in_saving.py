@@ -1,58 +1,68 @@
 """A rank that is killed while all ranks write a checkpoint together costs a restart, and no step.
 
-The run has adapters in shards and a module that is trained whole beside them (`method.also_train`), whose copy is
-gathered like the adapters.
+One run has adapters in shards and a module that is trained whole beside them (`method.also_train`), whose copy is
+gathered like the adapters. In the other each rank writes a file of the full model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.distributed.rank_workbench import LORA, NEEDS_SHARDS, spec_of
+from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, spec_of
 from tests.distributed.supervised import VOTE_SECONDS, engine_ends, events, restarts
 from tests.train.run_helpers import losses, new_run, of_kind, train
 
-TABLES = {
-    "method": {**LORA["method"], "also_train": ["model.embed_tokens"]},
+TABLES: dict[str, Any] = {
     "train": {"max_steps": 4},
     "checkpoint": {"every_steps": 2, "every_minutes": 0},
     "parallel": {"strategy": "sharded", "timeout_seconds": VOTE_SECONDS},
 }
 
+METHODS = {
+    "gather": {**LORA["method"], "also_train": ["model.embed_tokens"]},
+    "all_to_all_single": FULL["method"],
+}
+"""Collective in which weights are put together for a checkpoint = method of the run."""
+
 KILLED_IN_SAVING = """
 import os, pathlib, signal
+name = os.environ["KILLED_IN"]
 once = pathlib.Path(os.environ["KILLED_ONCE"])
 if os.environ.get("RANK") == "1" and not once.exists():
     import torch.distributed
-    whole, gathered = torch.distributed.gather, []
+    whole, called = getattr(torch.distributed, name), []
 
-    def gather(*arguments, **named):
-        gathered.append(None)
-        if len(gathered) == 3:
+    def counting(*arguments, **named):
+        called.append(None)
+        if len(called) == 3:
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(*arguments, **named)
 
-    torch.distributed.gather = gather
+    setattr(torch.distributed, name, counting)
 """
-"""Weights are gathered for checkpoints alone. A module that Python imports at its start."""
+"""These collectives are used for checkpoints alone. A module that Python imports at its start."""
 
 
 @NEEDS_SHARDS
 @pytest.mark.torture
-def test_a_rank_killed_while_weights_are_gathered_costs_a_restart_and_no_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("collective", METHODS)
+def test_a_rank_killed_while_weights_are_put_together_costs_a_restart_and_no_step(
+    collective: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, alone = train(new_run(folder / "alone-also", spec_of(folder, 1, TABLES)))
+    tables = {**TABLES, "method": METHODS[collective]}
+    code, alone = train(new_run(folder / f"alone-{collective}", spec_of(folder, 1, tables)))
     assert code == 0
-    hook = folder / "killed-in-saving"
+    hook = folder / f"killed-in-{collective}"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(KILLED_IN_SAVING)
     monkeypatch.setenv("PYTHONPATH", str(hook), prepend=":")
+    monkeypatch.setenv("KILLED_IN", collective)
     monkeypatch.setenv("KILLED_ONCE", str(hook / "once"))
-    place = new_run(hook, spec_of(folder, 2, TABLES))
+    place = new_run(hook, spec_of(folder, 2, tables))
     assert engine_ends(place, limit_seconds=400.0) == 0
     assert (hook / "once").exists() and len(restarts(place)) == 1
     told = events(place)

@@ -130,7 +130,8 @@ def test_optimizer_state_is_written_by_every_rank_for_itself(case: str, runs: Ru
 
 def joined(checkpoint: Path) -> dict[str, Tensor]:
     """The fp32 weights of a checkpoint, by name: bf16 weights and remainders of any number of ranks joined."""
-    weights = load_file(checkpoint / "weights" / "model.safetensors")
+    weights = {name: tensor for file in (checkpoint / "weights").glob("*.safetensors")
+               for name, tensor in load_file(file).items()}  # fmt: skip
     files = [*checkpoint.glob("optimizer.safetensors"), *checkpoint.glob("optimizer/*.safetensors")]
     dtypes = {"remainder": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "step": torch.float32}
     names = {name for file in files for name in load_file(file)}

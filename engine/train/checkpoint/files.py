@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from engine.journal.checkpoints_on_disk import (
@@ -32,9 +32,14 @@ OS_ERROR = re.compile(r"\(os error (\d+)\)")
 their own, or plain Exception, with this in the text."""
 
 
-def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Checkpoint:
+def write_checkpoint(
+    folder: Path, step: int, fill: Callable[[Path], Mapping[Path, str] | None]
+) -> Checkpoint:
     """Make checkpoint `step` in `folder`, whose files `fill(path)` writes; returns the checkpoint. An existing
     checkpoint of that step is replaced.
+
+    `fill` returns the SHA-256 of files that were hashed while they were written, and are flushed to the disk, by path;
+    all others are read again to be hashed.
 
     Raises OSError if a file cannot be written (a full disk, say); an incomplete checkpoint is removed then.
     """
@@ -44,8 +49,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> C
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir()
-        fill(draft)
-        _write_manifest(draft, step)
+        _write_manifest(draft, step, fill(draft) or {})
         replaced = _step_aside(final)
         os.rename(draft, final)
     except Exception as error:  # raised again: no error of a file writer may leave a draft behind
@@ -141,14 +145,16 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _write_manifest(draft: Path, step: int) -> None:
+def _write_manifest(draft: Path, step: int, known: Mapping[Path, str]) -> None:
     written = list(_files(draft))
+    unknown = [path for path in written if path not in known]
+    hashes = {**known, **dict(zip(unknown, hashes_of(unknown), strict=True))}
     files = {
-        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": found}
-        for path, found in zip(written, hashes_of(written), strict=True)
+        str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": hashes[path]} for path in written
     }
-    (draft / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
-    for path in [*_files(draft), *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
+    manifest = draft / MANIFEST
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
+    for path in [*unknown, manifest, *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
         _flush(path)
 
 

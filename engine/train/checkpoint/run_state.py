@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.launch.resume_changes import find_changes, refused_changes
+from engine.model.tensor_file import Hashes
 from engine.spec.files.document import merge_tables
 from engine.spec.schema.recipe import Recipe
 from engine.spec.schema.run import RunSpec
@@ -126,12 +127,10 @@ def fill_checkpoint(
     state: RunState,
     identity: Identity,
     settings: dict[str, Any],
-) -> None:
-    """Write everything that a resume needs into the folder `path`, with `settings` in its `state.json`. Raises OSError
-    if the disk is full."""
-    with storage.gathered():
-        context.loaded.save(path / "weights")
-    storage.write_optimizer(path)
+) -> Hashes:
+    """Write everything that a resume needs into the folder `path`, with `settings` in its `state.json`; returns the
+    hashes of the files that were hashed while they were written. Raises OSError if the disk is full."""
+    hashes = storage.write_weights(path / "weights") | storage.write_optimizer(path)
     with context.device.host_region():
         buffers = {name: context.device.staged(tensor) for name, tensor in context.rollback.moving()}
         if buffers:
@@ -145,6 +144,7 @@ def fill_checkpoint(
         "torch": torch.__version__,
     }
     (path / "state.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    return hashes
 
 
 def restore(

@@ -10,18 +10,18 @@ Try: `pytest tests/train/test_resume.py tests/distributed/test_sharded_runs.py`
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from engine.errors import UsageError
 from engine.model.load import LoadedModel
+from engine.model.tensor_file import FileTensor, Hashes, write_tensors
 from engine.train.step.optimizer_state import REMAINDER, state_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -35,13 +35,13 @@ class CheckpointStorage(Protocol):
     """Writes weights and optimizer state into checkpoints and reads the optimizer state back. Rank 0 writes, with
     the help of the other ranks if each rank holds only a part."""
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Context manager, on rank 0: inside the block, `LoadedModel.save` finds whole weights, which are gathered from
-        all ranks if they are sharded."""
+    def write_weights(self, folder: Path) -> Hashes:
+        """Write what `LoadedModel.save` writes into `folder`; returns the hashes of the files that were hashed while
+        they were written. Only rank 0 calls this, inside `Ranks.run_on_rank0`; other ranks are asked to take part.
+        Raises OSError, for example on a full disk."""
 
-    def write_optimizer(self, checkpoint: Path) -> None:
-        """Write the optimizer state into the folder of a checkpoint. Only rank 0 calls this, inside
-        `Ranks.run_on_rank0`; other ranks are asked for their parts. Raises OSError, for example on a full disk."""
+    def write_optimizer(self, checkpoint: Path) -> Hashes:
+        """Write the optimizer state into the folder of a checkpoint, as `write_weights` writes weights."""
 
     def read_optimizer(self, checkpoint: Path) -> None:
         """On all ranks: load into the optimizer the state that `write_optimizer` wrote, on any number of ranks.
@@ -57,16 +57,18 @@ class LocalStorage:
     def __init__(self, loaded: LoadedModel, optimizer: torch.optim.Optimizer) -> None:
         self._loaded, self._optimizer = loaded, optimizer
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Context manager that does nothing, because weights are whole already."""
-        return nullcontext()
+    def write_weights(self, folder: Path) -> Hashes:
+        """Write the adapter or model into `folder`."""
+        return self._loaded.save(folder)
 
-    def write_optimizer(self, checkpoint: Path) -> None:
-        """Write the optimizer state into the file `optimizer.safetensors` of the folder `checkpoint`."""
-        device = self._loaded.device
+    def write_optimizer(self, checkpoint: Path) -> Hashes:
+        """Write the optimizer state into the file `optimizer.safetensors` of the folder `checkpoint`, one tensor at a
+        time."""
+        device, path, state = self._loaded.device, checkpoint / OPTIMIZER_FILE, list(self._state().items())
+        state.sort(key=lambda item: -item[1].dtype.itemsize)
         with device.host_region():
-            tensors = {name: device.staged(tensor) for name, tensor in self._state().items()}
-            save_file(tensors, checkpoint / OPTIMIZER_FILE)
+            entries = [FileTensor.like(name, tensor) for name, tensor in state]
+            return {path: write_tensors(path, entries, (device.staged(tensor) for _, tensor in state))}
 
     def read_optimizer(self, checkpoint: Path) -> None:
         """Load the optimizer state from one file, or from a folder to which several ranks wrote."""

@@ -1,0 +1,139 @@
+"""Writes safetensors files one tensor after another, and hashes them while they are written.
+
+A checkpoint's manifest names the SHA-256 of each file. A file that is hashed as it is written need not be read again,
+and its tensors need not be in host memory together: each is let go before the next one is taken.
+
+Try: `pytest tests/model/test_tensor_file.py`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+}  # fmt: skip
+"""Names of dtypes in the header of a safetensors file."""
+
+PIECE_BYTES = 2**24
+"""Bytes that are written and hashed at once."""
+
+FLUSH_BYTES = 2**30
+"""A file is flushed to the disk each time that so many bytes were written, so that the last flush is short: ranks that
+write together wait for each other at the end, within a time limit."""
+
+Hashes = dict[Path, str]
+"""The SHA-256, in hexadecimal, of files that were hashed while they were written, by path."""
+
+
+class FileTensor(NamedTuple):
+    """A tensor of a file: its name there, its dtype and its shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def like(cls, name: str, tensor: Tensor) -> FileTensor:
+        """The entry of `tensor`, which is saved whole under `name`."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path, entries: Sequence[FileTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write the safetensors file `path` with `entries`, and flush it to the disk; returns its SHA-256 in hexadecimal.
+    `tensors` yields the host tensor of each entry, in the same order.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+        ValueError: a tensor has another dtype or shape than its entry, or there are more tensors than entries.
+    """
+    with path.open("wb") as file, HashedWriter(file) as writer:
+        writer.write(memoryview(_header(entries, metadata or {})))
+        # Not zip, which holds a tensor until it has the next one.
+        remaining = iter(tensors)
+        for entry in entries:
+            writer.write(_bytes_of(entry, next(remaining)))
+        if next(remaining, None) is not None:
+            raise ValueError(f"there are more tensors than the {len(entries)} entries of {path.name}")
+        writer.flush()
+        return writer.hexdigest()
+
+
+class HashedWriter:
+    """Writes to a file, and computes the SHA-256 of what was written in a thread of its own, which runs while the file
+    is written. A context manager that ends the thread."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash, self._unflushed_bytes = file, hashlib.sha256(), 0
+        self._thread = ThreadPoolExecutor(1, "hash")
+
+    def __enter__(self) -> HashedWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def write(self, data: memoryview) -> None:
+        """Write all of `data`. Raises OSError."""
+        for first in range(0, len(data), PIECE_BYTES):
+            piece = data[first : first + PIECE_BYTES]
+            hashed = self._thread.submit(self._hash.update, piece)
+            try:
+                self._file.write(piece)
+            finally:
+                hashed.result()
+            self._unflushed_bytes += len(piece)
+            if self._unflushed_bytes >= FLUSH_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Wait until all that was written is on the disk. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._unflushed_bytes = 0
+
+    def hexdigest(self) -> str:
+        """The SHA-256 of what was written, in hexadecimal."""
+        return self._hash.hexdigest()
+
+
+def _bytes_of(entry: FileTensor, tensor: Tensor) -> memoryview:
+    if FileTensor.like(entry.name, tensor) != entry:
+        raise ValueError(f"{entry} was to be written, not {tensor.dtype} {tuple(tensor.shape)}")
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file: the length of the JSON that follows, in 8 bytes, then JSON that gives each
+    tensor's dtype, shape and place after the header."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for entry in entries:
+        end = begin + entry.size_bytes
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors' bytes begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
