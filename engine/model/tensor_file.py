@@ -31,6 +31,9 @@ DTYPES = {
 PIECE_BYTES = 2**24
 """Bytes that are written and hashed at once."""
 
+LARGE_BYTES = 2**26
+"""Files of fewer bytes are hashed and written in turn, in a fraction of a second."""
+
 FLUSH_BYTES = 2**30
 """A file is flushed to the disk each time that so many bytes were written, so that the last flush is short: ranks that
 write together wait for each other at the end, within a time limit."""
@@ -67,7 +70,8 @@ def write_tensors(
         OSError: the file cannot be written, for example because the disk is full.
         ValueError: a tensor has another dtype or shape than its entry, or there are more tensors than entries.
     """
-    with path.open("wb") as file, HashedWriter(file) as writer:
+    size_bytes = sum(entry.size_bytes for entry in entries)
+    with path.open("wb") as file, HashedWriter(file, with_thread=size_bytes >= LARGE_BYTES) as writer:
         writer.write(memoryview(_header(entries, metadata or {})))
         # Not zip, which holds a tensor until it has the next one.
         remaining = iter(tensors)
@@ -80,31 +84,38 @@ def write_tensors(
 
 
 class HashedWriter:
-    """Writes to a file, and computes the SHA-256 of what was written in a thread of its own, which runs while the file
-    is written. A context manager that ends the thread."""
+    """Writes to a file, and computes the SHA-256 of what is written. A context manager."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, with_thread: bool) -> None:
+        """With `with_thread` a piece is hashed in a thread while it is written to `file`."""
         self._file, self._hash, self._unflushed_bytes = file, hashlib.sha256(), 0
-        self._thread = ThreadPoolExecutor(1, "hash")
+        self._thread = _thread() if with_thread else None
 
     def __enter__(self) -> HashedWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def write(self, data: memoryview) -> None:
         """Write all of `data`. Raises OSError."""
         for first in range(0, len(data), PIECE_BYTES):
-            piece = data[first : first + PIECE_BYTES]
-            hashed = self._thread.submit(self._hash.update, piece)
-            try:
-                self._file.write(piece)
-            finally:
-                hashed.result()
-            self._unflushed_bytes += len(piece)
+            self._write_piece(data[first : first + PIECE_BYTES])
             if self._unflushed_bytes >= FLUSH_BYTES:
                 self.flush()
+
+    def _write_piece(self, piece: memoryview) -> None:
+        self._unflushed_bytes += len(piece)
+        if self._thread is None:
+            self._hash.update(piece)
+            self._file.write(piece)
+            return
+        hashed = self._thread.submit(self._hash.update, piece)
+        try:
+            self._file.write(piece)
+        finally:
+            hashed.result()
 
     def flush(self) -> None:
         """Wait until all that was written is on the disk. Raises OSError."""
@@ -115,6 +126,17 @@ class HashedWriter:
     def hexdigest(self) -> str:
         """The SHA-256 of what was written, in hexadecimal."""
         return self._hash.hexdigest()
+
+
+def _thread() -> ThreadPoolExecutor | None:
+    """A thread that runs; None if there is no memory left for its stack. What is submitted to it without waiting could
+    never run then."""
+    thread = ThreadPoolExecutor(1, "hash")
+    try:
+        thread.submit(int).result()
+    except RuntimeError:  # "can't start new thread"
+        return None
+    return thread
 
 
 def _bytes_of(entry: FileTensor, tensor: Tensor) -> memoryview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def write(path: Path, tensors: dict[str, Tensor], **named: Any) -> str:
     return write_tensors(path, [FileTensor.like(*item) for item in tensors.items()], tensors.values(), **named)
 
 
-def test_safetensors_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("large", [1, 2**30])
+def test_safetensors_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(tensor_file, "LARGE_BYTES", large)
     monkeypatch.setattr(tensor_file, "PIECE_BYTES", 16)
     monkeypatch.setattr(tensor_file, "FLUSH_BYTES", 64)
     tensors, path = samples(), tmp_path / "a.safetensors"
@@ -59,6 +62,18 @@ def test_a_file_has_the_bytes_that_safetensors_itself_writes(tmp_path: Path) -> 
     write(tmp_path / "own", tensors)
     save_file(tensors, tmp_path / "theirs")
     assert (tmp_path / "own").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_without_memory_for_a_thread_a_file_is_hashed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tensor_file, "LARGE_BYTES", 1)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    found = write(tmp_path / "a", {"a": torch.rand(4, 3)})
+    assert found == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.int32)])

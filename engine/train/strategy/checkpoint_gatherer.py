@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from engine.device.catch_oom import catch_oom
 from engine.device.oom import clear_frames
+from engine.distributed.own_rows import own_rows
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.weight_broadcast import gather_on_rank0
@@ -229,9 +230,8 @@ def _part_of(whole: DTensor, part: Tensor) -> DTensor:
 
 
 def _begin(whole: DTensor) -> list[int]:
-    """The index in `whole` of the first element of this rank's part: torch splits the first dimension."""
-    rows = -(-len(whole) // whole.device_mesh.size())
-    return [rows * whole.device_mesh.get_rank(), *[0] * (whole.dim() - 1)]
+    """The index in `whole` of the first element of this rank's part."""
+    return [own_rows(whole).start, *[0] * (whole.dim() - 1)]
 
 
 def _in_file(parts: Sequence[SavedPart], wholes: Iterator[Tensor]) -> Iterator[Tensor]:
