@@ -117,7 +117,7 @@ class Sharded(Strategy):
         self.model.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """Create a storage that gathers weights on rank 0 and has every rank write its part of the optimizer state."""
+        """Create a storage that has every rank write a part of the weights and of the optimizer state."""
         return CheckpointGatherer(self.loaded, optimizer, self.ranks, self.model)
 
     def forward_only(self) -> AbstractContextManager[None]:
