@@ -60,8 +60,7 @@ def _save_and_read(setup: TrainingSetup, folder: Path, held: dict[str, Tensor]) 
     storage = context.strategy.checkpoint_storage(context.optimizer)
 
     def save() -> None:
-        with storage.gathered():
-            context.loaded.save(folder)
+        storage.write_weights(folder / "weights")
         storage.write_optimizer(folder)
 
     with context.device.host_region():
@@ -72,7 +71,8 @@ def _save_and_read(setup: TrainingSetup, folder: Path, held: dict[str, Tensor]) 
         with torch.no_grad():
             for tensor in held.values():
                 tensor.fill_(1)
-        require_none(ranks, tried(lambda: context.loaded.load_weights(folder)), "while weights were read back")
+        read = tried(lambda: context.loaded.load_weights(folder / "weights"))
+        require_none(ranks, read, "while weights were read back")
         require_none(ranks, tried(lambda: storage.read_optimizer(folder)), "while optimizer state was read back")
         require_none(ranks, _difference(held, before), "after a checkpoint was read back")
     finally:
