@@ -34,8 +34,8 @@ def test_no_files_import_each_other_in_a_ring() -> None:
 
 
 CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands",
-                       "available_themes", "*Screen", "_*"]  # fmt: skip
-"""Textual uses these by name: screens from a table, actions from the table of keys."""
+                       "available_themes", "*Screen", "_*", "ignore_compile_internals"]  # fmt: skip
+"""Textual and torch use these by name: screens from a table, actions from the table of keys."""
 
 
 def test_everything_defined_is_used_outside_tests() -> None:

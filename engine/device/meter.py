@@ -57,6 +57,11 @@ class _CountingMode(TorchDispatchMode):
         # Without this override, torch wraps __torch_dispatch__ in a dynamo guard that costs more than the counting.
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Without this override, torch refuses to compile while the mode is active.
+        return True
+
     def __init__(self, tracker: AllocationTracker, state: int = COUNTING) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.tracker = tracker

@@ -59,9 +59,19 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return cast(Tensor, type(layer).forward(layer, x, *args, **kwargs))
     (name,) = active
     dropped = layer.lora_dropout[name](x)
+    if torch.compiler.is_compiling():
+        return _by_formula(layer, name, x, dropped)
     apply: Callable[..., Tensor] = _AdaptedLinear.apply
     weights = layer.lora_A[name].weight, layer.lora_B[name].weight
     return apply(x, None if dropped is x else dropped, *weights, layer.base_layer, layer.scaling[name])
+
+
+def _by_formula(layer: Any, name: str, x: Tensor, dropped: Tensor) -> Tensor:
+    """base(x) + B(A(dropped)) · scaling in the dtype of x, for torch.compile, which makes the backward pass itself and
+    decides what to save for it."""
+    a_RI, b_OR = layer.lora_A[name].weight.to(x.dtype), layer.lora_B[name].weight.to(x.dtype)
+    output: Tensor = layer.base_layer(x) + dropped @ a_RI.t() @ b_OR.t() * layer.scaling[name]
+    return output
 
 
 class _AdaptedLinear(torch.autograd.Function):

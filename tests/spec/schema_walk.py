@@ -44,6 +44,7 @@ from engine.trackers.open_tracker import tracked_run
 from engine.trackers.packages import missing_trackers
 from engine.train.main import run as train
 from engine.train.monitor.journal import Journal
+from engine.train.proofs.table import PROOFS
 from engine.train.recovery.budget_growth import BudgetGrowth
 from engine.train.setup import make_order
 from tests.events import read_events
@@ -168,6 +169,12 @@ def environment(spec: RunSpec, folder: Path) -> Any:
 def stages(spec: RunSpec, folder: Path) -> Any:
     """The specs that the stages of a run train with."""
     return [each.model_dump(include={"name", "recipe"}) for each in stage_specs(spec)]
+
+
+def proofs(spec: RunSpec, folder: Path) -> Any:
+    """The names of the proofs that the run makes before its first step."""
+    with Workshop(spec, folder) as setup:
+        return [proof.name for proof in PROOFS if proof.applies(setup)]
 
 
 def points(spec: RunSpec, folder: Path) -> Any:
@@ -309,7 +316,7 @@ CASES: dict[str, Case] = {
     "train.gradient_checkpointing": Case(plan, "true", "false"),
     "train.activation_offload": Case(plan, "false", "true"),
     "train.loss": Case(plan, "plain", "chunked"),
-    "train.compile": Case(accepted, "false", "true"),
+    "train.compile": Case(proofs, "false", "true"),
     "train.deterministic": Case(environment, "false", "true", CUDA),
     "train.log_every_steps": Case(run, "1", "2"),
     "train.rounding": Case(plan, "exact", "stochastic", BF16),

@@ -30,6 +30,10 @@ def _images_in_shards(spec: RunSpec) -> str | None:
     return key and _when(spec.profile.parallel.strategy == "sharded", f'{key} beside parallel.strategy = "sharded"')
 
 
+def _compiled(spec: RunSpec, condition: bool, beside: str) -> str | None:
+    return _when(spec.recipe.train.compile and condition, f"train.compile beside {beside}")
+
+
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (_images_in_shards, "sharding of a model that is trained on images"),
     (
@@ -40,7 +44,18 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
         "sharding with optimizers that need whole tensors",
     ),
-    (lambda spec: _when(spec.recipe.train.compile, "train.compile"), "torch.compile"),
+    (
+        lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
+        "torch.compile of layers whose weights are gathered from shards",
+    ),
+    (
+        lambda spec: _compiled(spec, spec.profile.parallel.sequence > 1, "parallel.sequence > 1"),
+        "torch.compile of layers that exchange parts of sequences between ranks",
+    ),
+    (
+        lambda spec: _compiled(spec, spec.recipe.method.dropout > 0, "method.dropout > 0"),
+        "torch.compile of dropout whose masks do not depend on the split",
+    ),
 )
 """(function that returns the key as the user wrote it, or None if unused; name of the missing feature)."""
 

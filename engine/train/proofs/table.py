@@ -8,6 +8,7 @@ from __future__ import annotations
 from engine.train.proofs import (
     adapter,
     attention,
+    compiled,
     copies,
     determinism,
     dropout,
@@ -32,6 +33,7 @@ ON_A_DEVICE: tuple[Proof, ...] = (
     Proof("copies", copies.prove, copies.fall_back, facts=copies.facts),
     Proof("host_syncs", syncs.prove, syncs.fall_back, syncs.applies, syncs.facts),
     Proof("determinism", determinism.prove, determinism.fall_back, determinism.applies),
+    Proof("compile", compiled.prove, compiled.fall_back, compiled.applies),
 )
 """Later proofs may rest on what earlier ones have shown."""
 PROOFS = (*AT_START, *ON_A_DEVICE)

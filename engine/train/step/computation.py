@@ -127,6 +127,10 @@ class StepComputation:
             self.context.guard.step(step)
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
+    def batch(self, samples: NDArray[np.int64]) -> Batch:
+        """Return the batch of `samples` on the device, as a micro-batch gets it."""
+        return self._on_host(samples).moved(self.context.device.upload)
+
     def host_syncs(
         self, step: int, samples: NDArray[np.int64], group: MicroBatch, tokens: StepTokens
     ) -> list[str]:

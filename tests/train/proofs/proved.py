@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.train.monitor.journal import Journal
 from engine.train.proofs.prove import prove
-from engine.train.proofs.record import ProofResult
+from engine.train.proofs.record import Proof, ProofResult
+from engine.train.proofs.table import PROOFS
 from engine.train.setup import TrainingSetup
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
@@ -28,12 +29,14 @@ def small_setup(folder: Path, **tables: Any) -> Iterator[TrainingSetup]:
         yield setup
 
 
-def proved(setup: TrainingSetup, folder: Path, *, afresh: bool = True) -> dict[str, ProofResult]:
-    """Make all proofs; returns the results by name. Unless `afresh`, stored results are used."""
+def proved(
+    setup: TrainingSetup, folder: Path, *, proofs: Sequence[Proof] = PROOFS, afresh: bool = True
+) -> dict[str, ProofResult]:
+    """Make `proofs`; returns the results by name. Unless `afresh`, stored results are used."""
     place = folder / "proved"
     place.mkdir(exist_ok=True)
     with EventWriter(RunDirectory(place)) as writer:
-        return {result.name: result for result in prove(setup, Journal(writer), afresh=afresh)}
+        return {result.name: result for result in prove(setup, Journal(writer), proofs=proofs, afresh=afresh)}
 
 
 def break_attention(setup: TrainingSetup, wrap: Callable[..., Any]) -> None:
