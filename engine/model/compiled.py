@@ -11,7 +11,7 @@ graph (a `print`, a value read back to the host, dropout whose masks depend on t
 On the metered device the graphs are partitioned as by inductor, torch's compiler, but are executed operation by
 operation: inductor's own code allocates buffers past torch's dispatcher, where they cannot be counted.
 
-Try: `python -m pytest tests/model/test_compiled.py`.
+Try: `python -m pytest tests/train/test_compile.py`.
 """
 
 from __future__ import annotations

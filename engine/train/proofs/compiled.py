@@ -4,7 +4,7 @@ Every layer is compared, on the inputs that it has in the run's own micro-batche
 compiled, before the first step. They run compiled only after the comparison; it must be the last proof, because a layer
 that was called under another dispatch mode first, as when host syncs are counted, is never compiled.
 
-Try: `pytest tests/train/proofs/test_compiled.py`
+Try: `pytest tests/train/test_compile.py`
 """
 
 from __future__ import annotations
