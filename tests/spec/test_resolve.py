@@ -318,19 +318,6 @@ def test_override_refuses_what_resolve_refuses() -> None:
         override(spec, ["train.epochs=no"])
 
 
-LATER = {
-    "train.compile": "true",
-}
-
-
-@pytest.mark.parametrize("key", LATER)
-def test_what_is_not_built_yet_is_checked_and_then_refused(recipe: str, key: str) -> None:
-    spec = resolve("demo", recipe, [f"{key}={LATER[key]}"]).spec
-    with pytest.raises(SpecError, match="this version does not do") as caught:
-        refuse_unsupported(spec)
-    assert key.split(".")[-1] in caught.value.render()
-
-
 def test_keys_are_found_on_their_lines_in_every_notation() -> None:
     text = '# c\n"a.b" = """x\n# no\n"""\n[t.u]\nv.w = [ # c\n 1,\n {k = 2}, "]" ]\n'
     text += "[[l]]\nx = {a = {b = 1}}\n[[l]]\n[l.m]\nn = 1\n"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -36,7 +37,7 @@ from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, 
 COUNTED = "aot_eager_decomp_partition"
 COMPILED = {"micro_batch": 4, "max_steps": 4, "gradient_checkpointing": False, "compile": True}
 ONE_TARGET = {"kind": "lora", "rank": 4, "alpha": 12, "targets": ["q_proj"]}
-ONE_ROW = {"micro_batch": 1, "compile": True}
+ONE_ROW = {"batch_size": 1, "compile": True}
 """With one row a class of layers takes half as many graphs."""
 
 
@@ -104,7 +105,7 @@ def test_a_compiled_run_saves_a_live_adapter(tmp_path: Path) -> None:
         found = compile_proof(setup, tmp_path)
         assert found.passed and compiled_layers(setup) == 4, found
         loaded, transaction = setup.context.loaded, StepTransaction(setup.context)
-        for step in (1, 2):
+        for step in (1, 2, 3):
             transaction.run(step, setup.order.step(step))
         assert list(loaded.model.state_dict()) == names
         loaded.save(tmp_path / "adapter")
@@ -175,10 +176,10 @@ def test_layers_run_as_they_are_once_they_cannot_be_compiled_again(
 
     monkeypatch.setitem(BACKENDS, "metered", compiler)
     with small_setup(tmp_path, method={"kind": "full"}, train=ONE_ROW) as setup:
-        context, samples = setup.context, setup.order.step(1)
+        context, samples = setup.context, np.concatenate([setup.order.step(step) for step in range(1, 5)])
         assert compile_proof(setup, tmp_path).passed
         there.clear()
-        context.budget.budget_bytes = context.cost(2, int(context.data.lengths.max()))
+        context.budget.budget_bytes = context.cost(4, int(context.data.lengths.max()))
         outcome = StepTransaction(context).run(1, samples)
         assert outcome.applied and outcome.micro_batch_rows > 1 and compiled_layers(setup) == 0
         (notice,) = [each for each in context.device.notices if "compiled" in each]
