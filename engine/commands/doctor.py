@@ -60,7 +60,8 @@ def doctor(
     """Check GPUs, driver, versions, hub access, tmux and disk. Says who holds GPU memory, and what is missing.
 
     With --gpus, compare every fast path of a run (attention, loss, adapters, optimizer, out-of-memory, copies) with a
-    plain reference, for the recipe -r or for small LoRA and full runs. Exits 6 if one fails, or if there is no GPU.
+    plain reference, for the recipe -r or for small LoRA and full runs; with several devices, also prove what their
+    ranks rely on. Exits 6 if one fails, or if there is no GPU.
     """
     if not gpus and (profile or recipe):
         raise UsageError("-p and -r say what --gpus proves", fix="tunedeck doctor --gpus with the same options")

@@ -1,7 +1,8 @@
 """The tables of proofs among ranks: those that a run makes at its start, and those that `tunedeck doctor --gpus` makes.
 
 A run makes what is cheap, and what would otherwise go wrong without a word: cards that two ranks share, inexact
-collectives, and, where weights are sharded, a step of two layers. The rest takes more time, memory or disk.
+collectives, where weights are sharded a step of two layers, and where sequences are shared attention over them. The
+rest takes more time, memory or disk.
 
 Try: `tunedeck doctor --gpus -p demo-2`
 """
@@ -45,15 +46,22 @@ def is_sharded(setup: TrainingSetup) -> bool:
     return several(setup) and setup.spec.profile.parallel.strategy == "sharded"
 
 
+def shares_sequences(setup: TrainingSetup) -> bool:
+    """Whether ranks of this run share sequences."""
+    return several(setup) and setup.spec.profile.parallel.sequence > 1
+
+
 PLACEMENT = Proof("placement", placement.prove, placement.fall_back, several, votes=True)
 COLLECTIVES = Proof("collectives", collectives.prove, collectives.fall_back, several)
 COMMUNICATORS = Proof("communicators", communicators.prove, communicators.fall_back, communicators.applies, votes=True)
+SEQUENCE = Proof("sequence", sequence.prove, sequence.fall_back, several, votes=True)
 
 AT_START: tuple[Proof, ...] = (
     PLACEMENT,
     COLLECTIVES,
     COMMUNICATORS,
     Proof("sharded_step", sharded_step.prove_in_brief, sharded_step.fall_back, is_sharded, votes=True),
+    SEQUENCE._replace(applies=shares_sequences),
 )
 BY_DOCTOR: tuple[Proof, ...] = (
     PLACEMENT,
@@ -64,6 +72,6 @@ BY_DOCTOR: tuple[Proof, ...] = (
     Proof("votes", votes.prove, votes.fall_back, several, votes=True),
     Proof("sharded_step", sharded_step.prove, sharded_step.fall_back, shards_here, votes=True),
     Proof("sharded_oom", sharded_oom.prove, sharded_oom.fall_back, recovers_here, votes=True),
-    Proof("sequence", sequence.prove, sequence.fall_back, several, votes=True),
+    SEQUENCE,
     Proof("saving", saving.prove, saving.fall_back, several, votes=True),
 )
