@@ -2,7 +2,7 @@
 
 The console is opened in a pseudo-terminal of 120x36 on a folder with runs: one that is written to ten times a second by
 this process, as by an engine, and two that have ended. On each screen the bytes that arrive and the CPU time of the
-console's process are counted, after the screen has come to rest. Then keys are pressed on the Run screen, and in turn
+console's process are counted, after the screen has come to rest. Then keys are pressed on the Runs screen, and in turn
 in an application of one Textual Input, and the time until the first byte of the answer is taken; other load on the
 machine affects both alike, so the ratio of the two is what counts.
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZE = (36, 120)
 SETTLE_SECONDS = 4.0
 STEPS_PER_SECOND = 10
-LATENCY_KEYS = 60
+LATENCY_KEYS = 30
 PATIENCE_SECONDS = 60.0
 
 SPEC = """schema = 1
@@ -192,17 +192,25 @@ def measure(checkout: Path, seconds: float) -> dict[str, Any]:
     return figures
 
 
-def latency(console: Pane, bare: Pane) -> dict[str, float]:
-    """Median milliseconds from a key to the first byte: a letter in a filter of the Runs screen, and in the Input."""
-    for key in ("1", "/"):
-        console.press(key)
-        console.read(1.0)
+def latency(console: Pane, bare: Pane) -> dict[str, Any]:
+    """Median milliseconds from a key to the first byte: of the cursor of the Runs screen and of a letter in its filter,
+    each beside a letter in the Input."""
     bare.read(SETTLE_SECONDS)
+    found = {}
+    for name, way, keys in (("cursor", ("1", "g"), ("j", "k")), ("letter", ("/",), ("a", "\x7f"))):
+        for key in way:
+            console.press(key)
+            console.read(1.0)
+        found[name] = _beside(console, keys, bare)
+    return found
+
+
+def _beside(console: Pane, keys: tuple[str, str], bare: Pane) -> dict[str, float]:
+    """The medians of the two programs, whose keys are pressed in turn, and their ratio."""
     own: list[float] = []
     plain: list[float] = []
     for number in range(LATENCY_KEYS):
-        key = "a" if number % 2 == 0 else "\x7f"
-        for pane, times in ((console, own), (bare, plain)):
+        for pane, key, times in ((console, keys[number % 2], own), (bare, ("a", "\x7f")[number % 2], plain)):
             times.append(1e3 * pane.answer_seconds(key))
             pane.read(0.15)
     here, alone = statistics.median(own), statistics.median(plain)
