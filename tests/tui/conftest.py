@@ -32,6 +32,15 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
 def console(runs: Path) -> Opener:
     """A context manager, called with width, height and command-line flags, that opens the console on `runs` and yields
     a ConsolePilot."""

@@ -9,8 +9,7 @@ Try: `tunedeck -p demo -r demo`
 from __future__ import annotations
 
 import shlex
-from asyncio import to_thread
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from textual import events
@@ -29,7 +28,8 @@ from tui.launch.simulator import Simulator
 from tui.launch.state import LaunchSnapshot, LaunchState
 from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
 from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
-from tui.screens.base import CREATION, BaseScreen, creations
+from tui.screens.base import creations
+from tui.screens.creation_keys import CreationKeys
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.memory_phases import planned_memory
 from tui.widgets.row_list import RowList
@@ -47,7 +47,7 @@ VERDICT_SECONDS = 0.02
 READING = "reading the data: a process with the tokenizer starts, which takes some seconds ..."
 
 
-class LaunchScreen(BaseScreen):
+class LaunchScreen(CreationKeys):
     """The screen on which a run is configured and started: profile, recipe, fields, tabs and the memory budget."""
 
     screen_name = "launch"
@@ -72,6 +72,11 @@ class LaunchScreen(BaseScreen):
     def view(self) -> LaunchView:
         """The widget that fills the screen between title bar and footer."""
         return self.query_one(LaunchView)
+
+    @property
+    def choice(self) -> Choice:
+        """The present choice, of which the keys make runs."""
+        return self.state.choice
 
     def set_argument(self, argument: object) -> None:
         """Take the settings to begin with: a dict of profile, recipe and overrides, such as those of an earlier run."""
@@ -318,62 +323,7 @@ class LaunchScreen(BaseScreen):
         if plan is not None:
             self.console.open_screen("memory", planned_memory(f"{choice.recipe} on {choice.profile}", plan.as_json()))
 
-    # Runs, samples and files made from the choice.
-
-    def do_start(self) -> None:
-        """Create the run of the present choice and start its engine, then open the Run screen."""
-        self._start(force=False)
-
-    def do_force(self) -> None:
-        """Create and start the run of the present choice although its plan says that it does not fit."""
-        self._start(force=True)
-
-    def _start(self, *, force: bool) -> None:
-        self._create(self._make_and_start(self.state.choice, force=force))
-
-    def do_queue(self) -> None:
-        """Create the run of the present choice and put it at the end of the queue."""
-        self._create(self._make_and_enqueue(self.state.choice))
-
-    def _create(self, creation: Coroutine[None, None, bool]) -> None:
-        """Run the coroutine `creation`, which creates a run in a thread, as a worker of the screen, so that slow disks
-        and the hub do not block the screen."""
-        self.show_message("creating the run ...")
-        self.run_worker(creation, group=CREATION)
-
-    async def _make_and_start(self, choice: Choice, *, force: bool) -> bool:
-        """Create the run of a choice and start its engine; returns whether it started. With `force`, also a run that
-        does not fit."""
-        from tui.launch.make_run import make_run  # slow to import: not before the first paint
-
-        try:
-            directory, notices = await to_thread(make_run, choice, self.console.runs_dir, force=force)
-        except TunedeckError as error:
-            self._show_failure(error)
-            return False
-        started = self.console.start_engine(directory, resume=False)
-        if started and self.is_active:
-            self.console.open_screen("run", directory)
-        if started and notices:
-            self.console.show_message("; ".join(map(visible, notices)), "$caution")
-        return started
-
-    async def _make_and_enqueue(self, choice: Choice) -> bool:
-        """Create the run of a choice and put it into the queue; returns whether it is there."""
-        from tui.launch.make_run import enqueue_run  # slow to import: not before the first paint
-
-        try:
-            name, place = await to_thread(enqueue_run, choice, self.console.runs_dir)
-        except TunedeckError as error:
-            self._show_failure(error)
-            return False
-        self.console.show_message(f"{name} is number {place} in the queue; 4 opens the queue")
-        return True
-
-    def _show_failure(self, error: TunedeckError) -> None:
-        """Show why a run could not be created, on the screen that is in front now."""
-        front = self.app.screen
-        (front if isinstance(front, BaseScreen) else self).show_error(error)
+    # Samples, the command and files made from the choice.
 
     def do_copy(self) -> None:
         """Copy the command that starts the same run without the console to the terminal's clipboard."""

@@ -15,12 +15,9 @@ from typing import Any
 from textual import events
 from textual.app import ComposeResult
 
-from engine.errors import TunedeckError
-from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_number
 from engine.journal.stages import find_stage, stage_name
-from engine.launch.process import force_stop
 from tui.keys import bindings
 from tui.plot.loss_plot import LossPlot, PlotOptions
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
@@ -32,8 +29,7 @@ from tui.run.reuse import launch_settings, resume_refusal
 from tui.run.scores import has_scores, score_lines
 from tui.run.scores_pane import ScoresPane
 from tui.run.watch import RunWatch
-from tui.screens.base import BaseScreen
-from tui.screens.confirm import ConfirmScreen
+from tui.screens.engine_keys import EngineKeys
 from tui.screens.plot_keys import PlotKeys
 from tui.screens.scroll_keys import SCROLL_ACTIONS, ScrollKeys
 from tui.widgets.scrollback import Scrollback
@@ -68,7 +64,7 @@ PLOT_ACTIONS = ("cursor_left", "cursor_right", "cursor_far_left", "cursor_far_ri
 """Actions on the plot of one metric, which have no effect while the grid of all is shown instead."""
 
 
-class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
+class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
     """The screen that shows one run while it trains or after it has ended, and sends it requests."""
 
     screen_name = "run"
@@ -102,6 +98,11 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
     def status(self) -> str:
         """The run's status; empty until it has been read."""
         return self._whole.summary.status if self._whole.summary is not None else ""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a stop was requested and the engine has not ended yet."""
+        return self._whole.summary is not None and self._whole.summary.stopping
 
     @property
     def looked_at(self) -> str:
@@ -205,10 +206,9 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect in the run's present state; None if the key has an effect."""
         status = self.status
-        summary = self._whole.summary
         if action in ("checkpoint", "pause", "stop") and status != "running":
             return f"the run is {status or 'not read yet'}: there is no engine to ask"
-        if action in ("checkpoint", "pause") and summary is not None and summary.stopping:
+        if action in ("checkpoint", "pause") and self.is_stopping:
             return "it is stopping already"
         if action == "resume":
             return resume_refusal(self.directory, status)
@@ -255,53 +255,8 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
         self._log.refresh()
         self.panes.add_log(self._log)
         self._plotted = ((-1, -1), float("-inf"))
-        self._refresh_now()
+        self.refresh_now()
         self._plot()
-
-    def do_checkpoint(self) -> None:
-        """Ask the engine to write a checkpoint after the present step and go on training."""
-        self._ask_engine("checkpoint", "asked for a checkpoint after this step")
-
-    def do_pause(self) -> None:
-        """Ask the engine to write a checkpoint and end, so that the device is free."""
-        self._ask_engine("pause", "asked to pause: a checkpoint, then the device is free")
-
-    def do_stop(self) -> None:
-        """Ask for a confirmation, then request a stop; if a stop was requested before, kill the engine instead."""
-        if self._whole.summary is not None and self._whole.summary.stopping:
-            self.show_message("the engine is being ended by force")
-            self.run_worker(self._force, thread=True, exit_on_error=False)
-            return
-        question = "Stop this run after the present step, with a checkpoint?"
-        self.app.push_screen(ConfirmScreen(question, "stop it"), self._stop_if)
-
-    def _stop_if(self, yes: bool | None) -> None:
-        if yes:
-            self._ask_engine("stop", "asked to stop after this step; x again stops it at once, without a checkpoint")
-
-    def _ask_engine(self, name: str, message: str) -> None:
-        """Write the request `name` into the run directory, and show `message`."""
-        try:
-            control.send_request(self.directory, name)
-        except OSError as error:
-            self.show_message(f"the request cannot be written: {error.strerror or error}", "bold $bad")
-        else:
-            self.show_message(message)
-        self._refresh_now()
-
-    def _force(self) -> None:
-        """Kill the engine and record the end; an error is shown in the footer. Called in a thread, because a GPU driver
-        may delay the end of a killed process for seconds."""
-        try:
-            force_stop(self.directory)
-        except (TunedeckError, OSError) as error:
-            found = error.found if isinstance(error, TunedeckError) else str(error)
-            self.app.call_from_thread(self.show_message, found, "bold $bad")
-
-    def do_resume(self) -> None:
-        """Start an engine process that resumes the run."""
-        self.console.start_engine(self.directory, resume=True)
-        self._refresh_now()
 
     def do_report(self) -> None:
         """Open the screen with the run's out-of-memory reports."""
@@ -410,7 +365,8 @@ class RunScreen(PlotKeys, ScrollKeys, BaseScreen):
         """Narrow events or log to the next kind of lines, and say which."""
         self.show_message(self.panes.next_kind())
 
-    def _refresh_now(self) -> None:
+    def refresh_now(self) -> None:
+        """Read the run and paint what has changed, at once."""
         self._read()
         self._paint()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.summary import summarise
 from tests.journal.event_fields import backoff_fields, step_fields
-from tests.tui.conftest import SIZES, Opener, Spawn
+from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.recorded_stages import make_staged_run
@@ -105,187 +102,6 @@ async def test_a_key_that_can_do_nothing_says_why(console: Opener, runs: Path) -
         await open_run(pilot)
         await pilot.press("p")
         await pilot.sees("the run is paused: there is no engine to ask")
-
-
-async def test_what_the_engine_writes_appears_while_it_is_watched(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "obey")
-    async with console(120, 36) as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running", "step ")
-        before = pilot.screen.run_watch.step
-        await pilot.until(lambda: pilot.screen.run_watch.step > before + 5, "more steps")
-
-
-async def test_checkpoint_and_pause_are_asked_for_and_the_answer_is_shown(
-    console: Opener, runs: Path, spawn: Spawn
-) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "obey")
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running")
-        await pilot.press("w")
-        await pilot.sees("checkpoint accepted")
-        await pilot.press("p")
-        await pilot.sees("‖ paused", "r resumes it")
-
-
-async def test_only_a_yes_stops_a_run(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "obey")
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running")
-        await pilot.press("x")
-        await pilot.sees("Stop this run after the present step", "y stop it")
-        await pilot.press("n")
-        await pilot.until(lambda: pilot.screen.screen_name == "run", "the question gone")
-        assert not list(run.control.glob("*.json"))
-        await pilot.press("x", "y")
-        await pilot.sees("■ stopped")
-
-
-async def test_a_second_stop_ends_an_engine_that_does_not_obey(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    child = spawn(run, "stubborn")
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running")
-        await pilot.press("x", "y")
-        await pilot.sees("◐ stopping")
-        await pilot.press("x")
-        await pilot.until(lambda: child.poll() is not None, "the engine's end")
-        await pilot.sees("■ stopped")
-    assert summarise(run).reason == "stopped by force"
-
-
-async def test_leaving_the_console_leaves_the_engine_alone(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    child = spawn(run, "obey")
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running")
-        await pilot.press("q")
-    assert child.poll() is None
-    assert not list(run.control.glob("*.json"))
-
-
-async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Opener, runs: Path) -> None:
-    run = make_run(runs)
-    run.oom.mkdir()
-    tensor = {"size_bytes": 66060288, "shape": [4, 5], "dtype": "float32", "name": "[red]layer 3[/red]"}
-    report = {"step": 7, "attempt": 1, "phase": "backward", "device": "a device", "text": "no", "largest": [tensor]}
-    (run.oom / "step-1.json").write_text(json.dumps(report))
-    (run.oom / "step-2.json").write_text('{"held_by')
-    (run.oom / "step-3.json").write_text('{"largest": [{}]}')
-    async with console(80, 36) as pilot:
-        await open_run(pilot)
-        await pilot.press("o")
-        await pilot.sees("step 1: out of memory in backward", "step 7, attempt 1")
-        await pilot.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
-        await pilot.sees("cannot be read: it may be incomplete", "not in the format of this version's reports")
-        await pilot.press("escape")
-        assert pilot.screen.screen_name == "run"
-
-
-async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console: Opener, runs: Path) -> None:
-    run = make_run(runs)
-    run.oom.mkdir()
-    ways = [
-        {"changes": {"train.micro_batch": 3}, "peak_bytes": 30 << 20, "changes_learning": False},
-        {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "changes_learning": False},
-    ]
-    (run.oom / "step-1.json").write_text(json.dumps({"step": 1, "attempt": 1, "phase": "backward", "avoided_by": ways}))
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.press("o")
-        await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
-        await pilot.press("down", "down", "a")
-        await pilot.sees("checkpointing", "true")
-        screen: Any = pilot.screen
-        assert screen.screen_name == "launch"
-        assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
-
-
-async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "finish").wait()
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.press("o")
-        await pilot.sees("this run never ran out of memory")
-
-
-async def test_loss_can_be_seen_on_a_log_axis_smoothed_and_closer(console: Opener, runs: Path) -> None:
-    make_run(runs)
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("30")
-        await pilot.press("L", "m", "plus")
-        await pilot.sees("loss last half, log, smoothed")
-
-
-async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> None:
-    run = make_run(runs)
-    add(run, lambda writer: writer.write("gpu", index=0, used_bytes=3 << 30, utilisation_percent=97,
-                                         temperature_celsius=61, power_watts=300))  # fmt: skip
-    async with console(120, 40) as pilot:
-        await open_run(pilot)
-        for label, value in METRIC_LABELS.items():
-            await pilot.press("v")
-            await pilot.sees(f" {label} ", value)
-            assert "has recorded no" not in pilot.text
-        await pilot.press("v", "V")
-        await pilot.sees(" GPU power, W ")
-
-
-async def test_a_cursor_reads_the_plot_and_escape_removes_it(console: Opener, runs: Path) -> None:
-    make_run(runs)
-    async with console(120, 36) as pilot:
-        await open_run(pilot)
-        await pilot.until(pilot.screen.panes.plot.copied, "the curve")
-        await pilot.press("left")
-        await pilot.sees(" step 30: 0.1333, evaluation 0.25", "│")
-        await pilot.press("left", "left", "right")
-        await pilot.sees(" step 29: 0.1379 ")
-        await pilot.press("shift+left")
-        await pilot.sees(" step 2")
-        await pilot.press("escape")
-        await pilot.sees("◆ evaluation")
-        await pilot.click("◆", times=1)
-        await pilot.sees(" step ")
-
-
-async def test_all_metrics_are_shown_at_once_and_one_again(console: Opener, runs: Path) -> None:
-    make_run(runs)
-    async with console(120, 36) as pilot:
-        await open_run(pilot)
-        await pilot.press("M")
-        await pilot.sees(" loss  0.1333", "more: z gives them room")
-        await pilot.press("left")
-        await pilot.sees("all metrics are shown: M shows one again")
-        await pilot.press("shift+tab", "shift+tab", "z")
-        await pilot.sees(" evaluation loss  0.25", " peak memory, GiB ", " tokens/s  1000")
-        assert "more: z" not in pilot.text
-        await pilot.press("M")
-        await pilot.sees("◆ evaluation")
-
-
-async def test_the_plot_is_copied_as_text_and_written_as_a_picture(console: Opener, runs: Path) -> None:
-    run = make_run(runs)
-    async with console(120, 36) as pilot:
-        await open_run(pilot)
-        await pilot.until(pilot.screen.panes.plot.copied, "the curve")
-        await pilot.press("y")
-        await pilot.sees("copied what events shows")
-        assert "redone with at most 25" in pilot.app.clipboard
-        await pilot.press("tab", "tab", "tab", "y")
-        await pilot.sees("copied the points of loss")
-        assert pilot.app.clipboard.splitlines()[:2] == ["steps\tloss\tleast\tgreatest", "1\t4\t4\t4"]
-        await pilot.press("e")
-        await pilot.sees("written: ", "plot-loss.svg")
-        assert run.name in (run.path / "plot-loss.svg").read_text()
 
 
 async def test_a_run_on_gpus_has_a_pane_with_their_graphs(console: Opener, runs: Path) -> None:
@@ -392,9 +208,7 @@ async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_no
         assert behind._poll_timer is not None
 
 
-async def test_steps_alone_are_painted_at_intervals_and_what_else_happens_at_once(
-    console: Opener, runs: Path
-) -> None:
+async def test_steps_alone_are_painted_at_intervals_and_what_else_happens_at_once(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     async with console(120, 36) as pilot:
         await open_run(pilot)
@@ -416,19 +230,6 @@ async def test_a_run_folder_that_vanishes_leaves_the_console_up(console: Opener,
         await pilot.sees("the run's folder is gone", "step 30 of 100")
         await pilot.press("escape")
         await pilot.sees("no runs in")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-async def test_a_request_that_cannot_be_written_says_so(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "obey")
-    async with console() as pilot:
-        await open_run(pilot)
-        await pilot.sees("● running")
-        run.control.chmod(0o500)
-        await pilot.press("p")
-        await pilot.sees("the request cannot be written")
-        run.control.chmod(0o700)
 
 
 async def test_a_flood_of_events_and_log_lines_leaves_the_keys_alive(console: Opener, runs: Path) -> None:
@@ -469,7 +270,9 @@ async def test_every_new_pane_survives_resizes_torn_lines_a_flood_and_a_deleted_
         await pilot.press("left", "F", "M")
         await pilot.sees(" evaluation loss  0.25", "problems")
         with run.events.open("ab") as file:
-            file.write(b'{"seq":1,"time":"x","kind":"gpu","index":"none"}\n{"kind":"gpu","index":0,"used_bytes":"many"}\n')
+            file.write(
+                b'{"seq":1,"time":"x","kind":"gpu","index":"none"}\n{"kind":"gpu","index":0,"used_bytes":"many"}\n'
+            )
             file.write(b'{"seq":2,"time":"","kind":"step","step":31,"loss":null}\n\x00\x00\n{"seq":3,"kind":"gp')
         with run.log.open("wb") as log:
             log.write(b"\x1b[31merror\r" * 5000 + b"\xff\xfe\n" + b"line\n" * 20_000)
@@ -524,13 +327,6 @@ async def test_a_run_without_stages_has_no_chain(console: Opener, runs: Path) ->
         await pilot.sees("this run has no stages")
         assert not pilot.screen.query_one("#chain").display
 
-
-METRIC_LABELS = {
-    "evaluation loss": "0.25", "learning rate": "0.0001", "gradient norm": "1", "tokens/s": "1000",
-    "peak memory, GiB": "0.05664", "GPU memory, GiB": "3", "GPU use, %": "98", "GPU temperature, °C": "",
-    "GPU power, W": "",
-}  # fmt: skip
-"""The titles of plots after the loss, in the order of the key, with a label of the y axis."""
 
 SHARES = [0.24, 0.22, 0.01, 0.13, 0.1, 0.1, 0.1, 0.1]
 

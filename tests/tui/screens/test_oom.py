@@ -1,0 +1,61 @@
+"""The out-of-memory screen: sentences, reports, and what would have avoided the failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tui.conftest import Opener, Spawn
+from tests.tui.recorded_runs import make_run
+from tests.tui.screens.test_run import open_run
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    run.oom.mkdir()
+    tensor = {"size_bytes": 66060288, "shape": [4, 5], "dtype": "float32", "name": "[red]layer 3[/red]"}
+    report = {"step": 7, "attempt": 1, "phase": "backward", "device": "a device", "text": "no", "largest": [tensor]}
+    (run.oom / "step-1.json").write_text(json.dumps(report))
+    (run.oom / "step-2.json").write_text('{"held_by')
+    (run.oom / "step-3.json").write_text('{"largest": [{}]}')
+    async with console(80, 36) as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("step 1: out of memory in backward", "step 7, attempt 1")
+        await pilot.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
+        await pilot.sees("cannot be read: it may be incomplete", "not in the format of this version's reports")
+        await pilot.press("escape")
+        assert pilot.screen.screen_name == "run"
+
+
+async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    run.oom.mkdir()
+    ways = [
+        {"changes": {"train.micro_batch": 3}, "peak_bytes": 30 << 20, "changes_learning": False},
+        {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "changes_learning": False},
+    ]
+    (run.oom / "step-1.json").write_text(json.dumps({"step": 1, "attempt": 1, "phase": "backward", "avoided_by": ways}))
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
+        await pilot.press("down", "down", "a")
+        await pilot.sees("checkpointing", "true")
+        screen: Any = pilot.screen
+        assert screen.screen_name == "launch"
+        assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
+
+
+async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
+    run = make_run(runs, status="queued")
+    spawn(run, "finish").wait()
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("this run never ran out of memory")
