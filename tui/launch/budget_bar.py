@@ -17,6 +17,7 @@ from engine.journal.event_text import describe_verdict
 from engine.spec.files.text import visible
 from engine.spec.schema.run import RunSpec
 from tui.launch.evaluate import EvaluatedChoice
+from tui.launch.needs import Needs, needs_line
 from tui.theme import VERDICTS, glyphs
 from tui.widgets.memory_bar import Look, bar_line, legend_lines, predicted_bar, scale_line
 from tui.widgets.memory_words import moves_sentence, peak_sentence, phase_words
@@ -26,34 +27,39 @@ MOST_LEGEND = 2
 
 
 def budget_lines(
-    evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, width: int, height: int, *, fix: str = "", look: Look
-) -> list[Content]:
+    evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, needs: Needs, width: int, height: int, *,
+    fix: str = "", look: Look,
+) -> list[Content]:  # fmt: skip
     """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
-    colour. `fix` says which fix the key `a` applies; empty if none is known."""
+    colour. `needs` is what the run needs beside memory. `fix` says which fix the key `a` applies; empty if none is
+    known."""
     status = status_line(evaluated, width, fix, ascii_only=look.ascii_only)
     if last_valid.plan is None:
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
-    lines = _plan_lines(last_valid.plan, _device_words(last_valid.spec), width, height - 1, look)
+    lines = _plan_lines(last_valid.plan, _device_words(last_valid.spec), needs, width, height - 1, look)
     if evaluated.plan is None:
         lines = [Content.styled(line.plain, "$muted") for line in lines]
     return [*lines, *[Content("")] * (height - len(lines) - 1), status]
 
 
-def _plan_lines(plan: Plan, device: str, width: int, height: int, look: Look) -> list[Content]:
-    """The plan in at most `height` lines, three or more: verdict, bar and legend; where there is room, also the scale
-    and the words about the peak."""
+def _plan_lines(plan: Plan, device: str, needs: Needs, width: int, height: int, look: Look) -> list[Content]:
+    """The plan in at most `height` lines, three or more: verdict, bar and legend; where there is room, also disk and
+    time, the scale, and the words about the peak."""
     prediction = plan.prediction
     bar = predicted_bar("predicted", prediction.components, plan.capacity_bytes)
     legend = legend_lines(bar, width, min(MOST_LEGEND, height - 2), look)
     sentences = (
         peak_sentence(prediction.deciding_phase, prediction.components), moves_sentence(prediction.components)
     )  # fmt: skip
-    room = height - 3 - len(legend)
-    words = [line for text in sentences for line in Content.styled(text, "$muted").wrap(width)] if room >= 2 else []
+    room = height - 2 - len(legend)
+    beside = [needs_line(needs, width)][:room]
+    room -= len(beside)
+    scaled = room >= 1
+    words = [line for text in sentences for line in Content.styled(text, "$muted").wrap(width)][: max(0, room - 1)]
     verdict = verdict_line(plan, width, with_phase=not words, ascii_only=look.ascii_only)
-    if room < 1:
-        return [verdict, bar_line(bar._replace(label=device), width, look), *legend]
-    return [verdict, scale_line(plan.capacity_bytes, width, device), bar_line(bar, width, look), *legend, *words[:room]]
+    scale = [scale_line(plan.capacity_bytes, width, device)] if scaled else []
+    drawn = bar_line(bar if scaled else bar._replace(label=device), width, look)
+    return [verdict, *scale, drawn, *legend, *words, *beside]
 
 
 def _device_words(spec: RunSpec | None) -> str:

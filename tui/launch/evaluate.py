@@ -36,6 +36,7 @@ from engine.spec.stages import stage_specs
 from engine.trackers.packages import install_command, missing_trackers
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key, stage_row
+from tui.launch.needs import needed_disk
 
 BUILTIN = "builtin:"
 NO_FILE = "no such file: "
@@ -85,6 +86,8 @@ class EvaluatedChoice:
     notices: tuple[str, ...] = ()
     stages: tuple[StageVerdict, ...] = ()
     """All stages of a staged recipe, in order."""
+    stages_disk_bytes: int | None = None
+    """Of a staged recipe, most bytes of disk that its stages take together."""
 
     def problem_of(self, row: str) -> str:
         """Return the problems of the field with the key `row`, joined into one text; empty if there are none."""
@@ -103,6 +106,12 @@ class EvaluatedChoice:
         if too_large and action != "force":
             return "it does not fit: a applies the first fix, S starts it anyway"
         return "nothing to force: s starts it" if action == "force" and not too_large else None
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Most bytes of disk that checkpoints and results of the run take, of a staged run those of all stages; None if
+        that is not known."""
+        return self.stages_disk_bytes if self.stages or self.planned is None else needed_disk(self.planned)
 
     @property
     def batch_split(self) -> BatchSplit | None:
@@ -158,12 +167,13 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
     plan, planned, unplanned, to_simulate = None, spec, "", None
     stages: tuple[StageVerdict, ...] = ()
+    disk: int | None = None
     try:
         spec, settled = settle_parallel(spec)
         planned, notices = spec, [*notices, *settled]
         if spec.recipe.stages:
             staged = make_staged_plan(spec)
-            stages = _stage_verdicts(spec, staged)
+            stages, disk = _stage_verdicts(spec, staged), staged.disk_bytes
             plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, spec)
             notices = [*_shown_stage(staged), *notices]
             problems += _stages_that_do_not_fit(staged)
@@ -176,7 +186,7 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
         unplanned = unknown.found
     except TunedeckError as error:
         problems.append(FieldProblem("model.id", _sentence(error)))
-    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, to_simulate, tuple(notices), stages)
+    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, to_simulate, tuple(notices), stages, disk)
 
 
 def _shown_stage(staged: StagedPlan) -> list[str]:

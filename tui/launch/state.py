@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.budget.advise.plan import make_plan
+from engine.budget.advise.preflight import free_bytes
 from engine.errors import NotSimulatedError
 from engine.spec.files.find import SpecKind
 from engine.spec.files.rewrite import kind_of_table
@@ -32,6 +33,7 @@ from tui.files.catalog import (
 from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
 from tui.launch.fields import FieldRow, field_rows, format_value
+from tui.launch.needs import Needs, find_pace, time_words
 from tui.theme import VERDICTS
 
 if TYPE_CHECKING:
@@ -54,12 +56,17 @@ class LaunchSnapshot:
     recipes: Sequence[FileEntry]
     verdicts: Mapping[str, EvaluatedChoice]
     """Each recipe's evaluation on the chosen profile, by the recipe's argument; grows while the screen is idle."""
+    needs: Needs
+    """Disk and time."""
 
 
 class LaunchState:
     """The present choice, its evaluation, and the earlier choices for undo."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, runs_dir: Path | None = None) -> None:
+        """`runs_dir` is the folder whose earlier runs tell how long a step takes; None: nothing is known about it."""
+        self._runs_dir = runs_dir
+        self._time: tuple[RunSpec, str] | None = None
         self._machine = machine
         self.choice = Choice("", "")
         self.evaluated = EvaluatedChoice()
@@ -77,14 +84,17 @@ class LaunchState:
         """Profile and recipe of the latest evaluation."""
         self._file_values: tuple[Choice, dict[str, str]] | None = None
         """A choice, and the value that each of its fields has without an override."""
+        self._unchanged: tuple[Choice, dict[str, str]] | None = None
+        """Profile and recipe, and the value that each field has in their files."""
         self._unwritten: str | None = None
         """Why the profile of this machine cannot be written, empty if it was; None until it is chosen."""
 
     def snapshot(self) -> LaunchSnapshot:
         """Collect the values that the widgets have to show now."""
         return LaunchSnapshot(
-            self.choice, self.evaluated, self._last_valid, self.field_rows(), self.profiles, self.recipes, self.verdicts
-        )
+            self.choice, self.evaluated, self._last_valid, self.field_rows(), self.profiles, self.recipes,
+            self.verdicts, Needs(self._last_valid.disk_bytes, self._free_bytes(), self.time()),
+        )  # fmt: skip
 
     def begin(self, settings: object = None) -> None:
         """Read the profile and recipe files again. If `settings` (a dict of profile, recipe and overrides) are given,
@@ -109,7 +119,7 @@ class LaunchState:
     def _read_files(self) -> None:
         self.profiles, self.recipes = profile_entries(self._machine), recipe_entries()
         self.verdicts.clear()
-        self._file_values = None
+        self._file_values = self._unchanged = None
         self._unwritten = None
 
     def _evaluate(self) -> None:
@@ -157,9 +167,18 @@ class LaunchState:
             self._last_valid.spec, choice.overrides, choice.options, working_directory(), with_problems,
             self._stage_notes(),
         )  # fmt: skip
-        if split is None:
-            return rows
-        return [row._replace(note=split.formula) if row.key == "train.micro_batch" else row for row in rows]
+        before = self._values_of_files() if any(row.changed for row in rows) else {}
+        return [_with_notes(row, before, split.formula if split is not None else "") for row in rows]
+
+    def _values_of_files(self) -> dict[str, str]:
+        """The value of each field in the files of profile and recipe; empty if these cannot be read. The result is
+        stored, because it is needed at every letter typed into a field."""
+        files = Choice(self.choice.profile, self.choice.recipe)
+        if self._unchanged is None or self._unchanged[0] != files:
+            spec = evaluate_choice(files).spec
+            rows = field_rows(spec, {}, {}, working_directory()) if spec is not None else []
+            self._unchanged = (files, {row.key: row.value for row in rows})
+        return self._unchanged[1]
 
     def _stage_notes(self) -> dict[str, tuple[str, str]]:
         """Return {name of stage: (verdict in words, its style)}; the style is muted while the present choice has no run
@@ -193,6 +212,20 @@ class LaunchState:
             except NotSimulatedError:
                 self._missing = planned
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
+
+    def time(self, *, compute: bool = False) -> str:
+        """How long the run takes, in words; empty if that is not known yet. With `compute`, earlier runs are read now,
+        unless they were read for this choice before."""
+        spec = self.evaluated.spec
+        if spec is None or self._runs_dir is None:
+            return ""
+        if compute and (self._time is None or self._time[0] is not spec):
+            self._time = (spec, time_words(spec, find_pace(spec, self._runs_dir)))
+        return self._time[1] if self._time is not None and self._time[0] is spec else ""
+
+    def _free_bytes(self) -> int | None:
+        """Free bytes of the disk on which runs are kept; None if unknown."""
+        return free_bytes(self._runs_dir) if self._runs_dir is not None else None
 
     @property
     def simulation(self) -> Callable[[], object] | None:
@@ -296,6 +329,13 @@ class LaunchState:
         self._read_files()
         self._evaluate()
         return path
+
+
+def _with_notes(row: FieldRow, before: Mapping[str, str], formula: str) -> FieldRow:
+    """A row with the value of its file, if it was changed, and for the micro-batch how the batch is divided."""
+    was = f"was {before[row.key] or 'not set'}" if row.changed and not row.is_stage and row.key in before else ""
+    notes = [was or row.note, formula if row.key == "train.micro_batch" else ""]
+    return row._replace(note="  ".join(note for note in notes if note))
 
 
 def _advise(spec: RunSpec) -> Advice:

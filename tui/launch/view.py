@@ -141,7 +141,7 @@ class LaunchView(Vertical):
         """Show verdict, bar, legend and status line; `fix` says which fix the key `a` applies, if one is known."""
         box, ascii_only = self.query_one("#budget", TextLines), self._ascii_only
         look = Look(letters=ascii_only or self.app.no_color, ascii_only=ascii_only)
-        lines = budget_lines(snapshot.evaluated, snapshot.last_valid, *box.size, fix=fix, look=look)
+        lines = budget_lines(snapshot.evaluated, snapshot.last_valid, snapshot.needs, *box.size, fix=fix, look=look)
         box.show(lines)
 
     def show_panel(self, lines: Sequence[Content]) -> None:

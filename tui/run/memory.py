@@ -65,8 +65,8 @@ def run_bars(summary: RunSummary, step: Mapping[str, Any] | None) -> list[Memory
     capacity = planned.get("capacity_bytes")
     if not isinstance(capacity, int):
         return []
-    found = [("predicted" if planned.get("verdict") == "fits" else "as written", planned)]
-    found += [("predicted", used)] if used and planned.get("verdict") != "fits" else []
+    found = [("predicted" if planned.get("verdict") == "fits" and not used else "as written", planned)]
+    found += [("predicted", used)] if used else []
     bars = [predicted_bar(label, byte_counts(plan.get("components")), capacity) for label, plan in found]
     return [*(bar for bar in bars if bar.parts), *_measured(summary.measured, step or {}, capacity)]
 

@@ -85,7 +85,7 @@ class LaunchScreen(CreationKeys):
 
     def on_mount(self) -> None:
         """Detect this machine's devices and create the state."""
-        self.state = LaunchState(read_machine())
+        self.state = LaunchState(read_machine(), self.console.runs_dir)
         self._simulator = Simulator(self.app, self._show_simulated)
         runs, ascii_only = self.console.flags.runs, self.console.ascii_only
         self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only, letters=self.app.no_color)
@@ -149,6 +149,8 @@ class LaunchScreen(CreationKeys):
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
             self._show_tab()
+            self._show_budget(self.state.snapshot())
+        if not self.state.time() and self.state.time(compute=True):
             self._show_budget(self.state.snapshot())
         self._simulator.start(self.state.simulation)
         self.refresh_title_and_footer()

@@ -1,4 +1,5 @@
-"""A list with a cursor: one line a row, any number of rows. Only visible rows are drawn.
+"""A list with a cursor: one line a row, any number of rows. Only visible rows are drawn; arrows with a number say how
+many there are above and below.
 
 Arrows, j and k, page keys, home and end move the cursor; Enter selects. The screen makes the rows.
 """
@@ -13,6 +14,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.style import Style
 
+from tui.theme import glyphs
 from tui.widgets.text_lines import BLANK, TextLines
 
 
@@ -84,7 +86,23 @@ class RowList(TextLines):
         index = self.top + y
         line = self._lines[index] if index < len(self._lines) else BLANK
         # With sixteen colours, few are readable on the cursor's background: its row is written in one colour.
-        return Content(line.plain) if index == self.cursor and self.has_focus and self.app.native_ansi_color else line
+        if index == self.cursor and self.has_focus and self.app.native_ansi_color:
+            line = Content(line.plain)
+        return self._with_hint(line, self._hint(y))
+
+    def _hint(self, y: int) -> str:
+        """How many rows there are above the first visible one, or below the last; empty for all other lines."""
+        below = len(self._lines) - self.top - self.size.height
+        arrow, count = ("↑", self.top) if y == 0 else ("↓", below if y == self.size.height - 1 else 0)
+        return f" {glyphs(arrow, ascii_only=getattr(self.app, 'ascii_only', False))} {count}" if count > 0 else ""
+
+    def _with_hint(self, line: Content, hint: str) -> Content:
+        """A row with `hint` at its right end, over what would stand there."""
+        room = self.content_size.width - len(hint)
+        if not hint or room < 8:
+            return line
+        shown = line.truncate(room, ellipsis=True) if line.cell_length > room else line
+        return Content.assemble(shown, " " * (room - shown.cell_length), (hint, "$info"))
 
     def line_style(self, y: int) -> Style:
         """The cursor's style for the row under the cursor, the widget's style for all others."""

@@ -1,0 +1,62 @@
+"""Disk and time on the Launch screen: what earlier runs tell about the pace, and where nothing is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.journal.directory import create_run_directory
+from engine.journal.events import EventWriter
+from engine.spec.load import dump_run_spec
+from engine.spec.schema.run import RunSpec
+from tests.journal.event_fields import step_fields
+from tests.tui.conftest import Opener
+from tui.launch.choice import Choice
+from tui.launch.evaluate import evaluate_choice
+from tui.launch.needs import UNKNOWN_TIME, Needs, find_pace, needed_disk, needs_line, time_words
+
+DEMO = Choice("demo", "demo")
+
+
+def spec_of(choice: Choice) -> RunSpec:
+    spec = evaluate_choice(choice).spec
+    assert spec is not None
+    return spec
+
+
+def earlier_run(runs: Path, spec: RunSpec, steps: int) -> None:
+    """A run of `spec` whose steps took half a second each."""
+    run = create_run_directory(runs, "before", dump_run_spec(spec), {})
+    with EventWriter(run) as writer:
+        for step in range(1, steps + 1):
+            writer.write("step", **step_fields(step, step_seconds=0.5))
+
+
+def test_a_like_run_tells_how_long_it_takes_and_no_other_does(runs: Path) -> None:
+    spec = spec_of(DEMO)
+    assert time_words(spec, find_pace(spec, runs)) == UNKNOWN_TIME
+    earlier_run(runs, spec_of(DEMO.with_field("train.batch_size", "32")), 20)
+    earlier_run(runs, spec, 1)
+    assert find_pace(spec, runs) is None
+    earlier_run(runs, spec_of(DEMO.with_field("train.learning_rate", "0.1")), 20)
+    text = time_words(spec, find_pace(spec, runs))
+    assert text.startswith("time: about 2:30 for 300 steps, at the pace of ") and text.endswith("(500 ms a step)")
+
+
+def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
+    needed = needed_disk(spec_of(DEMO))
+    assert needed is not None and needed > 3 << 20
+    assert "free" not in needs_line(Needs(5 << 20, 9 << 20, ""), 80).plain
+    assert "only 1.0 MiB free" in needs_line(Needs(5 << 20, 1 << 20, ""), 80).plain
+    assert needs_line(Needs(None, None, UNKNOWN_TIME), 60).plain == "disk: not known   time: not known"
+
+
+@pytest.mark.asyncio
+async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(console: Opener) -> None:
+    async with console(120, 36, profile="demo", recipe="demo") as pilot:
+        await pilot.sees("disk: up to", "time: not known, as no earlier run", "↓")
+        pilot.screen.state.set_field("train.batch_size", "32")
+        pilot.screen._show()
+        await pilot.sees("was 64")
+        assert pilot.screen.state.field_rows()[3].note == "was 64"

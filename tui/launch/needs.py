@@ -1,0 +1,132 @@
+"""What a run needs beside memory: disk for its checkpoints and its result, and time, from the pace of an earlier run.
+
+Nothing is estimated from a GPU's data sheet: the time is that of the newest earlier run with the same model, batch and
+device, or it is said to be unknown.
+
+Try: `tunedeck -p demo -r demo` after a run of the demo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from textual.content import Content
+
+from engine.budget.advise.stage_memory import disk_bytes_of_training
+from engine.budget.architecture.lookup import find_architecture
+from engine.errors import TunedeckError
+from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean, format_duration
+from engine.journal.events import EventTail, end_of_events
+from engine.journal.index import list_runs
+from engine.journal.summary import read_spec
+from engine.spec.schema.run import RunSpec
+from tui.widgets.memory_bar import size_text
+
+PACE_KEYS = (
+    "recipe.model.id", "recipe.model.dtype", "recipe.model.quantize", "recipe.method.kind", "recipe.train.batch_size",
+    "recipe.train.gradient_checkpointing", "recipe.data.max_length", "recipe.data.packing", "profile.device.kind",
+    "profile.device.count", "profile.device.memory_gib",
+)  # fmt: skip
+"""Settings that must be equal for a run to take as long a step as an earlier one."""
+
+MOST_RUNS = 40
+"""Earlier runs that are searched, newest first: reading one takes about a millisecond."""
+
+TAIL_BYTES = 64 * 1024
+"""How much of the end of a run's journal is read: some hundred steps."""
+
+LEAST_STEPS = 3
+"""Steps below which a run tells nothing about the pace."""
+
+UNKNOWN_TIME = "time: not known, as no earlier run had this model, batch and device"
+
+
+class Pace(NamedTuple):
+    """How long a step of an earlier run took."""
+
+    run: str
+    step_seconds: float
+
+
+class Needs(NamedTuple):
+    """What a run needs beside memory."""
+
+    disk_bytes: int | None = None
+    """Most bytes of disk for its checkpoints and its result; None if not known."""
+    free_bytes: int | None = None
+    """Free bytes of the disk on which runs are kept; None if not known."""
+    time: str = ""
+    """How long it takes, in words; empty while that is looked up."""
+
+
+def needed_disk(spec: RunSpec) -> int | None:
+    """Most bytes of disk that a run without stages takes for its checkpoints and its result; None where the model's
+    architecture is not known."""
+    try:
+        return disk_bytes_of_training(find_architecture(spec), spec)
+    except TunedeckError:
+        return None
+
+
+def find_pace(spec: RunSpec, runs_dir: Path) -> Pace | None:
+    """The pace of the newest run in `runs_dir` with the same PACE_KEYS; None if there is none."""
+    try:
+        runs = list_runs(runs_dir)[:MOST_RUNS]
+    except OSError:
+        return None
+    for directory in runs:
+        if _is_alike(read_spec(directory), spec) and (seconds := _step_seconds(directory)) is not None:
+            return Pace(directory.name, seconds)
+    return None
+
+
+def _is_alike(table: Mapping[str, Any], spec: RunSpec) -> bool:
+    """Whether the run spec of an earlier run, as the tables of its file, has the same PACE_KEYS."""
+    return bool(table) and all(
+        _in_tables(table, key.split(".")) == reduce(getattr, key.split("."), spec) for key in PACE_KEYS
+    )
+
+
+def _in_tables(table: Any, path: list[str]) -> Any:
+    for name in path:
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return table
+
+
+def _step_seconds(directory: RunDirectory) -> float | None:
+    """The mean duration of the latest steps of a run; None if too few are recorded."""
+    try:
+        tail = EventTail(directory.events, offset=max(0, end_of_events(directory.events) - TAIL_BYTES))
+        found = [event.get("step_seconds") for event in tail.poll() if event["kind"] == "step"]
+    except OSError:
+        return None
+    seconds = [float(each) for each in found if isinstance(each, int | float)]
+    return sum(seconds) / len(seconds) if len(seconds) >= LEAST_STEPS else None
+
+
+def time_words(spec: RunSpec, pace: Pace | None) -> str:
+    """How long a run takes at this pace, in words."""
+    if pace is None:
+        return UNKNOWN_TIME
+    step = f"{1000 * pace.step_seconds:.0f} ms" if pace.step_seconds < 10 else format_duration(pace.step_seconds)
+    steps = spec.recipe.train.max_steps
+    total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} a step"
+    return f"time: {total}, at the pace of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
+
+
+def needs_line(needs: Needs, width: int) -> Content:
+    """A line with the disk that a run needs and its time. The free disk is named where it is too small. What has no
+    room in `width` cells is left out, the time first."""
+    disk_bytes, free_bytes, time = needs
+    disk = "disk: not known" if disk_bytes is None else f"disk: up to {size_text(disk_bytes)} of checkpoints and result"
+    full = disk_bytes is not None and free_bytes is not None and free_bytes < disk_bytes
+    disk += f", only {size_text(free_bytes or 0)} free" if full else ""
+    shown = Content.styled(disk, "$caution" if full else "$muted")
+    for text in (time, time.partition(", ")[0]):
+        if text and shown.cell_length + 3 + len(text) <= width:
+            return Content.assemble(shown, "   ", (text, "$muted"))
+    return shown
