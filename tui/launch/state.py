@@ -334,7 +334,7 @@ class LaunchState:
 def _with_notes(row: FieldRow, before: Mapping[str, str], formula: str) -> FieldRow:
     """A row with the value of its file, if it was changed, and for the micro-batch how the batch is divided."""
     was = f"was {before[row.key] or 'not set'}" if row.changed and not row.is_stage and row.key in before else ""
-    notes = [was or row.note, formula if row.key == "train.micro_batch" else ""]
+    notes = [formula if row.key == "train.micro_batch" else "", was or row.note]
     return row._replace(note="  ".join(note for note in notes if note))
 
 

@@ -55,6 +55,8 @@ class RowList(TextLines):
         """Index of the row the cursor is on."""
         self.top = 0
         """Index of the first visible row."""
+        self._height = 0
+        """The list's height before its size changed; 0 while it is hidden."""
 
     def show(self, lines: Sequence[Content]) -> None:
         """Show new rows. The cursor stays at the same index, or moves to the last row if there are fewer rows now."""
@@ -101,7 +103,7 @@ class RowList(TextLines):
         room = self.content_size.width - len(hint)
         if not hint or room < 8:
             return line
-        shown = line.truncate(room, ellipsis=True) if line.cell_length > room else line
+        shown = Content.assemble(line.truncate(room - 1), self._cut) if line.cell_length > room else line
         return Content.assemble(shown, " " * (room - shown.cell_length), (hint, "$info"))
 
     def line_style(self, y: int) -> Style:
@@ -153,8 +155,12 @@ class RowList(TextLines):
         self.redraw(self.cursor - self.top)
 
     def on_resize(self) -> None:
-        """Scroll so that the cursor is visible in the new size."""
+        """Scroll so that the cursor is visible in the new size; a list that was hidden begins with its first row, if
+        the cursor allows that."""
         super().on_resize()
+        if self._height <= 1:
+            self.top = 0
+        self._height = self.size.height
         self._scroll()
 
     def _scroll(self) -> bool:
