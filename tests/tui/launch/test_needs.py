@@ -36,7 +36,7 @@ def earlier_run(runs: Path, spec: RunSpec, steps: int) -> None:
 def test_a_like_run_tells_how_long_it_takes_and_no_other_does(runs: Path) -> None:
     spec = spec_of(DEMO)
     assert time_words(spec, find_pace(spec, runs)) == UNKNOWN_TIME
-    earlier_run(runs, spec_of(DEMO.with_field("train.batch_size", "32")), 20)
+    earlier_run(runs, spec_of(DEMO.with_field("train.batch_size", "128")), 20)
     earlier_run(runs, spec, 1)
     assert find_pace(spec, runs) is None
     earlier_run(runs, spec_of(DEMO.with_field("train.learning_rate", "0.1")), 20)
@@ -56,7 +56,7 @@ def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
 async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(console: Opener) -> None:
     async with console(120, 36, profile="demo", recipe="demo") as pilot:
         await pilot.sees("disk: up to", "time: not known, as no earlier run", "↓")
-        pilot.screen.state.set_field("train.batch_size", "32")
+        pilot.screen.state.set_field("train.batch_size", "128")
         pilot.screen._show()
         await pilot.sees("was 64")
         assert pilot.screen.state.field_rows()[3].note == "was 64"

@@ -46,7 +46,7 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
         await pilot.press("o")
         await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
         await pilot.press("down", "down", "a")
-        await pilot.sees("checkpointing", "true")
+        await pilot.sees("Fields  2 changed")
         screen: Any = pilot.screen
         assert screen.screen_name == "launch"
         assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
