@@ -276,10 +276,9 @@ async def test_every_new_pane_survives_resizes_torn_lines_a_flood_and_a_deleted_
             file.write(b'{"seq":2,"time":"","kind":"step","step":31,"loss":null}\n\x00\x00\n{"seq":3,"kind":"gp')
         with run.log.open("wb") as log:
             log.write(b"\x1b[31merror\r" * 5000 + b"\xff\xfe\n" + b"line\n" * 20_000)
-        for width, height in ((20, 5), (200, 50), (1, 1), (80, 24), (300, 90), (110, 32)):
+        for width, height in ((20, 5), (200, 50), (1, 1), (80, 24), (110, 32)):
             await pilot.textual_pilot.resize_terminal(width, height)
-            for _ in range(2):
-                await pilot.press("tab", "z", "F", "z")
+            await pilot.press("tab", "z", "F", "z")
         await pilot.press("M", "left", "shift+left", "right")
         shutil.rmtree(run.path)
         await pilot.sees("the run's folder is gone")
