@@ -1,9 +1,9 @@
 """Which weights in rank 0's memory are tensors of safetensors files, and whether all ranks find the same files.
 
 transformers maps safetensors files into memory. A weight that it took over unchanged (not renamed into another layout,
-not merged with others, not converted to another dtype) lies in such a mapping, at the address of its tensor in the
-file. Every rank can then read its own rows of that tensor. Linux says in /proc/self/maps which file an address belongs
-to; elsewhere no weight is found.
+not merged with others, not converted to another dtype, not changed in place) lies in such a mapping, at the address of
+its tensor in the file. Every rank can then read its own rows of that tensor. Linux says in /proc/self/maps which file
+an address belongs to; elsewhere no weight is found.
 
 Try: `pytest tests/distributed/test_own_rows.py`
 """
@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,9 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", tor
 
 MOST_HEADER_BYTES = 100_000_000
 """The longest header that safetensors itself reads."""
+
+COMPARED_BYTES = 256
+"""Bytes at either end of a mapped tensor that are compared with the file."""
 
 PROBES, PROBE_BYTES = 16, 4096
 """Pieces of a file that are compared between ranks, spread over the file, and the size of each. Two files of as many
@@ -136,13 +139,25 @@ def mapped_tensors(tensors: Iterable[Tensor]) -> dict[int, tuple[str, int]]:
             in_file[mappings[at].path].append((address - mappings[at].start + mappings[at].offset, tensor))
     found = {}
     for path, placed in in_file.items():
-        there = contents(path)
-        numbers = {(each.begin, each.dtype, *each.shape): number for number, each in enumerate(there)}
-        for begin, tensor in placed:
-            number = numbers.get((begin, NAMES.get(tensor.dtype, ""), *tensor.shape))
-            if number is not None:
-                found[id(tensor)] = path, number
+        numbers = {(each.begin, each.dtype, *each.shape): number for number, each in enumerate(contents(path))}
+        with open(path, "rb") as file:
+            for begin, tensor in placed:
+                number = numbers.get((begin, NAMES.get(tensor.dtype, ""), *tensor.shape))
+                if number is not None and _looks_unchanged(tensor, begin, file):
+                    found[id(tensor)] = path, number
     return found
+
+
+def _looks_unchanged(tensor: Tensor, begin: int, file: BinaryIO) -> bool:
+    """Whether a mapped tensor still has the values of the file, where its bytes begin at `begin`: after a change in
+    place, the mapping differs from the file. The first and the last few values are compared."""
+    values = tensor.detach().view(-1).view(torch.uint8)
+    for first in {0, max(0, len(values) - COMPARED_BYTES)}:
+        file.seek(begin + first)
+        here = bytes(values[first : first + COMPARED_BYTES].tolist())
+        if file.read(len(here)) != here:
+            return False
+    return True
 
 
 def contents(path: str) -> list[HeaderEntry]:

@@ -20,7 +20,7 @@ from engine.device.metered import MeteredDevice
 from engine.distributed import weight_files
 from engine.distributed.own_rows import own_rows
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
-from engine.distributed.weight_files import WeightFiles, fingerprint
+from engine.distributed.weight_files import WeightFiles, fingerprint, mapped_tensors
 from engine.errors import UsageError
 from engine.model import saved_tensors
 from engine.model.loaded import local_part
@@ -235,6 +235,15 @@ def test_a_file_that_one_rank_does_not_find_is_sent_to_all(seen: dict[str, list[
 
 def test_memory_that_runs_out_for_the_rows_of_one_rank_makes_all_load_again(seen: dict[str, list[Any]]) -> None:
     assert seen["with_too_little_memory_on_rank1"] == [([1], []), ([1], [])]
+
+
+def test_a_weight_that_was_changed_in_memory_is_not_read_from_its_file(folder: Path) -> None:
+    path = folder / "trained" / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - a safetensors file is not a mapping
+    assert set(mapped_tensors(tensors)) == set(map(id, tensors))
+    tensors[0].mul_(2)
+    assert set(mapped_tensors(tensors)) == set(map(id, tensors[1:]))
 
 
 def test_a_file_of_other_weights_has_another_fingerprint(folder: Path, tmp_path: Path) -> None:
