@@ -42,7 +42,9 @@ def _one_card(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
 
 def _loopback(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
     patch.setattr(setup, "spec", _on_two_machines(setup))
-    patch.setattr(placement, "listening_address", lambda: f"127.0.{setup.context.ranks.rank}.1")
+    rank = setup.context.ranks.rank
+    patch.setattr(placement, "socket", SimpleNamespace(gethostname=lambda: f"node-{rank}"))
+    patch.setattr(placement, "listening_address", lambda: f"127.0.{rank}.1")
 
 
 def _on_two_machines(setup: TrainingSetup) -> Any:

@@ -19,8 +19,8 @@ from engine.train.setup import TrainingSetup
 
 def prove(setup: TrainingSetup) -> str:
     """Compare the cards and addresses of all ranks. All ranks call this; it votes. Returns what was shown, in a few
-    words. Raises DisprovedError on all ranks if two work on one card, or if there are several machines and a rank
-    listens at an address that the others cannot reach."""
+    words. Raises DisprovedError on all ranks if two work on one card, or if there are ranks on several machines and
+    one listens at an address that the others cannot reach."""
     ranks, device = setup.context.ranks, setup.context.device
     card = card_of(device) or f"rank {ranks.rank}"
     told = exchange(ranks, [card, socket.gethostname(), listening_address()])
@@ -29,7 +29,9 @@ def prove(setup: TrainingSetup) -> str:
         if first != rank:
             raise DisprovedError(f"ranks {first} and {rank} both work on card {card}")
     machines = setup.spec.profile.nodes.count
-    for rank, (_, host, address) in enumerate(told) if machines > 1 else ():
+    # Ranks on one host reach each other over loopback, also where the profile has several machines.
+    apart = len({host for _, host, _ in told}) > 1
+    for rank, (_, host, address) in enumerate(told) if machines > 1 and apart else ():
         if not address or is_loopback(address):
             raise DisprovedError(
                 f"rank {rank} on {host} listens at {address or 'no address'}, which other machines cannot reach"
