@@ -46,7 +46,7 @@ class Batch:
     labels_BS: Tensor
     attention_mask_BS: Tensor | None
     """None when no row is padded, and for packed rows, whose position ids separate documents and padding. Causal models
-    run without it (`engine.model.loss.hidden_states`)."""
+    run without it (`engine.model.decoder.hidden_states`)."""
     position_ids_BS: Tensor | None
     """Only for packed rows, where positions restart at 0 with every document, and for slices, as [1, S]."""
     sample_ids: tuple[int, ...]

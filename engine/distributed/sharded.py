@@ -152,7 +152,7 @@ class ShardedModel:
         With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's. `host_region` is the
         device's context for host allocations.
         """
-        self.model, self.voted_group = model, voted_group
+        self.model, self.voted_group, self.votes = model, voted_group, MicroBatchVotes(voted_group)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._kept: list[tuple[FSDPModule, bool]] = []
         for modules in groups:
@@ -166,18 +166,7 @@ class ShardedModel:
             # The head's weights also belong to a module inside the model, which is not a group.
             fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
         self._root = cast(FSDPModule, root)
-        self.votes = MicroBatchVotes(voted_group)
-        for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-        # Groups also run outside the root (in generation); without this the first of them would be made the root.
-        self._root._get_fsdp_state()._lazy_init()
-        states = self._root._get_fsdp_state()._state_ctx.all_states
-        self._groups = [group for state in states for group in state._fsdp_param_groups]
-        for index, group in enumerate(self._groups):
-            group._all_gather_comm = VotingAllGather(self.votes, index)
-            group._reduce_scatter_comm = VotingReduceScatter(self.votes, index)
+        self._groups = self._voting_groups()
         self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._learning = [parameter for parameter in self._parameters if parameter.sharded_param.requires_grad]
         self._local_parameters = [Parameter(p.sharded_param.to_local().detach()) for p in self._learning]
@@ -191,6 +180,22 @@ class ShardedModel:
         self._in_dummy = False
         for group in self._groups:
             group.post_backward = self._noting_gradients(group)
+
+    def _voting_groups(self) -> list[Any]:
+        """Replace the collectives of all groups of parameters by those that vote, and set that gradients are summed
+        over ranks, not averaged, also where a parameter was not used; returns torch's groups, in one order."""
+        for module in [module for module in cast(nn.Module, self._root).modules() if isinstance(module, FSDPModule)]:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        # Groups also run outside the root (in generation); without this the first of them would be made the root.
+        self._root._get_fsdp_state()._lazy_init()
+        states = self._root._get_fsdp_state()._state_ctx.all_states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        for index, group in enumerate(groups):
+            group._all_gather_comm = VotingAllGather(self.votes, index)
+            group._reduce_scatter_comm = VotingReduceScatter(self.votes, index)
+        return groups
 
     def local_parameters(self) -> dict[str, Parameter]:
         """This rank's part of every trainable parameter, by name, in the model's order. The optimizer updates parts in

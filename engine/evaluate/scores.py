@@ -25,7 +25,7 @@ from engine.evaluate.kept import KeptAnswers, KeptLosses
 from engine.evaluate.label_scores import ACCURACY, score_labels
 from engine.evaluate.rouge import MOST_LOST, lost_letters
 from engine.evaluate.text_scores import TEXT_SCORES
-from engine.model.loss import eval_mode
+from engine.model.decoder import eval_mode
 
 Scorer = Callable[[list[str], list[str]], dict[str, float]]
 """A function of a user: from answers and references, in the same order, to scores by name."""

@@ -27,8 +27,8 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
 from engine.distributed.voted_group import VotedGroup
 from engine.errors import UsageError
+from engine.model.decoder import autocast, decoder_of, hidden_states
 from engine.model.loaded import LoadedModel, embedding_rows
-from engine.model.loss import autocast, decoder_of, hidden_states
 
 KERNEL = "tunedeck_slices"
 """The kernel's name in a model's config. transformers has no mask function of this name, so it makes no mask."""

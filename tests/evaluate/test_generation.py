@@ -12,7 +12,8 @@ import torch
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from engine.evaluate.generation import KeyedDraw, generate
-from engine.model.loss import eval_mode, make_loss
+from engine.model.decoder import eval_mode
+from engine.model.loss import make_loss
 from engine.spec.schema.recipe import Generate
 from tests.data.specs import run_spec as data_spec
 from tests.data.specs import tokenizer

@@ -17,8 +17,8 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 from engine.data.batch import Batch, Documents
 from engine.device.host_syncs import host_syncs
+from engine.model.decoder import decoder_of, hidden_states
 from engine.model.loaded import LoadedModel
-from engine.model.loss import decoder_of, hidden_states
 from tests.model.samples import load_family
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "mixtral", "olmo2", "cohere")

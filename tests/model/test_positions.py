@@ -21,7 +21,8 @@ from engine.data.batch import Batch
 from engine.errors import UsageError
 from engine.export.merge import merge
 from engine.model.config import load_config
-from engine.model.loss import hidden_states, make_loss
+from engine.model.decoder import hidden_states
+from engine.model.loss import make_loss
 from engine.model.reference import find_starting_weights
 from engine.spec.schema.recipe import Model, Recipe, RopeScaling
 from engine.spec.schema.run import RunSpec

@@ -19,9 +19,9 @@ from engine.data.batch import Batch, Documents
 from engine.device.host_syncs import host_syncs
 from engine.errors import UsageError
 from engine.model.attention import attention_needs
+from engine.model.decoder import decoder_of, hidden_states
 from engine.model.documents import separate_documents
 from engine.model.loaded import LoadedModel
-from engine.model.loss import decoder_of, hidden_states
 from engine.model.varlen import register_varlen, varlen_attention
 from engine.spec.attention_choice import AttentionCard, KernelChoice, choose_kernel
 from tests.model.samples import FAMILIES, load_family

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.errors import UsageError
+from engine.model.decoder import hidden_states
 from engine.model.loaded import LoadedModel
-from engine.model.loss import hidden_states, make_loss
+from engine.model.loss import make_loss
 from engine.model.tokenizer import byte_tokenizer
 from tests.budget.metered_step import WITH_VISION_ENCODER
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import SpecError
 from engine.model.compiled import BACKENDS, is_compiled
-from engine.model.loss import decoder_of
+from engine.model.decoder import decoder_of
 from engine.spec.check.unsupported import refuse_unsupported
 from engine.spec.schema.run import RunSpec
 from engine.train import main

@@ -3,8 +3,8 @@ other.
 
 Facts of transformers 5.23: `masking_utils.find_packed_sequence_indices` builds a block mask from restarting position
 ids, for any batch size, when there is no attention mask; `modeling_flash_attention_utils._is_packed_sequence` does so
-only for a batch of one, so `engine.model.loss` flattens packed batches under flash. tests/model/test_packing.py checks
-this with real models.
+only for a batch of one, so `engine.model.decoder` flattens packed batches under flash. tests/model/test_packing.py
+checks this with real models.
 
 Try: `python -m pytest tests/model/test_packing.py`
 """

@@ -15,8 +15,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from engine.model.adapted_linear import compute_in_input_dtype, compute_with_peft, is_ours
+from engine.model.decoder import autocast
 from engine.model.loaded import ADAPTER
-from engine.model.loss import autocast
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.model.decoder import autocast, decoder_of
 from engine.model.documents import takes_starts
-from engine.model.loss import autocast, decoder_of
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
 

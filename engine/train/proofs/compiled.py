@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from engine.data.batch import Batch
 from engine.device.oom import classify
 from engine.model.compiled import COMPILE_ERRORS, CompiledLayers, compile_problem, stop_compiling
+from engine.model.decoder import autocast, decoder_output
 from engine.model.dropout import keyed_dropouts
-from engine.model.loss import autocast, decoder_output
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
 from engine.train.step.computation import StepComputation

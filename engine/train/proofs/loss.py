@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.chunked import token_losses
+from engine.model.decoder import autocast
 from engine.model.head import OutputHead
-from engine.model.loss import LossFunction, autocast
+from engine.model.loss import LossFunction
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
 

@@ -14,7 +14,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from engine.errors import EnvironmentProblem
-from engine.model.loss import autocast
+from engine.model.decoder import autocast
 from engine.train.proofs.record import DisprovedError, drawn, require_close, tolerance
 from engine.train.setup import TrainingSetup
 

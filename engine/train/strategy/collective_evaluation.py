@@ -18,7 +18,7 @@ from engine.device.catch_oom import catch_oom
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.evaluate.context import PASSES, EvaluationContext, FailedPass
-from engine.model.loss import eval_mode
+from engine.model.decoder import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
 from engine.train.strategy.shared_evaluation import gather_results
 

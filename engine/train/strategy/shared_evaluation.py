@@ -17,7 +17,7 @@ from engine.data.tokens import TokenData
 from engine.device.catch_oom import catch_oom
 from engine.distributed.ranks import Ranks
 from engine.evaluate.context import PASSES, EvaluationContext, FailedPass
-from engine.model.loss import eval_mode
+from engine.model.decoder import eval_mode
 from engine.train.recovery.consensus import gather_failures, smallest_failed
 
 PIECE_CHARACTERS = 16 * 1024
