@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from tests.budget.metered_step import QWEN2, folder_of
-from tests.spec.schema_walk import CASES, accepted, all_keys, outcome
+from tests.spec.schema_probes import accepted
+from tests.spec.schema_walk import CASES, all_keys, outcome
 from tests.train.run_helpers import write_samples
 from tests.vision_models import write_boxes, write_qwen2_vl
 

@@ -132,7 +132,8 @@ def verdict_line(plan: Plan, width: int, *, with_phase: bool = True, ascii_only:
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]
-    left = f"{sizes[2]} {name} {'left' if margin >= 0 else 'missing'}"
+    missing = "missing as written" if plan.verdict == "fits_smaller" else "missing"
+    left = f"{sizes[2]} {name} {'left' if margin >= 0 else missing}"
     phase = [f"peak in the {phase_words(plan.prediction.deciding_phase)}"] if with_phase else []
     length = f"{plan.length} tokens, {'the longest of the data' if plan.basis == 'data' else 'data.max_length'}"
     texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase, length]

@@ -56,7 +56,9 @@ def recipe_row(
 
 def _mark_and_name(entry: FileEntry, chosen: bool, name_width: int, ascii_only: bool) -> tuple[Content, str]:
     mark = Content.styled(glyphs("▶ " if chosen else "  ", ascii_only=ascii_only), "bold $info")
-    return mark, visible(entry.path.stem)[:name_width].ljust(name_width)
+    name = visible(entry.path.stem)
+    cut = name if len(name) <= name_width else name[: name_width - 1] + glyphs("…", ascii_only=ascii_only)
+    return mark, cut.ljust(name_width)
 
 
 def _verdict(evaluated: EvaluatedChoice | None, ascii_only: bool) -> Content:

@@ -56,6 +56,14 @@ class YRange:
             low, high = self.low, self.high
         return max(0.0, min(1.0, (value - low) / (high - low)))
 
+    def dot(self, value: float, height: int) -> int:
+        """The row of dots, from the top, in which a plot of `height` rows of cells draws a value; a cell has four."""
+        return round((1 - self.share(value)) * (4 * height - 1))
+
+    def row(self, value: float, height: int) -> int:
+        """The row of cells, from the top, in which a plot of `height` rows draws a value: that of its dot."""
+        return self.dot(value, height) >> 2
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -89,8 +97,7 @@ def ticks(y_range: YRange, height: int) -> dict[int, str]:
     """
     labels: dict[int, str] = {}
     for value in tick_values(y_range, max(2, height // ROWS_PER_TICK)):
-        row = round((1 - y_range.share(value)) * (height - 1))
-        labels.setdefault(row, f"{value:.4g}")
+        labels.setdefault(y_range.row(value, height), f"{value:.4g}")
     return labels
 
 
@@ -155,11 +162,8 @@ def _draw_dots(cells: list[list[Cell]], dots: Sequence[tuple[int, int] | None], 
 
 
 def _band_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRange) -> list[tuple[int, int] | None]:
-    last = 4 * height - 1
     return [
-        None
-        if column is None
-        else (round((1 - y_range.share(column.greatest)) * last), round((1 - y_range.share(column.least)) * last))
+        None if column is None else (y_range.dot(column.greatest, height), y_range.dot(column.least, height))
         for column in columns
     ]
 
@@ -167,8 +171,7 @@ def _band_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRang
 def _line_dots(columns: Sequence[PlotColumn | None], height: int, y_range: YRange) -> list[tuple[int, int] | None]:
     """Return for each dot column the first and last dot row of a line through the means, None before the first and
     after the last point. Columns without a point in between are crossed by a straight line. `height` is in cells."""
-    last = 4 * height - 1
-    known = [(x, round((1 - y_range.share(c.mean)) * last)) for x, c in enumerate(columns) if c is not None]
+    known = [(x, y_range.dot(c.mean, height)) for x, c in enumerate(columns) if c is not None]
     dots: list[tuple[int, int] | None] = [None] * len(columns)
     for x, y in known[:1]:
         dots[x] = (y, y)

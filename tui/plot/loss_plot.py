@@ -191,8 +191,7 @@ class LossPlot(TextLines):
         self, cells: list[list[Cell]], scores: Sequence[tuple[int, float]], x_scale: XScale, y_range: YRange
     ) -> None:
         for step, value in scores:
-            row = round((1 - y_range.share(value)) * (len(cells) - 1))
-            cells[row][x_scale.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
+            cells[y_range.row(value, len(cells))][x_scale.column(step)] = Cell(self._glyphs("◆"), "bold $mark")
 
     def _heading(self, data: LossPlotData) -> Content:
         heading = Content.styled(f" {data.label} ", "bold reverse" if self.active else "bold")

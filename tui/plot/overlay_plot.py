@@ -175,7 +175,7 @@ def _write_letter(cells: list[list[Cell]], curve: PlotCurve, y_range: YRange, he
     if not known:
         return
     x, column = known[-1]
-    row = min(height - 1, round((1 - y_range.share(column.mean)) * (height - 1)))
+    row = y_range.row(column.mean, height)
     place = x >> 1
     while place > 0 and cells[row][place].letter.isalpha():
         place -= 1

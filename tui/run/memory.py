@@ -51,8 +51,8 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
     width, bars = width - 1, run_bars(summary, watch.latest)
     lines = [*_pictures(summary, bars, width, look)] if bars else [*_peaks(summary)]
     lines += _figures(summary, bars, width, look)
-    components = byte_counts(summary.predicted.get("components"))
-    phase = str(summary.predicted.get("deciding_phase") or "")
+    plan = summary.measured.get("predicted") or summary.predicted  # for what ran, once that is known
+    components, phase = byte_counts(plan.get("components")), str(summary.predicted.get("deciding_phase") or "")
     words = [peak_sentence(phase, components) if phase else "", moves_sentence(components)]
     lines += [line for text in words for line in Content.styled(text, "$muted").wrap(max(10, width)) if text]
     return [Content.assemble(" ", line) for line in lines]

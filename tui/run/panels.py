@@ -190,7 +190,7 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
     if pieces is None:
         return "-"
     batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
-    largest = f"{rows} × {pieces}" if rows else f"{pieces} a step"
+    largest = f"{'' if pieces == 1 else '≤'}{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 
 

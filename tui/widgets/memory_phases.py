@@ -21,9 +21,10 @@ PHASE_WIDTH = 26
 """Cells for the name of a phase in the table."""
 
 NARROW, WIDE = 8, 13
-"""Cells for a figure of the table, on a screen of less than ROOMY columns and on others."""
+"""Least and most cells for a figure of the table."""
 
-ROOMY = 130
+MARK = "  the peak"
+"""Behind the row of the phase in which the peak lies."""
 
 
 class PlannedMemory(NamedTuple):
@@ -70,11 +71,11 @@ def phase_table(planned: PlannedMemory, width: int) -> Iterator[Content]:
     names = [name for name in COMPONENTS if any(parts.get(name) for parts in planned.phases.values())]
     large = planned.capacity_bytes >= 2**30
     unit, digits = (2**30, 2) if large else (2**20, 1)
-    cells = WIDE if width >= ROOMY else NARROW
+    cells = max(NARROW, min(WIDE, (width - PHASE_WIDTH - len(MARK)) // (len(names) + 1)))
     heads = "".join(f"{name[: cells - 1]:>{cells}}" for name in [*names, "total"])
     yield Content.styled(f"{'GiB' if large else 'MiB':<{PHASE_WIDTH}}{heads}", "$muted")
     for phase, parts in planned.phases.items():
         sizes = [*(parts.get(name, 0) for name in names), sum(parts.values())]
         texts = "".join(f"{f'{size / unit:,.{digits}f}' if size else '':>{cells}}" for size in sizes)
-        mark = "  the peak" if phase == planned.deciding_phase else ""
+        mark = MARK if phase == planned.deciding_phase else ""
         yield Content.styled(f"{phase_words(phase):<{PHASE_WIDTH}}{texts}{mark}", "bold" if mark else "")

@@ -85,16 +85,21 @@ class FooterBar(TextLines):
         return [Content.assemble(lines[0], GAP, self._key_line(room))]
 
     def _key_line(self, width: int) -> Content:
-        """A line with as many keys as fit, enabled ones first. Keys that work on every screen are always included, at
-        the end."""
+        """A line with as many keys as fit: enabled ones, and where there is room for all of these, disabled ones. Keys
+        that work on every screen are always included, at the end."""
         last = [self._one(key, usable) for key, usable in self._keys if key.screen == EVERYWHERE]
         room = width - sum(part.cell_length for part in last)
         parts: list[Content] = []
+        all_enabled = True
         for key, usable in sorted(self._keys, key=lambda row: not row[1]):
             part = self._one(key, usable)
-            if key.screen != EVERYWHERE and part.cell_length <= room:
+            if key.screen == EVERYWHERE or not (usable or all_enabled):
+                continue
+            if part.cell_length <= room:
                 room -= part.cell_length
                 parts.append(part)
+            else:
+                all_enabled = all_enabled and not usable
         return Content.assemble(*parts, *last)
 
     @staticmethod

@@ -78,8 +78,8 @@ def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
     assert verdict_line(plan, 140, ascii_only=False).plain.endswith("64 tokens, data.max_length")
     record_longest(lengths_record(spec.recipe), 41)
     _, known = spec_of(DEMO)
-    assert verdict_line(known, 140, ascii_only=False).plain.endswith("41 tokens, the longest of the data")
-    assert verdict_line(known, 50, ascii_only=False).plain.endswith("missing")
+    assert verdict_line(known, 150, ascii_only=False).plain.endswith("41 tokens, the longest of the data")
+    assert verdict_line(known, 60, ascii_only=False).plain.endswith("missing as written")
 
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tui.plot.braille import PlotCurve, YRange, draw_curves, fit_y_range, plot_lines, ticks, x_axis_line
 from tui.plot.series import PlotColumn
 
@@ -75,3 +77,13 @@ def test_an_axis_of_one_step_has_one_label() -> None:
 def test_every_line_is_as_wide_as_the_plot() -> None:
     cells = draw_curves([PlotCurve(flat(1, 2), "x")], 10, 4, YRange(1, 2), ascii_only=False)
     assert {line.cell_length for line in plot_lines(cells, {0: "2"})} == {18}
+
+
+@pytest.mark.parametrize("height", [5, 14, 15, 16, 30])
+def test_a_label_stands_in_the_row_of_the_dots_of_its_value(height: int) -> None:
+    """Regression: a curve that ended at 0 was drawn in the row below the label 0."""
+    frame = fit_y_range([PlotCurve(flat(5.6, 0.0), "x")])
+    assert frame is not None
+    for row, text in ticks(frame, height).items():
+        lines = drawn(PlotCurve(flat(float(text), float(text)), "x"), 1, height, frame)
+        assert lines.index("*") == row

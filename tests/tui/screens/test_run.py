@@ -47,7 +47,7 @@ async def test_at_80x24_loss_and_figures_stand_over_one_pane_of_words(console: O
     make_run(runs)
     async with console(80, 24) as pilot:
         await open_run(pilot)
-        await pilot.sees("loss", "25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
+        await pilot.sees("loss", "≤25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
         await pilot.sees("redone with at most 25")
         await pilot.press("tab", "tab")
         await pilot.sees("as written", "129.0 MiB, 202 %", "64 MiB simulated", "measured", "58.0 MiB, 91 %")
@@ -195,7 +195,7 @@ async def test_an_ended_run_is_not_painted_again_and_the_list_behind_it_polls_no
     make_run(runs)
     async with console(120, 36) as pilot:
         await open_run(pilot)
-        await pilot.sees("tokens/s", "25 × 2, batch 64")
+        await pilot.sees("tokens/s", "≤25 × 2, batch 64")
         await pilot.until(lambda: pilot.screen._plotted[0][0] == pilot.screen.run_watch.version, "the curve")
         behind: Any = pilot.app.get_screen("runs")
         assert behind._poll_timer is None
