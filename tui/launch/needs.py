@@ -22,7 +22,6 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_duration
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs
-from engine.journal.summary import read_spec
 from engine.spec.schema.run import RunSpec
 from tui.widgets.memory_bar import size_text
 
@@ -74,6 +73,8 @@ def needed_disk(spec: RunSpec) -> int | None:
 
 def find_pace(spec: RunSpec, runs_dir: Path) -> Pace | None:
     """The pace of the newest run in `runs_dir` with the same PACE_KEYS; None if there is none."""
+    from engine.journal.summary import read_spec  # slow to import: not before the first paint
+
     try:
         runs = list_runs(runs_dir)[:MOST_RUNS]
     except OSError:
