@@ -6,10 +6,10 @@ What the two values are, and where the difference shows, is in `tests/spec/schem
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.spec.schema_probes import accepted
@@ -90,7 +90,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _write_revisions(model: str) -> None:
     """Put two revisions of a model, with different sizes, into the hub cache of these tests."""
-    cache = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
+    cache = Path(os.environ["HF_HOME"], "hub", f"models--{model.replace('/', '--')}")
     for name, commit, config in (("main", "a" * 40, QWEN2), ("v9", "b" * 40, {**QWEN2, "num_hidden_layers": 3})):
         folder_of(config, cache / "snapshots" / commit)
         (cache / "refs").mkdir(exist_ok=True)
