@@ -101,11 +101,8 @@ def set_up(
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
     strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
-    if strategy.loaded.loading:
-        journal.phase("loading model", strategy.loaded.loading)
     strategy.loaded.images = images
-    for notice in strategy.loaded.notices:
-        journal.warn("model", notice)
+    _tell_loading(strategy.loaded, journal)
     pad_id = int(tokenizer.pad_token_id)
     context = _step_context(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
     device.release_cached()
@@ -120,6 +117,14 @@ def set_up(
         identity=Identity.of(asked, prepared.fingerprint, tokenizer_hash(tokenizer)),
         flops_per_token=flops_per_token(strategy.loaded),
     )
+
+
+def _tell_loading(loaded: LoadedModel, journal: Journal) -> None:
+    """Write to the journal how the weights came to the ranks, if they are sharded, and the model's notices."""
+    if loaded.loading:
+        journal.phase("loading model", loaded.loading)
+    for notice in loaded.notices:
+        journal.warn("model", notice)
 
 
 def _refuse_unsafe(spec: RunSpec, has_images: bool) -> None:

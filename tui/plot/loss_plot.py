@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from textual import events
 from textual.content import Content
 
 from engine.journal.event_text import format_number
@@ -24,11 +23,11 @@ from tui.plot.braille import (
     ticks,
     x_axis_line,
 )
-from tui.plot.cursor import PlotCursor, XScale, draw_cursor, value_text, where_text
+from tui.plot.cursor import XScale, draw_cursor, value_text, where_text
+from tui.plot.cursor_plot import CursorPlot
 from tui.plot.points_text import points_text
 from tui.plot.series import BoundedSeries, Reading, smoothed
 from tui.plot.svg import PlotRange, SvgCurve, svg_plot
-from tui.widgets.text_lines import TextLines
 
 HALF_LIFE_SHARE = 0.03
 """Half-life of the smoothing, as a share of the plot's width."""
@@ -84,7 +83,7 @@ class LossPlotData:
     """The metric, for the title."""
 
 
-class LossPlot(TextLines):
+class LossPlot(CursorPlot):
     """A widget with a title, the curve of a metric, a row of marks, and the steps of the x axis."""
 
     def __init__(self, glyphs: Callable[[str], str], ascii_only: bool, *, id: str | None = None) -> None:
@@ -92,43 +91,28 @@ class LossPlot(TextLines):
         self._glyphs, self._ascii_only = glyphs, ascii_only
         self._data: LossPlotData | None = None
         self.options = PlotOptions()
-        self.cursor = PlotCursor()
         self.active = False
         """Whether keys act on this pane, which the title shows."""
 
     def set_data(self, data: LossPlotData) -> None:
         """Replace the data and draw the plot again."""
         self._data = data
-        self._paint()
+        self.paint()
 
     def set_options(self, options: PlotOptions) -> None:
         """Draw the same data with other options."""
         self.options = options
-        self._paint()
+        self.paint()
 
-    def move_cursor(self, by: int) -> None:
-        """Move the cursor by this many cells, to the next point in that direction."""
-        if self._data is not None and self._width > 0:
-            self.cursor.move(by, self._scale(self._data, self._width), [self._data.series])
-            self._paint()
-
-    def clear_cursor(self) -> None:
-        """Remove the cursor."""
-        self.cursor.clear()
-        self._paint()
-
-    def on_click(self, event: events.Click) -> None:
-        """Put the cursor on the clicked place."""
-        if self._data is not None and event.x >= LABEL_WIDTH and self._width > 0:
-            scale = self._scale(self._data, self._width)
-            self.cursor.x = scale.bounds(min(scale.width - 1, event.x - LABEL_WIDTH))[0]
-            self._paint()
+    def axis_and_series(self, width: int) -> tuple[XScale, Sequence[BoundedSeries]] | None:
+        """The steps that are shown, and the one series."""
+        return None if self._data is None else (self._scale(self._data, width), [self._data.series])
 
     def copied(self) -> str:
         """The points that are shown, as text; empty without any."""
         if self._data is None or not self._data.series.points:
             return ""
-        scale = self._scale(self._data, 2 * max(1, self._width))
+        scale = self._scale(self._data, 2 * max(1, self.plot_width))
         return points_text("steps", [self._data.label], [self._data.series], scale)
 
     def picture(self, name: str) -> str:
@@ -144,22 +128,13 @@ class LossPlot(TextLines):
         """The metric that is plotted."""
         return self._data.label if self._data is not None else ""
 
-    @property
-    def _width(self) -> int:
-        """Cells between the y axis and the right end."""
-        return self.content_size.width - LABEL_WIDTH
-
     def _scale(self, data: LossPlotData, width: int) -> XScale:
         end = data.series.end
         return XScale(end - (end - data.series.start) * ZOOMS[self.options.zoom], end, width)
 
-    def on_resize(self) -> None:
-        """Draw again for the new size."""
-        super().on_resize()
-        self._paint()
-
-    def _paint(self) -> None:
-        width, height = self._width, self.content_size.height - 3
+    def paint(self) -> None:
+        """Draw title, curve, marks and steps; nothing where there is no room."""
+        width, height = self.plot_width, self.content_size.height - 3
         if self._data is None or width < 4 or height < 2:
             self.show([])
             return

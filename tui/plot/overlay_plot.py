@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from textual import events
 from textual.content import Content
 
 from engine.journal.event_text import format_number
 from tui.plot.braille import (
-    LABEL_WIDTH,
     Cell,
     PlotCurve,
     YRange,
@@ -24,11 +22,11 @@ from tui.plot.braille import (
     x_axis_line,
 )
 from tui.plot.cursor import PlotCursor, XScale, draw_cursor, format_x, where_text
+from tui.plot.cursor_plot import CursorPlot
 from tui.plot.loss_plot import HALF_LIFE_SHARE, ZOOMS, PlotOptions
 from tui.plot.points_text import points_text
 from tui.plot.series import BoundedSeries, PlotColumn, smoothed
 from tui.plot.svg import PlotRange, SvgCurve, svg_plot
-from tui.widgets.text_lines import TextLines
 
 STYLES = ("$info", "$caution", "$good", "$mark", "$bad", "$series-4")
 """Colours of the curves in order; the seventh has the first colour again, with another letter."""
@@ -57,43 +55,28 @@ class OverlayData:
     """The metric, in words."""
 
 
-class OverlayPlot(TextLines):
+class OverlayPlot(CursorPlot):
     """A widget that draws the loss curves of several runs in one pair of axes."""
 
     def __init__(self, ascii_only: bool, *, id: str) -> None:
         super().__init__(id=id, classes="pane -front")
         self._ascii_only = ascii_only
         self._data: OverlayData | None = None
-        self.cursor = PlotCursor()
 
     def set_data(self, data: OverlayData) -> None:
         """Replace the data and draw the plot again."""
         self._data = data
-        self._paint()
+        self.paint()
 
-    def move_cursor(self, by: int) -> None:
-        """Move the cursor by this many cells, to the next point of any curve in that direction."""
-        if self._data is not None and self._width > 0:
-            self.cursor.move(by, _scale(self._data, self._width), self._data.series)
-            self._paint()
-
-    def clear_cursor(self) -> None:
-        """Remove the cursor."""
-        self.cursor.clear()
-        self._paint()
-
-    def on_click(self, event: events.Click) -> None:
-        """Put the cursor on the clicked place."""
-        if self._data is not None and event.x >= LABEL_WIDTH and self._width > 0:
-            scale = _scale(self._data, self._width)
-            self.cursor.x = scale.bounds(min(scale.width - 1, event.x - LABEL_WIDTH))[0]
-            self.move_cursor(0)
+    def axis_and_series(self, width: int) -> tuple[XScale, Sequence[BoundedSeries]] | None:
+        """The part of the x axis that is shown, and the series of all runs."""
+        return None if self._data is None else (_scale(self._data, width), self._data.series)
 
     def read_off(self) -> Content | None:
         """The values under the cursor, with the letter of each run; None while there is no cursor."""
-        if self._data is None or self._width <= 0:
+        if self._data is None or self.plot_width <= 0:
             return None
-        found = self.cursor.readings(_scale(self._data, self._width), self._data.series)
+        found = self.cursor.readings(_scale(self._data, self.plot_width), self._data.series)
         known = [(number, reading) for number, reading in enumerate(found) if reading is not None]
         if not known:
             return None
@@ -106,7 +89,7 @@ class OverlayPlot(TextLines):
         """The points that are shown, as text, with these names of the runs; empty without any."""
         if self._data is None or not any(series.points for series in self._data.series):
             return ""
-        return points_text(self._data.axis, names, self._data.series, _scale(self._data, 2 * max(1, self._width)))
+        return points_text(self._data.axis, names, self._data.series, _scale(self._data, 2 * max(1, self.plot_width)))
 
     def picture(self, names: Sequence[str]) -> str:
         """The plot as SVG, with these names of the runs in its legend; empty without points."""
@@ -118,18 +101,9 @@ class OverlayPlot(TextLines):
         shown = PlotRange(scale.start, scale.end)
         return svg_plot(data.label, data.axis, curves, shown, log=options.log, smooth=options.smooth)
 
-    def on_resize(self) -> None:
-        """Draw again for the new size."""
-        super().on_resize()
-        self._paint()
-
-    @property
-    def _width(self) -> int:
-        """Cells between the y axis and the right end."""
-        return self.content_size.width - LABEL_WIDTH
-
-    def _paint(self) -> None:
-        width, height = self._width, self.content_size.height - 1
+    def paint(self) -> None:
+        """Draw the curves and the x axis; nothing where there is no room."""
+        width, height = self.plot_width, self.content_size.height - 1
         if self._data is None or width < 4 or height < 2:
             self.show([])
             return

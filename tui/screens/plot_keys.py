@@ -6,22 +6,12 @@ Try: left and right on the Run screen
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
-from tui.plot.cursor import PlotCursor
+from tui.plot.cursor_plot import CursorPlot
 from tui.plot.loss_plot import ZOOMS, PlotOptions
 
 FAR = 10
 """Cells by which the cursor moves with the shift key."""
-
-
-class CursorPlot(Protocol):
-    """A plot with a cursor."""
-
-    cursor: PlotCursor
-
-    def move_cursor(self, by: int) -> None:
-        """Move the cursor by this many cells, to the next point in that direction."""
 
 
 class PlotKeys:

@@ -53,7 +53,7 @@ def prove(setup: TrainingSetup) -> str:
         worst = max(_worst_error(setup, layers, batch) for batch in batches)
     except COMPILE_ERRORS as error:
         raise DisprovedError(f"{layers.backend} cannot compile them: {compile_problem(error)}") from None
-    except Exception as error:
+    except Exception as error:  # of any kind: memory that runs out has many
         if classify(error) is None:
             raise
         raise DisprovedError(f"memory ran out while they were compared: {error}") from None

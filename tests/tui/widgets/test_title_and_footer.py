@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from tui.widgets.title_and_footer import MESSAGE_LINES, shorten_message
+from tui.keys import EVERYWHERE, Key
+from tui.widgets.title_and_footer import MESSAGE_LINES, FooterBar, shorten_message
 
 
 def lines(*sentences: str, width: int = 20) -> list[str]:
@@ -31,3 +32,18 @@ def test_one_long_sentence_fills_the_lines() -> None:
     assert lines("one two three four five six seven eight nine ten eleven twelve") == [
         "one two three four", "five six seven eight", "nine ten eleven"
     ]  # fmt: skip
+
+
+def test_a_disabled_key_takes_no_room_from_an_enabled_one() -> None:
+    keys = [
+        (Key("run", "p", "pause", "pause", ""), False),
+        (Key("run", "z", "enlarge", "enlarge", ""), True),
+        (Key(EVERYWHERE, "q", "quit", "quit", ""), True),
+    ]
+    footer = FooterBar()
+    footer._keys = keys
+    assert [footer._key_line(width).plain.split() for width in (40, 20, 17)] == [
+        ["z", "enlarge", "p", "pause", "q", "quit"],
+        ["z", "enlarge", "q", "quit"],
+        ["q", "quit"],
+    ]
