@@ -2,6 +2,7 @@
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests: about three minutes on two cores, a fourth the first time
 # make test    the same with all tests: about 45 minutes on two cores
+# make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo check test torture plans lint clean
+.PHONY: demo check test durations torture plans lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -32,6 +33,9 @@ test: $(READY)
 	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
 
+durations: $(READY)
+	$(PYTEST) --durations-file
+
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.stages.kill_anywhere --moments 30
@@ -42,6 +46,7 @@ plans: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from benchmarks.job import Job, write_job
+from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.device import open_device
-from engine.model.library_output import silence_libraries
+from engine.model.config import silence_libraries
 from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.run import RunSpec
 from engine.train.step.optimizer import guarded_optimizer
 
 ROWS, LENGTH, HIDDEN, RANK = 8, 256, 512, 16

@@ -21,19 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advise.changes import is_refused, with_changes
-from engine.budget.advise.fit import Advice, Suggestion, advise, changed, fits, possible_levers
-from engine.budget.advise.levers import Lever
+from engine.budget.advise.gate import admit
+from engine.budget.advise.levers import Lever, is_refused, with_changes
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.preflight import refuse_unsafe
-from engine.budget.advise.search import Trial
-from engine.budget.advise.strategy import settle_parallel
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.advise.search import Advice, Suggestion, Trial, advise, changed, fits, possible_levers
+from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import predict
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
-from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.2-1B",
@@ -71,10 +67,7 @@ class Question:
     def spec(self, more: Sequence[str] = ()) -> RunSpec:
         """Resolve and check the run spec, with `more` overrides (KEY=VALUE) after the question's own. Raises
         TunedeckError if the spec is refused."""
-        spec = settle_parallel(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
-        refuse_unsupported(spec)
-        refuse_unsafe(spec)
-        return spec
+        return admit(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
 
 
 def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:
@@ -121,13 +114,14 @@ def overlooked(spec: RunSpec, advice: Advice, most_sets: int = MOST_SETS) -> lis
     if fits(advice.plan):
         return []
     costs = [sum(lever.cost for lever in offer.levers) for offer in advice.suggestions]
-    levers = sorted(possible_levers(spec, advice.plan), key=lambda lever: lever.cost)
-    trial, least = Trial(spec, None), min(costs, default=float("inf"))
+    facts = find_facts(spec.recipe.model)
+    levers = sorted(possible_levers(spec, advice.plan, facts), key=lambda lever: lever.cost)
+    trial, least = Trial(spec, None, facts), min(costs, default=float("inf"))
     for number, chosen in enumerate(_cheaper(levers, least)):
         if number == most_sets:
             break
         after = changed(spec, chosen)
-        if trial.fits(chosen) and not is_refused(after) and fits(make_plan(after)):
+        if trial.fits(chosen) and not is_refused(after, facts) and fits(make_plan(after)):
             return [dict(lever.changes) for lever in chosen]
     return []
 

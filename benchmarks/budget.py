@@ -25,9 +25,9 @@ import torch
 
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from engine.model.library_output import silence_libraries
+from engine.config.schema.run import RunSpec
+from engine.model.config import silence_libraries
 from engine.simulate.step import simulate_step
-from engine.spec.schema.run import RunSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "budget.json"

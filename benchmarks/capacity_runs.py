@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from engine.model.library_output import disable_progress_bars
+from engine.model.config import disable_progress_bars
 from tests.budget.capacity_runs import CASES, SEED, capacity_cases, run_case
 
 

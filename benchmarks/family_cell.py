@@ -14,16 +14,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from engine.budget.advise.gate import problems_with_model
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.advise.recipe_with_model import problems_with_model
 from engine.budget.predict.simulated import keep_simulation
-from engine.commands.simulate import simulation
+from engine.commands.background import simulation
+from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, TunedeckError
 from engine.export.merge import merge
 from engine.journal.directory import RunDirectory
 from engine.launch.create_run import create_run
-from engine.model.library_output import silence_libraries
-from engine.spec.schema.run import RunSpec
+from engine.model.config import silence_libraries
 from tests.model.samples import batch_of, load, logits_of, run_spec, write_model
 from tests.train.run_helpers import Event, losses, make_spec, of_kind, train, write_samples
 

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 
 from benchmarks.gpu_models import write_model
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.device.base import GpuReading
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem, TunedeckError
@@ -27,8 +29,6 @@ from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventTail
 from engine.launch.environment import device_environment
 from engine.launch.process import engine_environment, log_tail, start_engine
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
 
 Result = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from benchmarks.gpu_runs import (
     new_run,
     until_step,
 )
-from engine.budget.advise.changes import with_changes
+from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, make_plan
 from engine.launch.process import start_engine
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 
+from engine.config.schema.recipe import Model
+from engine.config.schema.run import RunSpec
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.recipe import Model
-from engine.spec.schema.run import RunSpec
 
 RECIPE_MODEL = Model(id="builtin:tiny", tokenizer="builtin:bytes", init="random")
 BATCH, MICRO = 32, 8

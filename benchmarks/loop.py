@@ -39,10 +39,10 @@ from engine.device import open_device
 from engine.device.base import Device
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
+from engine.journal.writer import Journal
 from engine.model.tokenizer import load_tokenizer
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import set_up
+from engine.train.run.setup import set_up
+from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 
@@ -57,9 +57,7 @@ def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: 
     """Write a job of `steps` steps into `folder` and return it; for `vocabulary` and `hidden` see `write_job`. Its
     texts have 256 tokens each, or with `mixed` log-normal lengths."""
     drawn = random.Random(1)
-    lengths = [
-        max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)
-    ]
+    lengths = [max(8, min(512, int(drawn.lognormvariate(4.2, 0.9)))) if mixed else 256 for _ in range(steps * BATCH)]
     return write_job(folder, lengths, vocabulary=vocabulary, hidden=hidden, steps=steps)
 
 

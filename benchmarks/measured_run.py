@@ -1,7 +1,7 @@
 """Trains the steps of a run with the engine's own set-up, loop and recovery, and writes no checkpoint and no result.
 
 A model with random weights is kept beside its adapter, so each run of a 7B model would write 15 GB: minutes that say
-nothing about memory or speed. Everything else is as in `engine.train.main`.
+nothing about memory or speed. Everything else is as in `engine.train.run.main`.
 
 Run: python -m benchmarks.measured_run RUN_DIRECTORY        (started by `benchmarks.gpu_runs`)
 """
@@ -12,24 +12,23 @@ import sys
 import traceback
 from pathlib import Path
 
+from engine.config.load import load_run_spec
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import TunedeckError
+from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.launch.run_requests import RunRequests
-from engine.spec.load import load_run_spec
-from engine.spec.schema.run import RunSpec
-from engine.train.loop import Training
-from engine.train.main import log_to_stderr
-from engine.train.monitor.calibrate import calibrate
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
+from engine.journal.writer import Journal
 from engine.train.proofs.prove import prove
-from engine.train.recovery.emergency_memory import EmergencyHostMemory
-from engine.train.recovery.oom_report import OomReports, oom_reporter
-from engine.train.run_context import RunContext
-from engine.train.setup import set_up
+from engine.train.run.checkpoints import EmergencyHostMemory
+from engine.train.run.loop import Training
+from engine.train.run.main import log_to_stderr
+from engine.train.run.measured_memory import calibrate
+from engine.train.run.run_context import RunContext, Watchdog
+from engine.train.run.setup import set_up
+from engine.train.step.oom_report import OomReports, oom_reporter
 
 
 def measure(place: RunDirectory) -> int:
@@ -43,9 +42,7 @@ def measure(place: RunDirectory) -> int:
                 _train(spec, place, device, journal)
         except TunedeckError as error:
             traceback.print_exc()
-            journal.write(
-                "run_finished", status="failed", exit_code=error.exit_code, result=None, error=error.render()
-            )
+            journal.write("run_finished", status="failed", exit_code=error.exit_code, result=None, error=error.render())
             return error.exit_code
     return 0
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.strategy import settle_parallel
+from engine.config.files.find import list_spec_files
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.spec.files.find import list_spec_files
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B",

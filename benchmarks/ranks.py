@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
+from engine.model.config import disable_progress_bars
 
 LIMIT_SECONDS = 300.0
 """Time limit of a collective."""

@@ -31,17 +31,17 @@ from typing import Any
 import torch
 
 from benchmarks.job import Job, spec_of, write_job
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.device.base import Device
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventTail, EventWriter
-from engine.model.library_output import disable_progress_bars
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
-from engine.train import main as engine_main
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.model.config import disable_progress_bars
+from engine.train.run import main as engine_main
+from engine.train.run.setup import set_up
+from engine.train.step.oom_report import oom_reporter
 from engine.train.step.transaction import StepTransaction
 
 

@@ -2,10 +2,9 @@
 
 Run: python -m benchmarks.saving [--ranks 4] [--width 2048]        (CPU and gloo, two minutes, 6 GB of memory)
 
-Saves a full model of random fp32 weights (some 200 M parameters with the width 2048) and the state of AdamW. "received"
-is what came from other ranks, "hashed" what was read from the disk to be hashed, and "host" how far the process grew
-above what it held before, weights and optimizer state included. Times mean little, since the ranks share processor
-cores and a disk.
+Saves a full model of random fp32 weights (200 M parameters with the width 2048) and the state of AdamW. "received" came
+from other ranks, "hashed" was read from the disk to be hashed, "host" is how far the process grew above what it held
+before. Times mean little, since the ranks share processor cores and a disk.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from torch import Tensor
 
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
+from benchmarks.shard_loading import status_bytes
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.journal import checkpoints_on_disk
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
-from engine.train.checkpoint.files import size_bytes, write_checkpoint
-from engine.train.monitor.journal import Journal
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.model.config import disable_progress_bars
+from engine.train.run.checkpoint_files import size_bytes, write_checkpoint
+from engine.train.run.setup import set_up
 
 
 def main() -> None:
-    """Run the measurement and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
@@ -58,7 +57,7 @@ def measure(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
         context = set_up(spec, device, Journal(None), lambda _backoff: None, ranks).context
         storage = context.strategy.checkpoint_storage(context.optimizer)
         counts = _counted(patch, ranks)
-        before, began = _memory("VmRSS"), time.perf_counter()
+        before, began = status_bytes("VmRSS"), time.perf_counter()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 
         def save() -> int:
@@ -69,7 +68,7 @@ def measure(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
 
         size = ranks.run_on_rank0(save)
         seconds = time.perf_counter() - began
-        counts["grown"] = _memory("VmHWM") - before
+        counts["grown"] = status_bytes("VmHWM") - before
         parameters = sum(parameter.numel() for parameter in context.loaded.model.parameters())
         return {"parameters": parameters, "size": size, "seconds": seconds, "ranks": ranks.all_gather_object(counts)}
 
@@ -77,11 +76,7 @@ def measure(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
 def _counted(patch: pytest.MonkeyPatch, ranks: Ranks) -> dict[str, int]:
     """Count from now on: bytes received from other ranks, and bytes read to be hashed."""
     counts = {"received": 0, "hashed": 0}
-    gather, exchange, hashing = dist.gather, dist.all_to_all_single, checkpoints_on_disk.sha256
-
-    def gathering(part: Tensor, parts: list[Tensor] | None = None, **named: Any) -> Any:
-        counts["received"] += 0 if parts is None else sum(len(each) for each in parts) - len(part)
-        return gather(part, parts, **named)
+    exchange, hashing = dist.all_to_all_single, checkpoints_on_disk.sha256
 
     def exchanging(received: Tensor, sent: Tensor, sizes: list[int], *more: Any) -> Any:
         counts["received"] += sum(sizes) - sizes[ranks.rank]
@@ -91,16 +86,9 @@ def _counted(patch: pytest.MonkeyPatch, ranks: Ranks) -> dict[str, int]:
         counts["hashed"] += path.stat().st_size
         return hashing(path)
 
-    patch.setattr(dist, "gather", gathering)
     patch.setattr(dist, "all_to_all_single", exchanging)
     patch.setattr(checkpoints_on_disk, "sha256", reading)
     return counts
-
-
-def _memory(field: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 def _spec(job: Job, ranks: int) -> RunSpec:

@@ -6,11 +6,10 @@ A random llama in bf16 is written to a file (in the working directory, since /tm
 fine-tuning: first so that rank 0 sends all weights, then so that each rank reads its rows. After each, the same file is
 read as the weights of a checkpoint. The file is dropped from the page cache before each, so that it is read from disk.
 
-The kernel counts what each process reads (read_bytes of /proc/self/io). It reads ahead of a request: of ranks that read
-beside each other, the first reads more than its rows, and the others find theirs in the page cache. What ranks receive
-is the sum of the tensors that rank 0 broadcasts. "host" is the peak of the process's memory (VmHWM) above that before,
-pages of mapped files included. At the start it is taken until all weights are in shards, and less the rank's shards,
-which here lie in host memory, too.
+"read" is what the kernel counts (read_bytes of /proc/self/io): it reads ahead, so of ranks that read beside each other
+the first reads more than its rows, and the others find theirs in the page cache. "received" is what rank 0 broadcasts.
+"host" is the peak of the process's memory (VmHWM) above that before, pages of mapped files included; at the start it is
+taken until all weights are in shards, and less the rank's shards, which here lie in host memory, too.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.job import RECIPE_MODEL, Job, spec_of
 from benchmarks.ranks import measure_on_ranks
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
-from engine.distributed import weight_files
+from engine.distributed import weight_loading
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
-from engine.model.library_output import disable_progress_bars
+from engine.model.config import disable_progress_bars
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.run import RunSpec
-from engine.train.strategy import load_sharded as loading
-from engine.train.strategy.load_sharded import load_sharded
+from engine.train.strategy import load as loading
+from engine.train.strategy.load import load_sharded
 
 WIDTH, VOCABULARY = 1024, 32000
 SMALL = "small"
@@ -49,7 +48,6 @@ LAYER_PARAMETERS = 3 * WIDTH * WIDTH + 3 * WIDTH * 11 * WIDTH // 4
 
 
 def main() -> None:
-    """Run the measurement and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--millions", type=int, default=200, help="parameters of the model, in millions")
@@ -82,13 +80,12 @@ def write_llama(folder: Path, layers: int, width: int) -> int:
 
 def measure_sending(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
     """`measure_loading` with all weights sent by rank 0, as where no rank can say which file they are in."""
-    vars(weight_files)["MAPS"] = Path(spec.recipe.model.id, "none")
+    vars(weight_loading)["MAPS"] = Path(spec.recipe.model.id, "none")
     return measure_loading(ranks, spec)
 
 
 def measure_loading(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
-    """Load the model in shards, then load its weights again as a resume does. Returns for each of the two a list, by
-    rank, of what `_watched` counted."""
+    """Load the model in shards, then its weights again as a resume does; returns, by rank, what `_watched` counted."""
     device = open_device(spec_of_rank(spec, ranks.local_rank))
     tokenizer = load_tokenizer(spec.recipe.model)
     folder = Path(spec.recipe.model.id)
@@ -105,30 +102,29 @@ def measure_loading(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
 
 @contextmanager
 def _watched(ranks: Ranks, folder: Path) -> Iterator[dict[str, int]]:
-    """Yield a dict that the end of the block fills with bytes of this rank: "read" from the disk, "received" in
-    broadcasts, and the peak of "host" memory above that at the beginning."""
+    """Yield a dict that the end of the block fills with this rank's bytes "read", "received" and of "host" memory."""
     found: dict[str, int] = {}
     if ranks.is_rank0:
         _drop_from_page_cache(folder)
     ranks.all_gather_object("dropped")
-    held, read = _status("VmRSS"), _read_bytes()
+    held, read = status_bytes("VmRSS"), _read_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     with _counting_broadcasts(received := [0]):
         yield found
     found |= {"read": _read_bytes() - read, "received": 0 if ranks.is_rank0 else received[0]}
-    found["host"] = _status("VmHWM") - held
+    found["host"] = status_bytes("VmHWM") - held
     ranks.all_gather_object("measured")
 
 
 @contextmanager
 def _peak_until_sharded() -> Iterator[list[int]]:
-    """Yield a list that gets the growth of memory up to the moment when all weights are in shards: then the head is
-    gathered for its loss, which takes memory of the device."""
-    held, grown, make = _status("VmRSS"), list[int](), vars(loading)["ShardedModel"]
+    """Yield a list that gets the growth of memory until all weights are in shards: then the head is gathered for its
+    loss, which takes memory of the device."""
+    held, grown, make = status_bytes("VmRSS"), list[int](), vars(loading)["ShardedModel"]
 
     def noting(*arguments: Any, **named: Any) -> Any:
         made = make(*arguments, **named)
-        grown.append(_status("VmHWM") - held)
+        grown.append(status_bytes("VmHWM") - held)
         return made
 
     vars(loading)["ShardedModel"] = noting
@@ -164,7 +160,8 @@ def _read_bytes() -> int:
     return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.M)[0])
 
 
-def _status(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """A size in /proc/self/status, in bytes."""
     return 1024 * int(re.findall(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[0])
 
 

@@ -21,15 +21,15 @@ from typing import Any
 from benchmarks.job import BATCH, Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
 from engine.batching.micro_batches import MicroBatch
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import VotedGroup
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.ceiling_watch import CeilingWatch
-from engine.train.setup import set_up
+from engine.distributed.votes import VotedGroup
+from engine.journal.writer import Journal
+from engine.model.config import disable_progress_bars
+from engine.train.run.setup import set_up
+from engine.train.step.budget_growth import CeilingWatch
 from engine.train.step.transaction import StepTransaction
 
 TOKENS, WIDTH, ROWS = 32, 64, 4

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
 from benchmarks.slices import measure_steps
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
+from engine.model.config import disable_progress_bars
 
 TOKENS, WIDTH = 64, 192
 

@@ -18,14 +18,14 @@ from typing import Any
 
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
-from engine.batching.cost import micro_batch_cost
+from engine.batching.budget import micro_batch_cost
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
-from engine.train.monitor.journal import Journal
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.model.config import disable_progress_bars
+from engine.train.run.setup import set_up
 from engine.train.step.transaction import StepTransaction
 
 STEPS = 2

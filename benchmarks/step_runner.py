@@ -14,16 +14,17 @@ from pathlib import Path
 from benchmarks.job import Job, spec_of
 from engine.batching.budget import MicroBatchBudget
 from engine.device.base import Device
-from engine.device.catch_oom import frozen_gc
 from engine.device.co_tenant import SharedByteCount
 from engine.device.cpu import CpuDevice
 from engine.device.metered import MeteredDevice
+from engine.device.oom import frozen_gc
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.budget_growth import BudgetGrowth
-from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import TrainingSetup, set_up
+from engine.journal.writer import Journal
+from engine.train.run.setup import set_up
+from engine.train.step.budget_growth import BudgetGrowth
+from engine.train.step.context import TrainingSetup
+from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 

@@ -20,27 +20,27 @@ from typing import Any
 
 from benchmarks.job import spec_of, write_job
 from benchmarks.ranks import LIMIT_SECONDS, measure_on_ranks
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
-from engine.device.catch_oom import frozen_gc
+from engine.device.oom import frozen_gc
 from engine.distributed.elastic import spec_of_rank
-from engine.distributed.host_gather import HostGather
 from engine.distributed.ranks import Ranks
+from engine.distributed.votes import HostGather
+from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
-from engine.launch.run_requests import RunRequests
-from engine.model.library_output import disable_progress_bars
-from engine.spec.schema.run import RunSpec
-from engine.train.loop import Training
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.emergency_memory import EmergencyHostMemory
-from engine.train.run_context import RunContext
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.model.config import disable_progress_bars
+from engine.train.run.checkpoints import EmergencyHostMemory
+from engine.train.run.loop import Training
+from engine.train.run.run_context import RunContext, Watchdog
+from engine.train.run.setup import set_up
 
 SIZES = {"small": (64, 48), "larger": (192, 256)}
 """Hidden size of each model, and tokens per sequence; a step has 32 sequences."""
 
 BETWEEN_STEPS = 2
 """Votes of the training loop between two steps: whether to end, and whether to write a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Cost:

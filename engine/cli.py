@@ -1,14 +1,11 @@
 """The command line: the table of commands, and how every error becomes one short block and an exit code.
 
-Commands parse, call and print; what they need of the engine they import inside. `tunedeck --help` stays under 0.4 s of
-processor time, so nothing here or at the top of a file in `engine.commands` imports torch, transformers or pydantic.
-
-Try: `tunedeck --help`
+`tunedeck --help` stays under 0.4 s of processor time: nothing here or at the top of a file in `engine.commands` imports
+torch, transformers or pydantic.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -18,24 +15,21 @@ from typing import Annotated, cast
 import typer
 
 from engine.commands import (
+    background,
     compare,
-    control,
     data,
     doctor,
     doctor_gpus,
     evaluate,
     export,
-    forward,
     launch,
     library,
     plan,
     queue,
-    resume,
     runs,
-    simulate,
     train,
 )
-from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
+from engine.errors import FULL_DISK, EnvironmentProblem, StoppedError, TunedeckError, UsageError
 
 app = typer.Typer(
     name="tunedeck",
@@ -46,9 +40,7 @@ app = typer.Typer(
 )
 
 BAD_ARGUMENTS = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
-"""What typer raises for arguments that it cannot parse: the base of BadParameter, which has no public name."""
-
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+"""The base of BadParameter, which has no public name: what typer raises for arguments that it cannot parse."""
 
 
 def _print_version(requested: bool) -> None:
@@ -84,11 +76,11 @@ def _add(*commands: Callable[..., None]) -> None:
 
 
 # In the order of `tunedeck --help`.
-_add(plan.plan, plan.fit, train.train, resume.resume, control.stop, control.pause, control.checkpoint, control.wait)
+_add(plan.plan, plan.fit, train.train, train.resume, runs.stop, runs.pause, runs.checkpoint, runs.wait)
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(forward.forward, export.merge, data.data)
+_add(background.forward, export.merge, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)
@@ -96,15 +88,15 @@ _add(doctor.doctor)
 app.command("_engine", hidden=True)(train.engine_process)
 app.command("_assemble", hidden=True)(train.assembler_process)
 app.command("_conductor", hidden=True)(train.conductor_process)
-app.command("_simulate", hidden=True)(simulate.simulate_process)
+app.command("_simulate", hidden=True)(background.simulate_process)
 app.command("_prove", hidden=True)(doctor_gpus.prove_process)
-app.command("_forward", hidden=True)(forward.tracker_process)
+app.command("_forward", hidden=True)(background.tracker_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)
 
 
 def run() -> None:
-    """Run the command in `sys.argv` and exit with its code. `--debug` anywhere in it shows tracebacks."""
+    """`--debug` anywhere in `sys.argv` shows tracebacks."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -131,7 +123,7 @@ def run() -> None:
 
 
 def _run_command(arguments: list[str]) -> int:
-    """Run one command; returns its exit code. Calling `app` itself would turn a closed pipe into exit code 1."""
+    """Calling `app` itself would turn a closed pipe into exit code 1."""
     command = typer.main.get_command(app)
     try:
         with command.make_context("tunedeck", arguments) as context:
@@ -153,13 +145,12 @@ def _print_full_disk(error: OSError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Replace stdout by the null device after a pipe was closed, so that the interpreter's last flush cannot fail."""
+    """After a pipe was closed, so that the interpreter's last flush cannot fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _print_bad_arguments(error: typer.BadParameter, arguments: list[str]) -> None:
-    """Print the parser's message as an error block (see `TunedeckError.render`), or the help if `arguments` name a
-    group of commands without a command."""
+    """Print an error block, or the help if `arguments` name a group without a command."""
     from engine.commands.wrong_usage import refusal
 
     message = error.format_message()
@@ -171,8 +162,8 @@ def _print_bad_arguments(error: typer.BadParameter, arguments: list[str]) -> Non
 
 
 def _print_error(text: str) -> None:
-    """Print the lines of an error on stderr, as plain text whose control characters are made visible."""
-    from engine.spec.files.text import visible
+    """Control characters are made visible."""
+    from engine.config.files.text import visible
 
     first, *rest = [visible(line) for line in text.splitlines()] or [""]
     sys.stderr.write("\n".join([f"tunedeck: {first}", *(f"  {line}" for line in rest)]) + "\n")

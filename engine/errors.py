@@ -1,15 +1,18 @@
 """The error hierarchy: each error says what was found, what was expected and the fix, and has an exit code.
 
-Every failure that a user can cause or repair is raised as one of these. The command line prints `render()` on stderr
-and exits with `exit_code`; `engine.log` keeps the traceback. Any other exception is a defect and exits with 1.
+Every failure that a user can cause or repair is one of these; any other exception is a defect and exits with 1.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+"""Numbers of the OSErrors that a full disk or an exhausted quota causes."""
+
 KILLED_CODE = 137
-"""Exit code of a run that was stopped by force: 128 + SIGKILL, as shells report it."""
+"""As shells report a run that was stopped by force: 128 + SIGKILL."""
 
 
 class TunedeckError(Exception):
@@ -24,7 +27,6 @@ class TunedeckError(Exception):
         self.fix = fix
 
     def render(self) -> str:
-        """The block shown to a user: one line each for what was found, what was expected and the fix."""
         lines = [self.found]
         if self.expected:
             lines.append(f"expected: {self.expected}")
@@ -48,12 +50,12 @@ class SpecError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """The budget has no formula (closed form) for the memory of this model family. A run learns how much memory it
-    needs as it trains."""
+    """The budget has no formula (closed form) for this model family; a run learns how much memory it needs as it
+    trains."""
 
 
 class NotSimulatedError(UsageError):
-    """A run whose memory is predicted by a simulation that has not been made yet (`engine.launch.simulation`)."""
+    """The run's memory needs a simulation that has not been made yet (`engine.launch.simulation`)."""
 
     def __init__(self, spec: object) -> None:
         super().__init__("this run has not been simulated yet", fix="simulate it: tunedeck plan, same arguments")

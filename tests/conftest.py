@@ -6,73 +6,37 @@ And the order they run in: groups of ranks on one worker, slow files, then fast 
 from __future__ import annotations
 
 import gc
+import json
 import os
+import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import fork_server
 
 FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
 RANKS = "tests/distributed/"
 """Tests that start two to four ranks, which wait for each other all the time. Two such groups at once on two cores took
 four tenths more of the processors than one after the other, so one worker gets all of these files."""
 
-SLOW = (
-    RANKS,
-    "tests/train/",
-    "tests/stages/",
-    "tests/twins/",
-    "tests/package/",
-    "tests/spec/test_schema_walk.py",
-    "tests/docs/",
-    "tests/simulate/",
-    "tests/test_gpu_suites.py",
-    "tests/cli/test_bad_runs.py",
-    "tests/cli/test_queue.py",
-    "tests/cli/test_evaluate.py",
-    "tests/cli/test_clean_output.py",
-    "tests/cli/test_full_disk.py",
-    "tests/cli/test_deleted_folder.py",
-    "tests/cli/test_bad_input.py",
-    "tests/tui/launch/test_simulated.py",
-    "tests/tui/test_tmux.py",
-    "tests/tui/test_console.py",
-    "tests/tui/test_terminal.py",
-    "tests/tui/screens/test_library.py",
-    "tests/tui/screens/test_scores.py",
-    "tests/budget/test_capacity_runs.py",
-    "tests/budget/test_fit_on_real_runs.py",
-    "tests/budget/test_simulated.py",
-    "tests/budget/test_accuracy.py",
-    "tests/budget/test_vision.py",
-    "tests/budget/test_inference.py",
-    "tests/budget/test_rounding.py",
-    "tests/budget/test_hub.py",
-    "tests/budget/test_dense_layers.py",
-    "tests/budget/test_router_statistics.py",
-    "tests/budget/test_plans_table.py",
-    "tests/data/test_prepare.py",
-    "tests/data/test_command.py",
-    "tests/data/test_stock_templates.py",
-    "tests/device/test_conformance.py",
-    "tests/device/test_torture.py",
-    "tests/device/test_doctor.py",
-    "tests/device/test_determinism.py",
-    "tests/device/test_environment.py",
-    "tests/model/test_attention.py",
-    "tests/model/test_family_page.py",
-    "tests/model/test_expert_balance.py",
-    "tests/journal/test_follow.py",
-    "tests/model/test_offload.py",
-    "tests/model/test_liger.py",
-    "tests/evaluate/test_scoring.py",
-)
-"""Files and folders that `make check` leaves out."""
+MEASURED = Path(__file__).with_name("slow.json")
+"""Processor seconds of each file that `make check` leaves out, with those of the processes it starts; null where they
+were not measured. `make durations` writes it."""
+SLOW_SECONDS = 2.0
+SLOW = (RANKS, *json.loads(MEASURED.read_text()))
 
 ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that `make durations` gives."""
+    parser.addoption("--durations-file", action="store_true", help=f"write {MEASURED.name}: which files are slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update({name: str(Path(folder.name, name.lower())) for name in FOLDERS})
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.pop("TUNEDECK_RUNS", None)
+    fork_server.install()
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +56,13 @@ def _unknown_lengths() -> Iterator[None]:
     read."""
     yield
     shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def fresh_interpreters() -> Iterator[None]:
+    """Start Python anew for each process of a test: for tests of what a new interpreter imports, reads and leaves."""
+    with fork_server.fresh_interpreters():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook
@@ -117,16 +89,51 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+SECONDS = pytest.StashKey[float]()
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[SECONDS] = _processor_seconds()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Let the last report of a test say what the test took."""
+    if call.when == "teardown":
+        item.user_properties.append(("seconds", _processor_seconds() - item.stash[SECONDS]))
+
+
+def _write_slow_files(ends: Iterable[Any]) -> None:
+    """Write the file of slow files from the last reports of all tests."""
+    seconds: Counter[str] = Counter()
+    for report in ends:
+        seconds[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("seconds", 0.0)
+    slow = {name: round(taken, 1) for name, taken in sorted(seconds.items()) if taken >= SLOW_SECONDS}
+    own = {name: taken for name, taken in slow.items() if not name.startswith(RANKS)}
+    MEASURED.write_text(json.dumps(own, indent=1) + "\n")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the temporary folders that `pytest_configure` created."""
+    """End the server of processes, and remove the temporary folders that `pytest_configure` created."""
+    fork_server.close()
     config.stash[ISOLATED].cleanup()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how many allocations were made to fail. The tests that do this record the number."""
+    """Print how many allocations were made to fail, which the tests that do this record, and write which files are
+    slow, if asked to."""
     # They record it when they are torn down, and what passes there is filed under no outcome.
     everything = [report for reports in terminalreporter.stats.values() for report in reports]
     ends = [report for report in everything if getattr(report, "when", "") == "teardown"]
+    if terminalreporter.config.getoption("durations_file"):
+        _write_slow_files(ends)
     faults = sum(value for report in ends for name, value in report.user_properties if name == "faults")
     if faults:
         terminalreporter.write_line(f"{faults} allocation faults tried")

@@ -14,9 +14,11 @@ import pytest
 
 import engine.budget
 import engine.commands
+import engine.config
 import engine.journal
 import engine.launch
-import engine.spec
+
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "peft", "accelerate", "datasets", "textual")
@@ -25,7 +27,7 @@ LIGHT_MODULES = sorted(
     ["engine.errors", "engine.cli"]
     + [
         module.name
-        for package in (engine.spec, engine.budget, engine.journal, engine.launch, engine.commands)
+        for package in (engine.config, engine.budget, engine.journal, engine.launch, engine.commands)
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
 )

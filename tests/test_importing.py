@@ -11,7 +11,7 @@ COUNTED = """
 import gc
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
-from engine.commands.importing import importing
+from engine.commands.shared import importing
 collections.clear()
 with importing():
     import torch

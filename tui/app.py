@@ -24,10 +24,10 @@ from textual.reactive import Initialize, Reactive
 from textual.screen import Screen
 from textual.theme import Theme
 
+from engine.config.files.text import visible
 from engine.errors import TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs, runs_folder
-from engine.spec.files.text import visible
 from tui import arguments, keys
 from tui.arguments import Flags
 from tui.screens.base import BaseScreen, creations

@@ -1,56 +1,58 @@
-"""The micro-batch budget: the largest predicted cost that a micro-batch may have, learned from successes and failures.
-
-The budget is one number in predicted bytes, the unit of `MicroBatchCost.cost`. A prediction that is 10 % off still
-orders micro-batches correctly, and the budget learns the correction. All values are plain numbers, saved in checkpoints
-and equal on all ranks.
-
-Try: `pytest tests/batching/test_budget.py`
-"""
+"""The micro-batch budget: the largest predicted cost that a micro-batch may have. It starts from the memory prediction
+and is learned from successes and failures."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.batching.micro_batches import LAUNCH_TOKENS
+from engine.batching.micro_batches import LAUNCH_TOKENS, Cost
+from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.architecture.facts import from_config
+from engine.budget.predict.parallel_layout import layout_of, on_one_device
+from engine.budget.predict.prediction import batch_of_a_rank, cost_model
+from engine.budget.predict.simulated import simulated_predictor
+from engine.config.schema.run import RunSpec
+from engine.data.images import ImageProcessor
+from engine.data.tokens import TokenData
+from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError
+from engine.launch.simulation import with_simulations
+from engine.model.config import model_config_dict
 
 CUT = 0.8
 """A failure lowers the budget to at most this share of the cost that failed."""
 SAFETY = 0.97
-"""Share of the available room that a budget may fill when it is cut by the measured slope or grows. Micro-batches of
-equal predicted cost were seen to differ by about 2 % in measured bytes (padding, other kernels)."""
+"""Share of the room that a budget fills when cut by the measured slope or grown: micro-batches of equal predicted cost
+differed by about 2 % in measured bytes (padding, other kernels)."""
 GROWTH = 1.05
-"""A budget grows by this factor at a time."""
 BELOW_CEILING = 0.95
 """A budget grows to at most this share of a cost that failed."""
 CLEAN_STEPS_TO_GROW = 10
-"""Steps without failure before a budget grows to a cost that never succeeded. A budget below a cost that had succeeded
-before a co-tenant came grows at every step."""
+"""Steps before growing to a cost that never succeeded; below one proven before a co-tenant came, it grows each step."""
 CLEAN_STEPS_TO_FORGET = 100
-"""Steps without failure after which a cost that failed beside a co-tenant is tried again, even if no free memory was
-seen to come back. Doubled each time."""
+"""Steps until a cost that failed beside a co-tenant is retried without evidence of free memory. Doubled each time."""
 LONGEST_PATIENCE_STEPS = 400
 """Most clean steps to wait before such a try. A failed try costs part of a micro-batch, little against 400 steps."""
 ROOM_BACK = 1.05
 """Memory counts as available again when the room is this many times the room at the failure."""
 THRASHING_STEPS = 3
-"""Number of successive steps in which the allocator had to empty its cache after which the budget is lowered."""
+"""Successive steps in which the allocator had to empty its cache, after which the budget is lowered."""
 SLOWED = 0.9
 """Share of the budget that remains when the allocator thrashes."""
 
 
 @dataclass
 class MicroBatchBudget:
-    """The micro-batch budget, and the successes and failures that it was learned from.
+    """The micro-batch budget, and the successes and failures it was learned from.
 
-    Fields in bytes are predicted bytes. Those named room or measured are real bytes; room is what a step may allocate
-    above the static level (weights and optimizer state).
+    Bytes are predicted bytes; those named room or measured are real ones. Room is what a step may allocate above the
+    static level (weights and optimizer state). A prediction that is 10 % off still orders micro-batches correctly, and
+    the budget learns the correction. All values are plain numbers, saved in checkpoints and equal on all ranks.
     """
 
     budget_bytes: int
     top_bytes: int
-    """The budget never grows above this: the starting budget that the user asked for, or the cost of a whole step in
-    one micro-batch."""
+    """Upper limit: the starting budget that the user asked for, or the cost of a whole step in one micro-batch."""
     proven_bytes: int = 0
     """The largest cost that succeeded, if no smaller one has failed since."""
     since_cut_bytes: int = 0
@@ -66,42 +68,36 @@ class MicroBatchBudget:
     patience_steps: int = CLEAN_STEPS_TO_FORGET
     """Clean steps to wait before `passing_bytes` is forgotten without evidence of free memory."""
     slope: float = 0.0
-    """The largest ratio of measured bytes above the static level to predicted bytes, over all successes; 0 if nothing
-    was measured."""
+    """Largest ratio of measured bytes above the static level to predicted bytes, over all successes; 0: unmeasured."""
     expected_slope: float = 0.0
-    """The smallest slope that a cut assumes: 1 where costs are predictions in bytes, 0 where costs only order
-    micro-batches."""
+    """Smallest slope that a cut assumes: 1 where costs are predicted bytes, 0 where they only order micro-batches."""
     clean_steps: int = 0
     """Steps without failure since the last cut."""
     thrashed_steps: int = 0
     """Steps in a row in which the allocator emptied its cache."""
     floor_tokens: int = 0
-    """Any micro-batch of fewer tokens takes as long as one of this many (`micro_batches.floor_tokens`); 0: not
-    measured."""
+    """A micro-batch of fewer tokens takes as long as this many (`micro_batches.floor_tokens`); 0: not measured."""
     launch_tokens: int = LAUNCH_TOKENS
-    """The fixed time of one more micro-batch, in tokens of work: measured with the floor
-    (`micro_batches.launch_tokens`), else assumed."""
+    """The fixed time of one more micro-batch, in tokens of work (`micro_batches.launch_tokens`)."""
 
     def record_success(self, cost_bytes: int, measured_bytes: int) -> None:
-        """Record that a micro-batch of `cost_bytes` took `measured_bytes` above the static level (0: not measured)."""
+        """`measured_bytes` are those above the static level; 0: not measured."""
         self.proven_bytes = max(self.proven_bytes, cost_bytes)
         self.since_cut_bytes = max(self.since_cut_bytes, cost_bytes)
         if cost_bytes and measured_bytes:
             self.slope = max(self.slope, measured_bytes / cost_bytes)
 
     def bytes_after_failure(self, failed_bytes: int, room_bytes: int) -> int:
-        """The budget, in predicted bytes, that `cut` would set after a micro-batch of cost `failed_bytes` failed with
-        `room_bytes` real bytes available. Changes nothing."""
+        """The budget that `cut` would set after a cost of `failed_bytes` failed with `room_bytes` available."""
         # Small micro-batches that took less than predicted say little about large ones, where fixed parts matter less.
         slope = max(self.slope, self.expected_slope)
         by_slope = int(SAFETY * room_bytes / slope) if slope else failed_bytes
         return max(1, min(int(CUT * failed_bytes), by_slope))
 
     def cut(self, failed_bytes: int, room_bytes: int, *, beside_co_tenant: bool = False) -> None:
-        """Record that a micro-batch of cost `failed_bytes` failed with `room_bytes` available, and lower the budget.
+        """Lower the budget after a cost of `failed_bytes` failed with `room_bytes` available.
 
-        The failure counts as caused by a co-tenant if a co-tenant holds memory now (`beside_co_tenant`), or if a
-        micro-batch of this cost had succeeded before.
+        A co-tenant is blamed if it holds memory now (`beside_co_tenant`), or if this cost had succeeded before.
         """
         self.budget_bytes = self.bytes_after_failure(failed_bytes, room_bytes)
         self.known_bytes = max(self.known_bytes, self.proven_bytes)
@@ -114,8 +110,8 @@ class MicroBatchBudget:
         self.clean_steps = self.since_cut_bytes = 0
 
     def record_clean_step(self, room_bytes: int, may_grow: bool) -> bool:
-        """Count a step without failure, after which `room_bytes` are available, and raise the budget if that is due and
-        `may_grow` allows it; returns whether the budget grew."""
+        """Count a step without failure, after which `room_bytes` are available; raise the budget if that is due and
+        `may_grow`. Returns whether the budget grew."""
         self.clean_steps += 1
         passing_bytes = self.passing_bytes
         if passing_bytes is not None and self.room_is_back(room_bytes, passing_bytes, self.passing_room_bytes):
@@ -132,8 +128,8 @@ class MicroBatchBudget:
         return True
 
     def record_thrashing(self, retries: int) -> bool:
-        """Record how often the allocator emptied its cache in a step (`retries`); a step with 0 ends the row of such
-        steps. After THRASHING_STEPS of them in a row the budget is lowered. Returns whether that was done."""
+        """Lower the budget after THRASHING_STEPS successive steps in which the allocator emptied its cache (`retries` >
+        0), and return whether that was done."""
         self.thrashed_steps = self.thrashed_steps + 1 if retries else 0
         if self.thrashed_steps < THRASHING_STEPS:
             return False
@@ -143,24 +139,18 @@ class MicroBatchBudget:
         return True
 
     def room_is_back(self, room_bytes: int, failed_bytes: int, failed_room_bytes: int) -> bool:
-        """Whether a cost of `failed_bytes`, which failed with `failed_room_bytes` available, may be tried again now
-        that `room_bytes` are available.
-
-        It may if there is more room than then, and enough for this cost by the measured slope, or if `patience_steps`
-        clean steps have passed.
-        """
+        """Whether a cost that failed with `failed_room_bytes` available may be tried again with `room_bytes`: there is
+        more room than then, enough for it by the measured slope, or `patience_steps` clean steps have passed."""
         enough = self.slope > 0.0 and failed_bytes * self.slope <= room_bytes
         given_back = room_bytes >= ROOM_BACK * failed_room_bytes and enough
         return given_back or self.clean_steps >= self.patience_steps
 
     def _recovers(self) -> bool:
-        """Whether the budget may grow after every clean step: it is below a cost that once succeeded, and no failure
-        caused by a co-tenant is remembered."""
+        """The budget is below a cost that once succeeded, and no failure beside a co-tenant is remembered."""
         return self.passing_bytes is None and self.budget_bytes < self.known_bytes
 
     def _limit(self, room_bytes: int) -> int:
-        """The largest budget, in predicted bytes, that `record_clean_step` may set with `room_bytes` real bytes
-        available."""
+        """The largest budget that `record_clean_step` may set with `room_bytes` real bytes available."""
         by_room = int(SAFETY * room_bytes / self.slope)
         if self.known_bytes * self.slope <= room_bytes:
             by_room = max(by_room, self.known_bytes)
@@ -168,10 +158,8 @@ class MicroBatchBudget:
         return min(self.top_bytes, by_room, *(int(BELOW_CEILING * each) for each in ceilings if each is not None))
 
     def forget_measurements(self) -> dict[str, Any]:
-        """Reset all measurements but not the budget, because a remedy changes the memory that a micro-batch takes.
-
-        Returns the former fields; pass them to `recall` when the remedy is lifted.
-        """
+        """Reset all but the budget, because a remedy changes the memory that a micro-batch takes; `recall` undoes it
+        with the fields returned."""
         learned = self.as_json()
         self.proven_bytes = self.known_bytes = self.passing_room_bytes = 0
         self.ceiling_bytes = self.passing_bytes = None
@@ -179,27 +167,100 @@ class MicroBatchBudget:
         return learned
 
     def recall(self, learned: dict[str, Any]) -> None:
-        """Restore the fields that `forget_measurements` returned, including the budget, when the remedy is lifted."""
+        """Restore what `forget_measurements` returned, including the budget, when the remedy is lifted."""
         self._end_patience()
         kept = {"patience_steps": self.patience_steps, "passing_bytes": None, "clean_steps": 0}
         vars(self).update(learned | kept)
 
     def wait_longer(self) -> None:
-        """Double `patience_steps`, and count clean steps from 0 again."""
         self.patience_steps = min(2 * self.patience_steps, LONGEST_PATIENCE_STEPS)
         self.clean_steps = 0
 
     def _end_patience(self) -> None:
-        """Lengthen `patience_steps`, by `wait_longer`, when the present wait is over: `clean_steps` steps without an
-        OOM have passed, so a cost that failed is about to be tried again."""
+        """A wait of `patience_steps` without OOM is over: a cost that failed is about to be tried again."""
         if self.clean_steps >= self.patience_steps:
             self.wait_longer()
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as a JSON-compatible dict, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> MicroBatchBudget:
-        """Create a budget from the dict that `as_json` returned."""
         return cls(**saved)
+
+
+@dataclass(frozen=True)
+class MicroBatchCost:
+    cost: Cost
+    plan: Plan | None
+    """None for an architecture whose memory cannot be predicted."""
+    budget: MicroBatchBudget
+
+
+def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
+    """The micro-batch cost and starting budget of a run whose longest sequence has `longest` tokens.
+
+    micro_batch = N starts at the cost of N such sequences, which is also the limit. "auto" starts at the largest
+    micro-batch predicted to fit (one sequence for an unknown architecture) and may grow to the whole step.
+    """
+    config = model_config_dict(spec)
+    cost: Cost
+    plan: Plan | None
+    try:
+        cost, plan = with_simulations(lambda: _planned_cost(spec, config, longest))
+        rows, expected_slope = plan.micro_batch, 1.0
+    except (UnknownArchitectureError, EnvironmentProblem):  # a simulation may end without a result
+        cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
+    top = batch_of_a_rank(spec, layout_of(spec.profile))
+    if spec.recipe.train.micro_batch != "auto":
+        rows = top = min(spec.recipe.train.micro_batch, top)
+    rows = min(rows, top)
+    budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
+    return MicroBatchCost(cost, plan, budget)
+
+
+def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
+    """Set data.image_max_pixels to the largest image in `data` and unset data.image_min_pixels, because plans assume
+    such an image in every sequence. Several images of one sample count as one of their total size."""
+    if images is None or images.takes != "patches" or data.patches is None:
+        return spec
+    sizes = {"image_min_pixels": None, "image_max_pixels": int(data.patches.max()) * images.patch_side**2}
+    found = spec.recipe.data.model_copy(update=sizes)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
+
+
+def _planned_cost(spec: RunSpec, config: dict[str, Any], longest: int) -> tuple[Cost, Plan]:
+    return _cost_of(spec, config), make_plan(spec, longest=longest)
+
+
+def _cost_of(spec: RunSpec, config: dict[str, Any]) -> Cost:
+    """The cost by closed form if the family has one, else from the stored simulation (`simulated_predictor`)."""
+    try:
+        return cost_model(from_config(config), spec).bytes
+    except UnknownArchitectureError as unknown:
+        return simulated_predictor(spec, unknown).cost_model.bytes
+
+
+def cost_on_one_device(spec: RunSpec) -> Cost:
+    """The cost of whole sequences with unsharded weights, as in evaluation."""
+    config = model_config_dict(spec)
+    try:
+        return _cost_of(on_one_device(spec), config)
+    except (UnknownArchitectureError, NotSimulatedError):  # no simulation for a score: it takes longer than most
+        return generic_cost(config)
+
+
+def generic_cost(config: dict[str, Any]) -> Cost:
+    """Cost (rows, length) for an unknown transformer, in bytes of 16-bit activations: s·b·h·(34 + 5·a·s/h) per layer,
+    for b rows of s tokens, hidden size h and a attention heads.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1.
+    """
+    hidden = int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 1024)
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 24)
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 16)
+
+    def cost(rows: int, length: int, _patches: int | None = None) -> int:
+        return rows * length * layers * (34 * hidden + 5 * heads * length)
+
+    return cost

@@ -1,11 +1,6 @@
-"""One optimizer step's sequences cut into micro-batches: a pure function of their lengths, a cost and a budget.
-
-Sequences are sorted by length and cut so that padding and the number of micro-batches stay low. No micro-batch of
-several sequences costs more than the budget. The most expensive one comes first, so that an OOM happens in the first
-micro-batch and no others have to be repeated. Nothing here uses torch or the device.
-
-Try: `pytest tests/batching/test_micro_batches.py`
-"""
+"""The micro-batches of gradient accumulation: a step's sequences, sorted by length and cut so that padding and
+micro-batches stay few, none of several sequences above the budget. The costliest comes first: its OOM repeats no
+other."""
 
 from __future__ import annotations
 
@@ -19,25 +14,22 @@ from numpy.typing import NDArray
 
 
 class Cost(Protocol):
-    """The micro-batch cost: predicted bytes of a micro-batch above the static level (weights and optimizer state). It
-    never decreases as its arguments grow."""
+    """Predicted bytes above the static level (weights and optimizer state). Never decreases as its arguments grow."""
 
     def __call__(self, rows: int, length: int, patches: int | None = None, /) -> int:
-        """The cost of `rows` sequences padded to `length` tokens, with `patches` patches of images in all; None: each
-        sequence has the largest image of the data."""
-
+        """`rows` sequences padded to `length` tokens; `patches` of all images, None: the data's largest image in
+        each."""
 
 
 LAUNCH_TOKENS = 256
 """The fixed time of one more micro-batch, in tokens of work, where it is not measured (`launch_tokens`): on a CPU,
-where Python's overhead per micro-batch of a small model comes to a few hundred tokens, in deterministic runs, whose
-micro-batches must not depend on timings, and where only one sequence fits a micro-batch."""
+where Python's overhead is a few hundred tokens, in deterministic runs, which must not depend on timings, and where only
+one sequence fits a micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: the positions of its sequences in the step, their padded length in tokens, and its predicted
-    bytes above the static level (weights and optimizer state)."""
+    """Positions of its sequences in the step, padded length in tokens, and predicted bytes above the static level."""
 
     members: tuple[int, ...]
     length: int
@@ -45,7 +37,6 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
-        """Number of sequences in the micro-batch."""
         return len(self.members)
 
 
@@ -61,12 +52,11 @@ def plan_micro_batches(
     patches: NDArray[np.int64] | None = None,
     launch_tokens: int = LAUNCH_TOKENS,
 ) -> list[MicroBatch]:
-    """Cut sequences of `lengths` tokens into micro-batches that cost at most `budget_bytes` each, most expensive first.
-    `patches` are those of each sequence's images; None: unknown, or no images.
+    """Cut sequences of `lengths` tokens into micro-batches of at most `budget_bytes`, most expensive first.
 
-    Which sequences a step has does not change. A sequence that exceeds the budget by itself becomes a micro-batch of
-    one row. Of all cuts of the sorted sequences, the one with the fewest tokens is chosen, counting padding and
-    `launch_tokens` per micro-batch; a micro-batch of fewer than `floor_tokens` counts as that many.
+    A sequence above the budget is a micro-batch of one row. Chosen is the cut with the fewest tokens, counting padding,
+    `launch_tokens` per micro-batch and at least `floor_tokens` each. `patches` are those of each sequence's images;
+    None: unknown, or no images.
     """
     order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
     sorted_lengths = [int(lengths[position]) for position in order]
@@ -85,22 +75,18 @@ def plan_micro_batches(
 
 
 def floor_tokens(tokens: int, seconds: float, shortest_seconds: float) -> int:
-    """The number of tokens up to which all passes take the same time, rounded (`_steady`). It is computed from the
-    `seconds` that a pass over `tokens` tokens takes, and the `shortest_seconds` that any pass takes.
-
-    On a GPU a pass over few tokens takes as long as launching its kernels, or reading the weights, whichever is longer.
-    """
+    """The number of tokens up to which all passes take the same time (launching kernels or reading weights), rounded:
+    from the `seconds` of a pass over `tokens` tokens and the `shortest_seconds` of any pass."""
     worth = min(tokens * shortest_seconds / seconds, tokens) if seconds else 0.0
     return _steady(worth)
 
 
 def launch_tokens(large: tuple[int, float], small: tuple[int, float], floor: int) -> int:
     """The fixed time of one more micro-batch, in tokens of work: what two passes over half of the tokens take longer
-    than one over all of them; rounded (`_steady`).
+    than one over all of them; rounded.
 
-    It is computed from two passes that differ in their number of sequences, each as (tokens, seconds), and the
-    `floor`, up to which all passes take the same time: it cannot be longer than that. LAUNCH_TOKENS if the passes do
-    not show it, because they have the same size, or the small one is not longer than the shortest pass.
+    Computed from two passes as (tokens, seconds), and at most `floor`, up to which all passes take the same time.
+    LAUNCH_TOKENS if the passes have the same size or the small one is below the floor.
     """
     tokens, seconds = large[0] - small[0], large[1] - small[1]
     if tokens <= 0 or seconds <= 0 or small[0] < max(1, floor):
@@ -110,15 +96,15 @@ def launch_tokens(large: tuple[int, float], small: tuple[int, float], floor: int
 
 
 def _steady(tokens: float) -> int:
-    """A measured number of tokens, rounded to a power of two so that timing noise seldom changes it; 0 below one."""
+    """Rounded to a power of two, so that timing noise seldom changes it."""
     return 2 ** round(math.log2(tokens)) if tokens >= 1 else 0
 
 
 def costliest_sequences(
     lengths: NDArray[np.int32], cost: Cost, most: int, patches: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Positions of at most `most` sequences, the costliest first: the longest ones, or with images (`patches` of each
-    sequence) those that cost most alone among the longest and those with most patches."""
+    """Positions of at most `most` sequences, the costliest first: the longest, or, with `patches` of images, those that
+    cost most alone among the longest and those with most patches."""
     longest = lengths.argsort(kind="stable")[::-1][:most]
     if patches is None:
         return longest.copy()
@@ -127,12 +113,9 @@ def costliest_sequences(
     return asked[np.argsort(alone, kind="stable")[::-1][:most]]
 
 
-def _last_ends(
-    lengths: list[int], cost_of: Callable[[int, int], int], budget_bytes: int, *, alike: bool
-) -> list[int]:
-    """For each start in `lengths` (descending): the last end for which the sequences [start, end) cost at most
-    `budget_bytes`; start + 1 if a single one costs more. `cost_of(start, end)` is their cost in bytes; `alike` says
-    that this cost depends only on the first length and the number of sequences."""
+def _last_ends(lengths: list[int], cost_of: Callable[[int, int], int], budget_bytes: int, *, alike: bool) -> list[int]:
+    """For each start in descending `lengths`, the last end whose sequences cost at most `budget_bytes`, at least start
+    + 1. `alike`: the cost depends only on the first length and the number of sequences."""
     ends: list[int] = []
     for start, length in enumerate(lengths):
         if alike and start and lengths[start - 1] == length:
@@ -150,8 +133,7 @@ def _last_ends(
 def _cheapest_cuts(
     lengths: list[int], last_ends: list[int], floor_tokens: int, launch_tokens: int
 ) -> list[tuple[int, int]]:
-    """Cut descending `lengths` into ranges [start, end) with the least total work (a shortest path over cut points).
-    `last_ends` has the last possible end of a range for each start."""
+    """Shortest path over cut points: ranges [start, end) of descending `lengths` with the least total work."""
     count = len(lengths)
     work = np.full(count + 1, np.inf)
     work[0] = 0.0

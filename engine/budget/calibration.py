@@ -1,16 +1,7 @@
-"""The calibration file: non-torch memory as earlier runs on this machine measured it.
+"""The calibration file: non-torch memory as earlier runs on this machine measured it; and the allocator's block size.
 
-Calibration corrects only the prediction of non-torch memory, never that of tensors: the CUDA context with other
-libraries' memory (NCCL with several ranks), cuBLAS' workspace, and fragmentation. The file has an entry for each
-combination of GPU, driver, torch version, number of ranks, and expandable segments or not; the largest values of the
-entry's last runs count. A run on CUDA adds its measurement when it ends (`engine.train.monitor.calibrate`). Runs in
-host memory are not calibrated.
-
-Fragmentation is a share of the peak, and only runs that used half of the card or more count for it. torch takes
-memory from the driver in segments of 2 and 20 MiB, so a run of 100 MiB that leaves three of them half empty has a share
-of 30 %; applied to a plan for 24 GB, that would be 7 GiB. Plans are decided near capacity.
-
-Try: `tunedeck plan -p 24gb -r lora` says whether it is calibrated.
+Only predictions of non-torch memory are corrected, never those of tensors: the CUDA context with other libraries'
+memory (NCCL with several ranks), cuBLAS' workspace, and fragmentation. Runs in host memory record nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +12,27 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.journal.files import write_atomically
+from engine.config.files.machine import installed
+from engine.config.schema.run import Profile
+from engine.journal.directory import write_atomically
 from engine.journal.index import state_folder
-from engine.spec.installed import installed
-from engine.spec.schema.profile import Profile
+
+BLOCK_BYTES = 512
+"""`kMinBlockSize` in `c10/cuda/CUDACachingAllocator.cpp` of torch."""
+
+
+def round_to_blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
 
 FILE = "calibration.json"
 VERSION = 2
 """Version 1 took what was reserved at the end of a run for the reserved memory of its peak."""
 RUNS_KEPT = 8
 SMALL_RUN = 0.5
-"""A run is small whose peak is below this share of the card's memory."""
+"""A run is small whose peak is below this share of the card's memory. Its fragmentation does not count: torch takes
+segments of 2 and 20 MiB from the driver, so a run of 100 MiB that leaves three of them half empty has a share of 30 %,
+which in a plan for 24 GB would be 7 GiB."""
 SAME_MEMORY = 0.02
 """A profile matches a recorded GPU whose memory differs by at most this share."""
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -58,11 +59,11 @@ class Residuals:
     context_bytes: int
     workspace_bytes: int
     fragmented_share: float | None
-    """Fragmentation: reserved divided by allocated memory at the peak, minus one; None if all runs were small."""
+    """Reserved divided by allocated memory at the peak, minus one; None if all runs were small."""
 
 
 def residuals_for(profile: Profile) -> Residuals | None:
-    """The largest values that earlier runs on this profile's kind of device measured; None without such runs."""
+    """The largest values on this profile's kind of device; None without such runs."""
     if profile.device.kind != "cuda":
         return None
     file = calibration_file()
@@ -73,7 +74,7 @@ def residuals_for(profile: Profile) -> Residuals | None:
 
 
 def record(key: CalibrationKey, residuals: Residuals) -> None:
-    """Add one run's measurement to the file. Raises OSError if the state folder cannot be written."""
+    """Raises OSError if the state folder cannot be written."""
     path = calibration_file()
     entries = _read(path)
     entry = next((entry for entry in entries if entry["setting"] == asdict(key)), None)
@@ -86,12 +87,11 @@ def record(key: CalibrationKey, residuals: Residuals) -> None:
 
 
 def calibration_file() -> Path:
-    """The path of the calibration file, in the user's state folder, whether or not the file exists."""
     return state_folder() / FILE
 
 
 def is_expandable(allocator: str | None) -> bool:
-    """Whether `allocator`, a value of PYTORCH_CUDA_ALLOC_CONF, lets segments grow, which leaves smaller gaps."""
+    """Whether a value of PYTORCH_CUDA_ALLOC_CONF lets segments grow, which leaves smaller gaps."""
     return "expandable_segments:True" in (allocator or "")
 
 
@@ -123,8 +123,7 @@ def _worst(found: list[Residuals]) -> Residuals:
 
 @lru_cache(maxsize=4)
 def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
-    """Each key of the file with the largest values of its runs. Cached; `_stamp` is the file's modification time, so
-    that a changed file is read again."""
+    """The largest values of each key's runs. `_stamp`, the file's modification time, is part of the cache's key."""
     return [
         (CalibrationKey(**entry["setting"]), _worst([Residuals(**run) for run in entry["runs"]]))
         for entry in _read(path)
@@ -133,8 +132,7 @@ def _entries(path: Path, _stamp: int) -> list[tuple[CalibrationKey, Residuals]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The file's entries. Empty if the file is missing, damaged or of another version; the next run then replaces
-    it."""
+    """Empty if the file is missing, damaged or of another version; the next run then replaces it."""
     try:
         found = json.loads(path.read_text("utf-8"))
         entries = found["entries"] if found["version"] == VERSION else []
@@ -149,7 +147,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def _driver_text() -> str:
-    """The version text of the loaded NVIDIA driver; empty if none is loaded."""
+    """Empty if no driver is loaded."""
     try:
         return DRIVER.read_text("utf-8", errors="replace")
     except OSError:

@@ -1,5 +1,2 @@
-"""The commands of the command line, a file per subject: each command parses its arguments, calls the engine, and
-prints.
-
-Modules that take long to import, `engine.spec` included, are imported inside the functions.
-"""
+"""The commands of the command line, a file per subject. What takes long to import, `engine.config` included, is
+imported inside the functions."""

@@ -1,7 +1,4 @@
-"""`tunedeck compare`: shows runs side by side. What is compared, and how, is in `engine.journal.compare`.
-
-Try: `tunedeck compare RUN RUN`
-"""
+"""`tunedeck compare`: shows runs side by side. What is compared, and how, is in `engine.journal.compare`."""
 
 from __future__ import annotations
 
@@ -11,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import JsonOption, RunsOption, find_result_run, find_run, runs_folder
-from engine.commands.output import make_console, print_json, print_notices
+from engine.commands.shared import (
+    JsonOption,
+    RunsOption,
+    find_result_run,
+    find_run,
+    make_console,
+    print_json,
+    print_notices,
+    runs_folder,
+)
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,8 +69,7 @@ def compare(
 
 
 def _metric(metric: str | None, against: str) -> str:
-    """Return the value of --metric, which the option --against needs. Raises UsageError if it is None; `against` is
-    named in the fix."""
+    """Raises UsageError, whose fix names `against`, if --metric is not given."""
     if metric is None:
         raise UsageError(
             f"--against {against} needs --metric M, the score whose gains are shown",
@@ -75,8 +79,7 @@ def _metric(metric: str | None, against: str) -> str:
 
 
 def _reference(against: str, runs: Path | None, directories: list[RunDirectory]) -> str:
-    """Return the name of the run that --against names, or "base". The run is added to `directories` if it is not one of
-    them."""
+    """The run's name, or "base"; adds the run to `directories` if it is not one of them."""
     from engine.journal.score_groups import BASE
 
     if against == BASE:
@@ -90,7 +93,7 @@ def _reference(against: str, runs: Path | None, directories: list[RunDirectory])
 def _find(target: str, runs: Path | None) -> list[RunDirectory]:
     """The run that `target` names, or all runs of the sweep that "sweep:ID" names."""
     from engine.journal.index import list_runs
-    from engine.launch.create_sweep import runs_of_sweep
+    from engine.launch.create_run import runs_of_sweep
 
     if not target.startswith("sweep:"):
         return [find_run(target, runs)]
@@ -98,12 +101,11 @@ def _find(target: str, runs: Path | None) -> list[RunDirectory]:
 
 
 def _print(comparison: Comparison, metric: str | None) -> None:
-    """Print settings and scores as rows, runs as columns; the best score of a row is marked with a star. With `metric`,
-    also print its value at each checkpoint."""
+    """Runs as columns; a star marks the best score of a row. `metric` adds its value at each checkpoint."""
     from rich.table import Table
     from rich.text import Text
 
-    from engine.journal.compare_rows import comparison_rows
+    from engine.journal.compare import comparison_rows
     from engine.journal.event_text import clean
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -125,7 +127,6 @@ def _print(comparison: Comparison, metric: str | None) -> None:
 
 
 def _print_gains(found: Gains) -> None:
-    """Print the gain of each run over the reference, and the sentence that names the best."""
     from rich.table import Table
     from rich.text import Text
 

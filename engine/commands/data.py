@@ -1,10 +1,5 @@
-"""`tunedeck data`: shows what a recipe's data look like to the model: tokens, loss mask, lengths, what was dropped and
-why.
-
-Loads the tokenizer and no model. Text from the data is shown escaped and never parsed as markup.
-
-Try: `tunedeck data -r demo --show 3`
-"""
+"""`tunedeck data`: shows what a recipe's data look like to the model: tokens, the label mask (target tokens), lengths,
+what was dropped and why. Loads no model; text from the data is escaped."""
 
 from __future__ import annotations
 
@@ -14,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.importing import importing
-from engine.commands.options import JsonOption, OverridesOption, RecipeOption
-from engine.commands.output import make_console, print_json, print_progress
+from engine.commands.shared import (
+    JsonOption,
+    OverridesOption,
+    RecipeOption,
+    importing,
+    make_console,
+    print_json,
+    print_progress,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,16 +31,15 @@ if TYPE_CHECKING:
     from engine.data.tokens import TokenData
 
 BAR_WIDTH = 40
-"""Columns of the longest bar."""
 
 LEARNED_STYLE = "bold underline green"
-"""The style of target tokens on a terminal with colour; elsewhere they stand between marks."""
+"""Marks target tokens on a terminal with colour; elsewhere they stand between marks."""
 
 BRIGHTNESS = " .:-=+*#%@"
 """Characters for pixels on a terminal without colours, from black to white."""
 
 DEFAULT_PROFILE = "demo"
-"""Profile used when none is given: a recipe resolves only with one, and tokens do not depend on which."""
+"""A recipe resolves only with a profile, and tokens do not depend on which."""
 
 ProfileForDataOption = Annotated[
     str | None, typer.Option("-p", "--profile", help="Hardware profile whose overrides apply.", show_default=False)
@@ -55,9 +55,9 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show a recipe's data as the model will see them. With the loss mask, the lengths, what was dropped and why."""
-    from engine.spec.check.unsupported import refuse_unsupported
-    from engine.spec.files.data_files import require_data_files
-    from engine.spec.load import resolve
+    from engine.config.check.notes import refuse_unsupported
+    from engine.config.files.data_files import require_data_files
+    from engine.config.load import resolve
 
     # Before the imports, which take seconds.
     spec = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec
@@ -66,8 +66,7 @@ def data(
     with importing():
         from engine.data.prepare import prepare_data
         from engine.model.config import check_packing
-        from engine.model.image_processor import load_image_processor
-        from engine.model.tokenizer import load_tokenizer
+        from engine.model.tokenizer import load_image_processor, load_tokenizer
 
     tokenizer = load_tokenizer(spec.recipe.model)
     check_packing(spec)
@@ -80,7 +79,6 @@ def data(
 
 
 def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> dict[str, Any]:
-    """A JSON document with the fingerprint, the report and the first `show` samples of prepared data."""
     rows = range(min(show, len(prepared.train)))
     return {
         "fingerprint": prepared.fingerprint,
@@ -93,7 +91,6 @@ def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, 
 
 
 def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
-    """Print tables, histograms and the first `show` samples."""
     console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
     for part in prepared.report.parts:
@@ -148,9 +145,8 @@ def _print_part(console: Console, part: PartReport) -> None:
 
 
 def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
-    """Format a histogram of lengths, one line per bar: the range of lengths, the bar, the count. `bars` has (first
-    length, last length, count); `bar` is the character to draw with. A bar for a count above zero is at least one
-    character long."""
+    """A line per bar: the range of lengths, the bar drawn with `bar`, the count; `bars` has (first length, last length,
+    count). A count above zero gets at least one character."""
     most = max(count for _, _, count in bars)
     digits = len(f"{max(last for _, last, _ in bars):,}")
     return [
@@ -160,8 +156,7 @@ def histogram_lines(bars: list[tuple[int, int, int]], *, bar: str) -> list[str]:
 
 
 def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return sample number `row` as a JSON table; its text is split into pieces that are either target tokens or
-    masked."""
+    """Its text is split into pieces that are either target tokens or masked."""
     example = rows[row]
     documents = example.segments if example.segments is not None else [0] * len(example.input_ids)
     keys = [(int(document), bool(label != -100)) for document, label in zip(documents, example.labels, strict=True)]
@@ -179,8 +174,8 @@ def _sample(rows: TokenData, row: int, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def _as_cells(pictures: list[NDArray[np.uint8]]) -> list[list[list[list[list[int]]]]]:
-    """Return pictures, uint8[rows, columns, 3] each, as lists of lines of cells. A cell is the character's two pixels:
-    [upper, lower], each [red, green, blue] from 0 to 255. The number of rows must be even."""
+    """uint8[rows, columns, 3] as lines of cells, the character's two pixels [upper, lower], each [red, green, blue].
+    The number of rows must be even."""
     return [
         [
             [list(pair) for pair in zip(*lines, strict=True)]
@@ -191,8 +186,7 @@ def _as_cells(pictures: list[NDArray[np.uint8]]) -> list[list[list[list[list[int
 
 
 def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None) -> Text:
-    """Join the pieces of a sample to one text: target tokens are styled or, if `marks` is given, enclosed in these two
-    strings."""
+    """Target tokens are styled or, if `marks` is given, enclosed in these two strings."""
     from rich.text import Text
 
     text, document = Text("  "), 0
@@ -211,8 +205,8 @@ def _highlighted(pieces: list[dict[str, Any]], *, marks: tuple[str, str] | None)
 
 
 def in_half_blocks(picture: NDArray[np.uint8]) -> Text:
-    """Draw a picture, uint8[rows, columns, 3], with half-block characters, each showing two pixels: the upper one in
-    the foreground colour, the lower one in the background colour. The number of rows must be even."""
+    """Draw uint8[rows, columns, 3] with half blocks, two pixels each: the upper in the foreground colour, the lower in
+    the background's. The number of rows must be even."""
     from rich.text import Text
 
     text = Text()
@@ -225,11 +219,11 @@ def in_half_blocks(picture: NDArray[np.uint8]) -> Text:
 
 
 def in_letters(picture: NDArray[np.uint8]) -> Text:
-    """Draw a picture, uint8[rows, columns, 3], without colours: each character shows two pixels, one above the other,
-    by their mean brightness, or as X where they are the outline of a box. The number of rows must be even."""
+    """Draw uint8[rows, columns, 3] without colours: each character is two pixels, one above the other, by mean
+    brightness, or X on the outline of a box. The number of rows must be even."""
     from rich.text import Text
 
-    from engine.data.picture import BOX_COLOUR
+    from engine.data.images import BOX_COLOUR
 
     outlined = (picture == BOX_COLOUR).all(-1).reshape(len(picture) // 2, 2, -1).any(1)
     bright = picture.mean(-1).reshape(len(picture) // 2, 2, -1).mean(1)
@@ -240,8 +234,7 @@ def in_letters(picture: NDArray[np.uint8]) -> Text:
 
 
 def escape(text: str) -> str:
-    """Return the text with control, format and unassigned characters replaced by escapes, so that none reaches a
-    terminal."""
+    """Control, format and unassigned characters are escaped, so that none reaches a terminal."""
     return "".join(
         letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter).startswith("C") else letter
         for letter in text

@@ -1,9 +1,6 @@
 """`tunedeck doctor`: reports what this machine offers a run, what is missing, and what to do about it.
 
-Every check returns findings and never raises: a machine in a bad state is what this command is for. torch is imported
-inside the only check that needs it.
-
-Try: `tunedeck doctor --json`.
+Every check returns findings and never raises: a machine in a bad state is what this command is for.
 """
 
 from __future__ import annotations
@@ -23,10 +20,16 @@ from urllib.request import Request, urlopen
 
 import typer
 
-from engine.commands.options import JsonOption, OptionalProfile, OptionalRecipe, RunsOption, runs_folder
-from engine.commands.output import print_json, print_line
+from engine.commands.shared import (
+    JsonOption,
+    OptionalProfile,
+    OptionalRecipe,
+    RunsOption,
+    print_json,
+    print_line,
+    runs_folder,
+)
 from engine.errors import EnvironmentProblem, UsageError
-from engine.launch.training_packages import INSTALL_COMMAND, TRAINING_PACKAGES, missing_packages
 
 HUB_TIMEOUT_SECONDS = 2.5
 LOW_DISK_BYTES = 20 * 2**30
@@ -41,7 +44,7 @@ _GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: its topic, state and text, and how to fix a problem."""
+    """A line of the report: topic, state, text, and the fix of a problem."""
 
     topic: str
     state: State
@@ -72,8 +75,7 @@ def doctor(
 
 
 def _proofs(profile: str | None, recipe: str | None) -> list[Finding]:
-    """Return one finding for each proof (a comparison of a fast computation with its reference) on each device. For
-    `profile` and `recipe` see `prove_gpus`."""
+    """A finding for each proof (a comparison of a fast computation with its reference) on each device."""
     from engine.commands.doctor_gpus import prove_gpus
 
     return [_of_proof(where, event) for where, event in prove_gpus(profile, recipe)]
@@ -99,8 +101,9 @@ def _print(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
-    """Run all checks and return their findings. `runs` is the folder of runs, whose disk is checked; `ask_hub`: send
-    the hub a request."""
+    """Run all checks. `runs` is the folder of runs, whose disk is checked; `ask_hub`: send the hub a request."""
+    from engine.launch.requirements import missing_packages  # imported here: it loads pydantic
+
     findings = [_python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings
@@ -112,6 +115,8 @@ def _python() -> Finding:
 
 
 def _versions() -> list[Finding]:
+    from engine.launch.requirements import INSTALL_COMMAND, TRAINING_PACKAGES
+
     findings = []
     for package in (*TRAINING_PACKAGES, *CONSOLE_PACKAGES):
         version = _version(package)
@@ -135,7 +140,6 @@ def _version(package: str) -> str | None:
 
 
 def _torch() -> list[Finding]:
-    """Check whether torch imports, what it was built for, and which GPUs it finds."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that is missing or does not match
@@ -151,7 +155,6 @@ def _torch() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
-    """Report the driver version, and each GPU with the processes that use its memory."""
     try:
         from engine.device.nvml import driver_version, read_gpus
     except ImportError as error:
@@ -182,8 +185,7 @@ def _hub_token() -> Finding:
 
 
 def _hub_access() -> Finding:
-    """Check whether the hub answers a small request within a time limit, so that a firewall that drops packets does
-    not delay the report."""
+    """Within a time limit: a firewall may drop packets."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is cached is used")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -195,7 +197,7 @@ def _hub_access() -> Finding:
 
 
 def _ask(endpoint: str) -> str | None:
-    """Send the hub a request; returns None for any HTTP answer, else the reason why there was no answer."""
+    """None for any HTTP answer, else why there was none."""
     try:
         if urlparse(endpoint).scheme not in ("http", "https"):
             return "HF_ENDPOINT is not an http address"
@@ -208,8 +210,7 @@ def _ask(endpoint: str) -> str | None:
 
 
 def within(seconds: float, question: Callable[[], str | None]) -> str | None:
-    """Call `question` in a thread; returns its result, or "no answer" after `seconds`. In a thread, because a host
-    name lookup has no time limit."""
+    """The answer of a thread, or "no answer" after `seconds`: a host name lookup has no time limit."""
     import threading
 
     answers: list[str | None] = []
@@ -228,7 +229,6 @@ def _tmux() -> Finding:
 
 
 def _disk(runs: Path) -> Finding:
-    """Check whether the folder of runs can be written, and how much space its disk has."""
     place = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free_bytes = shutil.disk_usage(place).free
     text = f"{free_bytes / 2**30:.1f} GiB free for {runs}"

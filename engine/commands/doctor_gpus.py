@@ -2,8 +2,6 @@
 proof), and says what a run does instead where they differ.
 
 GPUs are examined in separate processes, because a broken kernel can leave a process unable to use its GPU.
-
-Try: `tunedeck doctor --gpus -p demo`
 """
 
 from __future__ import annotations
@@ -17,35 +15,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.importing import importing
+from engine.commands.shared import importing
 from engine.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from engine.config.schema.run import Device, RunSpec
     from engine.device.base import GpuReading
-    from engine.spec.schema.profile import Device
-    from engine.spec.schema.run import RunSpec
 
 FAST_PATHS: dict[str, list[str]] = {
     "full": ["model.dtype=auto", "method.kind=full"],
     "LoRA": ["model.dtype=auto", "method.kind=lora", "method.rank=16", "method.alpha=32"],
 }
-"""What is proved where no recipe is named: overrides of the recipe demo, whose model and data need no network."""
+"""Where no recipe is named: overrides of the recipe demo, whose model and data need no network."""
 FREE_SHARE = 0.9
-"""Share of a card's free memory that the proofs may use: another process may take some meanwhile."""
+"""The proofs' share of a card's free memory: another process may take some meanwhile."""
 
 Outcome = tuple[str, dict[str, Any]]
-"""(name of the device and the run that was examined, event `proof`), or (name, {"error": reason}) if the proofs ended
-early."""
+"""(device and run, `proof` event), or (device and run, {"error": reason}) if the proofs ended early."""
 
 
 def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
-    """Yield (name of device and run, `proof` event) for each proof, or {"error": reason} in place of the event if the
-    proofs failed to run. Device: that of `profile`, else each GPU of this machine. Run: `recipe`, else a small LoRA run
-    and a small full fine-tuning.
-
-    Raises:
-        EnvironmentProblem: no profile is named, and this machine has no GPU.
-    """
+    """The outcome of each proof, on the device of `profile` or each GPU, for `recipe` or a small LoRA run and a small
+    full fine-tuning. Raises EnvironmentProblem: no profile is named, and this machine has no GPU."""
     for name, spec in _specs(profile, recipe):
         with tempfile.TemporaryDirectory(prefix="tunedeck-proofs-") as folder:
             for event in _proved(spec, Path(folder)):
@@ -53,11 +44,10 @@ def prove_gpus(profile: str | None, recipe: str | None) -> Iterator[Outcome]:
 
 
 def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSpec]]:
-    """Yield (name, run spec) for each way to train, on each device alone and on all devices together. The
-    ways are `recipe`, or without one a small LoRA run and a small full fine-tuning. Without `profile`, weights are
-    sharded over all GPUs of this machine, if it has several."""
-    from engine.spec.load import resolve
-    from engine.spec.schema.profile import Nodes, Parallel
+    """(name, run spec) for each way to train, on each device alone and on all together: without `profile`, weights are
+    sharded over all GPUs, if there are several."""
+    from engine.config.load import resolve
+    from engine.config.schema.run import Nodes, Parallel
 
     ways: dict[str, list[str]] = {recipe: []} if recipe else FAST_PATHS
     for way, overrides in ways.items():
@@ -74,9 +64,8 @@ def _specs(profile: str | None, recipe: str | None) -> Iterator[tuple[str, RunSp
 
 
 def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
-    """(name, run spec) of a way to train on all devices of a machine, with the profile's own strategy."""
-    from engine.budget.advise.strategy import settle_parallel
-    from engine.spec.schema.profile import Nodes
+    from engine.budget.advise.parallel import settle_parallel
+    from engine.config.schema.run import Nodes
 
     profile = spec.profile.model_copy(update={"nodes": Nodes()})
     limits = spec.limits.model_copy(update={"as_written": True})
@@ -86,8 +75,8 @@ def _together(spec: RunSpec, way: str) -> tuple[str, RunSpec]:
 
 
 def _on_all_gpus(spec: RunSpec) -> RunSpec:
-    """The run spec with weights sharded over all GPUs of this machine, as much of each as the fullest one has free."""
-    from engine.spec.schema.profile import Device, Parallel
+    """Weights sharded over all GPUs, as much of each as the fullest one has free."""
+    from engine.config.schema.run import Device, Parallel
 
     readings = _readings()
     device = Device(kind="cuda", count=len(readings), memory_gib=min(map(_free_gib, readings)))
@@ -96,9 +85,8 @@ def _on_all_gpus(spec: RunSpec) -> RunSpec:
 
 
 def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
-    """Yield (name, index, [device] table) for each device to examine: those of the profile's table `of_profile`, or
-    without one all GPUs of this machine."""
-    from engine.spec.schema.profile import Device
+    """(name, index, [device] table) of the profile's devices, or without one of all GPUs."""
+    from engine.config.schema.run import Device
 
     if of_profile is not None:
         for index in range(of_profile.count if of_profile.kind == "cuda" else 1):
@@ -116,7 +104,6 @@ def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
 
 
 def _readings() -> list[GpuReading]:
-    """The GPUs of this machine."""
     from engine.device.nvml import read_gpus
 
     return read_gpus()
@@ -127,12 +114,11 @@ def _free_gib(reading: GpuReading) -> float:
 
 
 def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the `proof` events for a run spec. The proofs run in a new process, whose run directory is in `folder`; if
-    the process fails, {"error": reason} follows."""
+    """The `proof` events of a new process with its run directory in `folder`; {"error": reason} follows if it fails."""
+    from engine.config.load import dump_run_spec
     from engine.journal.directory import create_run_directory
     from engine.journal.events import EventTail
     from engine.launch.process import ENTRY_FILE, engine_environment
-    from engine.spec.load import dump_run_spec
 
     place = create_run_directory(folder, spec.name, dump_run_spec(spec), {})
     command = [sys.executable, "-P", str(ENTRY_FILE), "_prove", str(place.path)]
@@ -145,16 +131,15 @@ def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
 
 def prove_process(directory: Annotated[Path, typer.Argument()]) -> None:
     """Prove what the run in a directory would use; started by `doctor --gpus`, never by hand."""
+    from engine.config.load import load_run_spec
     from engine.journal.directory import RunDirectory
     from engine.launch.environment import set_device_environment
-    from engine.spec.load import load_run_spec
 
     place = RunDirectory(directory.absolute())
     spec = load_run_spec(place.run_toml, own=True)
     set_device_environment(spec)
     with importing():
-        from engine.train.proofs.alone import prove_alone
-        from engine.train.proofs.together import prove_together
+        from engine.commands.doctor_process import prove_alone, prove_together
     if spec.profile.device.count > 1:
         raise typer.Exit(prove_together(place))
     prove_alone(place)

@@ -1,7 +1,4 @@
-"""`tunedeck eval`: scores a run's checkpoints, or a model, on held-out data.
-
-Try: `tunedeck eval last --checkpoint all`
-"""
+"""`tunedeck eval`: scores a run's checkpoints, or a model, on held-out data."""
 
 from __future__ import annotations
 
@@ -13,22 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from engine.commands.importing import importing
-from engine.commands.options import JsonOption, OverridesOption, RunsOption, find_result_run
-from engine.commands.output import make_console, print_json, print_progress
+from engine.commands.shared import (
+    JsonOption,
+    OverridesOption,
+    RunsOption,
+    find_result_run,
+    importing,
+    make_console,
+    print_json,
+    print_progress,
+)
+from engine.config.files.text import visible
 from engine.errors import UsageError
-from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from engine.config.schema.run import RunSpec
     from engine.evaluate.scores import Scores
     from engine.journal.directory import RunDirectory
-    from engine.spec.schema.run import RunSpec
 
 
 SHOWN_CHARACTERS = 80
-"""The length to which prompts and answers are cut on a screen; --json has all of each."""
+"""Prompts and answers are cut on a screen; --json has all of each."""
 
 MOST_CLASSES = 20
 """Labels whose precision and recall are printed."""
@@ -36,8 +40,6 @@ MOST_CLASSES = 20
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `tunedeck eval`, which apply to every target."""
-
     checkpoint: str | None = None
     base: bool = False
     overrides: tuple[str, ...] = ()
@@ -45,8 +47,6 @@ class Asked:
 
 
 class Scored(NamedTuple):
-    """The scores of one checkpoint of a run, or of a model."""
-
     target: str
     step: int | None
     """None for a model that is not a run; 0 for the model that a run started from."""
@@ -78,7 +78,7 @@ def evaluate(
     runs: RunsOption = None,
 ) -> None:
     """Score checkpoints of runs, or models, on held-out data. The scores of runs are kept, and compare shows them."""
-    from engine.launch.training_packages import require_training_packages
+    from engine.launch.requirements import require_training_packages
 
     require_training_packages()
     sets = (*(overrides or []), *([f"evaluate.limit={limit}"] if limit else []))
@@ -97,8 +97,7 @@ def evaluate(
 
 
 def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint: str | None) -> tuple[str, str]:
-    """The profile and the recipe with which the model `target` is scored. Raises UsageError if one of them is missing,
-    or if `checkpoint` is given, because only a run has checkpoints."""
+    """Raises UsageError if one is missing, or for `checkpoint`, which only a run has."""
     model = f"tunedeck eval {shlex.quote(target)} -p {profile or 'demo'} -r {recipe or 'demo'}"
     if profile is None or recipe is None:
         missing = [option for option, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if given is None]
@@ -113,13 +112,15 @@ def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint
 
 
 def _find_run(target: str, runs: Path | None) -> RunDirectory:
-    """The run to score. Raises UsageError, which names -p and -r if the target could be a model."""
+    """Raises UsageError, which names -p and -r if the target could be a model."""
     try:
         return find_result_run(target, runs)
     except UsageError as error:
+        from engine.config.files.find import BUILTIN_PREFIX
+
         folder = Path(target)
         is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-        if not target.startswith("builtin:") and target.count("/") != 1 and not is_model:
+        if not target.startswith(BUILTIN_PREFIX) and target.count("/") != 1 and not is_model:
             raise
         raise UsageError(
             f"{target!r} is not a run; to score a model, -p PROFILE and -r RECIPE are missing",
@@ -128,9 +129,8 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
 
 
 def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[tuple[str, RunSpec]]:
-    """Return (name, run spec) of the model `target`, for scoring it on the recipe's data with the profile; with --base,
-    (name, run spec) of the model that it was trained from comes first. Raises UsageError for --base if `target` is no
-    adapter."""
+    """(name, run spec) of the model `target`; with --base, that of the model it was trained from comes first. Raises
+    UsageError for --base if `target` is no adapter."""
     from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
     overrides = list(asked.overrides)
@@ -149,7 +149,6 @@ def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[t
 
 
 def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
-    """Score the model of `spec`, called `name`, in this process; returns its scores."""
     _prepare_libraries(spec)
     with importing():
         from engine.evaluate.run import score_model
@@ -157,8 +156,7 @@ def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
 
 
 def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
-    """Score the chosen checkpoints of the run in `place`, in this process; returns the scores of each."""
-    from engine.spec.load import load_run_spec
+    from engine.config.load import load_run_spec
 
     _prepare_libraries(load_run_spec(place.run_toml, own=True))
     with importing():
@@ -170,27 +168,25 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
 
 
 def _prepare_libraries(spec: RunSpec) -> None:
-    """Set the environment variables for the run's devices before torch is imported, and turn off progress bars and
-    warnings of transformers and datasets."""
+    """Set variables for the devices before torch is imported; turn off the libraries' progress bars and warnings."""
     from engine.launch.environment import set_device_environment
 
     set_device_environment(spec)
     with importing():
-        from engine.model.library_output import silence_libraries
+        from engine.model.config import silence_libraries
     silence_libraries()
 
 
 def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
-    """Resolve the run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data.
-
-    The recipe's settings for its own model are reset: adapter and revision, and unless `model` is built-in, random
-    weights and tokenizer. The user's `overrides` are applied last.
-    """
-    from engine.spec.load import resolve
+    """The run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data. The recipe's settings for its
+    own model are reset (adapter and revision, and unless `model` is built-in, random weights and tokenizer);
+    `overrides` come last."""
+    from engine.config.files.find import BUILTIN_PREFIX
+    from engine.config.load import resolve
 
     chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
     own = ["model.adapter=", "model.revision="]
-    if not model.startswith("builtin:"):
+    if not model.startswith(BUILTIN_PREFIX):
         own += ["model.init=", "model.tokenizer="]
     return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec
 
@@ -202,7 +198,7 @@ def _as_json(scored: Scored) -> dict[str, Any]:
 
 
 def _print(results: list[Scored]) -> None:
-    """Print a row of metrics for each result, the classes of labels, notes, and the samples of the last result."""
+    """A row of metrics for each result, the classes of labels, notes, and the samples of the last result."""
     from rich.table import Table
     from rich.text import Text
 
@@ -227,8 +223,6 @@ def _print(results: list[Scored]) -> None:
 
 
 def _class_table(classes: dict[str, dict[str, float]]) -> Table:
-    """Make a table of precision, recall and F1 of each label, the most frequent labels first. `classes` maps labels to
-    these numbers."""
     from rich.table import Table
     from rich.text import Text
 
@@ -243,6 +237,5 @@ def _class_table(classes: dict[str, dict[str, float]]) -> Table:
 
 
 def _short(text: str) -> str:
-    """Quote the text on one line, with control characters escaped, and cut in the middle if it is long."""
     shown = repr(text)
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS // 2]}...{shown[-16:]}"

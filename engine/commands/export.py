@@ -1,7 +1,4 @@
-"""`tunedeck merge`: merges a LoRA adapter into its base model.
-
-Try: `tunedeck merge last --out merged`
-"""
+"""`tunedeck merge`: merges a LoRA adapter into its base model."""
 
 from __future__ import annotations
 
@@ -11,9 +8,15 @@ from typing import Annotated
 
 import typer
 
-from engine.commands.importing import importing
-from engine.commands.options import RunArgument, RunsOption, TrustOption, find_result_run
-from engine.commands.output import print_line, print_progress
+from engine.commands.shared import (
+    RunArgument,
+    RunsOption,
+    TrustOption,
+    find_result_run,
+    importing,
+    print_line,
+    print_progress,
+)
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from engine.journal.directory import RunDirectory
@@ -38,7 +41,7 @@ def merge(
 
     with importing():
         from engine.export.merge import merge as merge_adapter
-        from engine.model.library_output import silence_libraries
+        from engine.model.config import silence_libraries
         from engine.model.reference import find_run_weights
 
     silence_libraries()
@@ -51,8 +54,7 @@ def merge(
 
 
 def _require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
-    """Raise UsageError if the weights to merge do not exist: the checkpoint, or without `checkpoint` the run's result.
-    `command`: the words of the merge command, from which the error's fix is made."""
+    """Raise UsageError if the weights to merge do not exist. `command`: the words from which the fix is made."""
     if checkpoint is None and (directory.adapter.is_dir() or directory.model.is_dir()):
         return
     steps = [found.step for found in find_checkpoints(directory.checkpoints)]

@@ -1,6 +1,4 @@
-"""`tunedeck launch`: writes the script that trains a recipe on several machines. Nothing is submitted.
-
-The text of the script comes from `engine.launch.cluster_scripts`.
+"""`tunedeck launch`: writes the script that trains a recipe on several machines (`engine.launch.cluster_scripts`).
 
 Try: `tunedeck launch -p my-cluster -r my-recipe --slurm`, then read the script, then `sbatch` it
 """
@@ -14,20 +12,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.options import (
-    NameOption,
-    OverridesOption,
+from engine.commands.shared import (
     ProfileOption,
     RecipeOption,
-    RunsOption,
+    print_line,
+    print_notices,
     runs_folder,
+    takes_start_options,
 )
-from engine.commands.output import print_line, print_notices
 from engine.errors import EnvironmentProblem, UsageError
+from engine.launch.start_options import StartOptions
 
 if TYPE_CHECKING:
+    from engine.config.schema.run import RunSpec
     from engine.launch.cluster_scripts import Job
-    from engine.spec.schema.run import RunSpec
 
 SlurmOption = Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")]
 SkyPilotOption = Annotated[bool, typer.Option("--skypilot", help="A task for sky jobs launch.")]
@@ -44,41 +42,41 @@ SCRIPT_SUFFIXES = {"slurm": ".sbatch", "skypilot": ".sky.yaml"}
 SUBMIT_COMMANDS = {"slurm": "sbatch", "skypilot": "sky jobs launch"}
 
 
+@takes_start_options(
+    "profile", "recipe", "overrides", "slurm", "skypilot", "name", "out", "setup", "force", "runs",
+    profile=ProfileOption, recipe=RecipeOption, force=ForceOption,
+)  # fmt: skip
 def launch(
-    profile: ProfileOption,
-    recipe: RecipeOption,
-    overrides: OverridesOption = None,
+    options: StartOptions,
     slurm: SlurmOption = False,
     skypilot: SkyPilotOption = False,
-    name: NameOption = None,
     out: OutOption = None,
     setup: SetupOption = "",
-    force: ForceOption = False,
-    runs: RunsOption = None,
 ) -> None:
     """Write a script that trains on several machines. They are those of the profile's [nodes]; the resolved run spec
     is written beside it."""
-    from engine.budget.advise.strategy import settle_parallel
+    from engine.budget.advise.gate import admit
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
-    from engine.launch.create_run import checked_plan
+    from engine.launch.create_run import plan_admitted, resolve_start
+    from engine.launch.environment import refuse_stages
     from engine.launch.process import ENTRY_FILE
-    from engine.spec.load import resolve
 
-    resolved = resolve(profile, recipe, overrides or [], name=name)
-    spec, settled = settle_parallel(resolved.spec)
-    launcher = _launcher(spec, slurm, skypilot)
+    resolved = resolve_start(options)
+    launcher = _launcher(resolved.spec, slurm, skypilot)
+    refuse_stages(resolved.spec, launcher)
+    spec, facts, settled = admit(resolved.spec)
     print_notices([*resolved.notices, *settled])
-    print_notices(checked_plan(spec, runs_folder(runs), force=force)[1])
+    folder = runs_folder(options.runs)
+    print_notices(plan_admitted(spec, facts, folder, force=options.force)[1])
     script = (out or Path(spec.name + SCRIPT_SUFFIXES[launcher])).absolute()
-    job = Job(spec, script.with_suffix(".run.toml"), runs_folder(runs), sys.executable, str(ENTRY_FILE), setup)
+    job = Job(spec, script.with_suffix(".run.toml"), folder, sys.executable, str(ENTRY_FILE), setup)
     _write(script, slurm_script(job) if launcher == "slurm" else skypilot_task(job), job)
     print_line(f"{script}\n{job.spec_file}")
     print_line(f"read the script's assumptions, then submit it: {SUBMIT_COMMANDS[launcher]} {script}")
 
 
 def _launcher(spec: RunSpec, slurm: bool, skypilot: bool) -> str:
-    """The launcher to write a script for, slurm or skypilot: from the options, else from the profile. Raises
-    UsageError if neither names one."""
+    """slurm or skypilot, from the options, else from the profile. Raises UsageError if neither names one."""
     asked = [name for name, given in (("slurm", slurm), ("skypilot", skypilot)) if given]
     if len(asked) > 1:
         raise UsageError("--slurm and --skypilot were both given", expected="one of them", fix="leave one out")
@@ -99,8 +97,8 @@ def _launcher(spec: RunSpec, slurm: bool, skypilot: bool) -> str:
 
 
 def _write(script: Path, text: str, job: Job) -> None:
-    from engine.journal.files import write_atomically
-    from engine.spec.load import dump_run_spec
+    from engine.config.load import dump_run_spec
+    from engine.journal.directory import write_atomically
 
     try:
         _refuse_to_replace(script, text)

@@ -1,10 +1,4 @@
-"""`tunedeck profiles` and `tunedeck recipes`: the commands list, show, check, new, export, import and schema.
-
-Both groups have the same commands; only `new --detect` belongs to profiles alone. The work is done by `engine.spec`,
-which is imported inside the commands.
-
-Try: `tunedeck recipes list`, `tunedeck profiles show 24gb --json`
-"""
+"""`tunedeck profiles` and `tunedeck recipes`: the commands list, show, check, new, export, import and schema."""
 
 from __future__ import annotations
 
@@ -15,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.options import JsonOption
-from engine.commands.output import print_json, print_line, print_notices
+from engine.commands.shared import JsonOption, print_json, print_line, print_notices
 from engine.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
-    from engine.spec.files.find import SpecFile, SpecKind
+    from engine.budget.advise.plan import Plan
+    from engine.budget.advise.staged_plan import StagedPlan
+    from engine.config.files.find import SpecFile, SpecKind
+
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help="A name, or a path to a TOML file.", show_default=False)
@@ -36,8 +32,6 @@ MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables o
 
 
 def make_group(kind: SpecKind, summary: str) -> typer.Typer:
-    """Make the group of commands (`list`, `show`, ...) for profiles or for recipes; `summary` is the group's help text.
-    """
     group = typer.Typer(help=summary, no_args_is_help=True, rich_markup_mode=None)
 
     @group.command("list", help=f"List every {kind} that can be used by name.")
@@ -63,7 +57,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     def import_(
         file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)], force: ForceOption = False
     ) -> None:
-        from engine.spec.files.share import import_spec_file
+        from engine.config.files.write import import_spec_file
 
         target = import_spec_file(kind, file, force=force)
         print_line(f"imported {target.stem}: {target}")
@@ -71,7 +65,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     @group.command(help="Print the JSON Schema, for editors. With --markdown a table of all keys.")
     def schema(as_markdown: MarkdownOption = False) -> None:
         from engine.commands.schema_text import schema_markdown
-        from engine.spec.load import SPEC_TABLES
+        from engine.config.load import SPEC_TABLES
 
         if as_markdown:
             print_line(schema_markdown(SPEC_TABLES[kind]))
@@ -93,14 +87,14 @@ def _add_new(group: typer.Typer, kind: SpecKind) -> None:
         def new_recipe(
             name: NewNameArgument, source: FromOption = None, to: ToOption = None, force: ForceOption = False
         ) -> None:
-            from engine.spec.files import templates
+            from engine.config.files import write
 
             _write(
                 kind,
                 name,
                 to,
                 force,
-                lambda stem: templates.new_recipe(stem) if source is None else _copy(source, stem),
+                lambda stem: write.new_recipe(stem) if source is None else _copy(source, stem),
             )
 
     else:
@@ -116,8 +110,8 @@ def _add_new(group: typer.Typer, kind: SpecKind) -> None:
 
 
 def _profile_text(name: str, detect: bool) -> str:
-    from engine.spec.files import detect as detection
-    from engine.spec.files import templates
+    from engine.config.files import machine as detection
+    from engine.config.files import write
 
     device: dict[str, Any] = {
         "kind": "cuda",
@@ -130,14 +124,13 @@ def _profile_text(name: str, detect: bool) -> str:
     notes = "memory_gib: what the driver offers a process, less than nvidia-smi's total by some hundreds of MiB."
     if detect:
         device, title, notes = detection.detect_device()
-    return templates.new_profile(name, device, title=title, notes=notes)
+    return write.new_profile(name, device, title=title, notes=notes)
 
 
 def _copy(source: str, name: str) -> str:
-    """The text of the recipe `source` under another name. If `source` is a path, the relative paths in the recipe
-    become absolute, so that they still name the same files."""
-    from engine.spec.files.find import find_spec_file
-    from engine.spec.files.rewrite import rewrite_text
+    """The recipe under another name; relative paths of a `source` that is a path become absolute."""
+    from engine.config.files.find import find_spec_file
+    from engine.config.files.write import rewrite_text
 
     file = find_spec_file("recipe", source)
     # Beside its source, so that the relative paths of a recipe that is found by name stay relative.
@@ -146,7 +139,7 @@ def _copy(source: str, name: str) -> str:
 
 
 def _list(kind: SpecKind, as_json: bool) -> None:
-    from engine.spec.files.find import list_spec_files
+    from engine.config.files.find import list_spec_files
 
     rows = [_row(kind, file) for file in list_spec_files(kind)]
     if as_json:
@@ -160,10 +153,10 @@ def _list(kind: SpecKind, as_json: bool) -> None:
 
 
 def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
-    """Return what `list` shows of one file: name, title, origin and path; for a recipe also `profile`, which it is
-    meant for, and `verdict`, whether it fits there. An invalid file has the number of its problems as title."""
-    from engine.spec.load import load_spec_file
-    from engine.spec.schema.recipe import Recipe
+    """Name, title, origin and path; for a recipe also the `profile` it is meant for and the `verdict` there. An invalid
+    file has the number of its problems as title."""
+    from engine.config.load import load_spec_file
+    from engine.config.schema.recipe import Recipe
 
     row: dict[str, str | None] = {"name": file.name, "title": "", "origin": file.origin, "path": str(file.path)}
     try:
@@ -180,27 +173,31 @@ def _row(kind: SpecKind, file: SpecFile) -> dict[str, str | None]:
 
 
 def _verdict(profile: str, recipe: str) -> str:
-    """Return in words whether a recipe fits the profile that it is meant for; "no plan" if that cannot be told from the
-    files on this machine. Sends no request."""
+    """Whether a recipe fits its profile; "no plan" if files on this machine cannot tell. Sends no request."""
+    from engine.budget.advise.parallel import settle_parallel
     from engine.budget.advise.plan import make_plan
-    from engine.budget.advise.staged_plan import make_staged_plan
-    from engine.budget.advise.strategy import settle_parallel
+    from engine.budget.advise.staged_plan import find_run_facts, make_staged_plan
+    from engine.config.load import resolve
     from engine.errors import TunedeckError
     from engine.journal.event_text import describe_verdict
-    from engine.spec.load import resolve
 
     try:
-        spec = settle_parallel(resolve(profile, recipe).spec).spec
-        plan = make_staged_plan(spec) if spec.recipe.stages else make_plan(spec)
+        spec = resolve(profile, recipe).spec
+        facts = find_run_facts(spec)
+        spec = settle_parallel(spec, facts).spec
+        if spec.recipe.stages:
+            plan: Plan | StagedPlan = make_staged_plan(spec, facts)
+        else:
+            plan = make_plan(spec, facts=facts.of(spec.recipe.model))
     except TunedeckError:  # no such profile, or a model whose memory is not known: tunedeck plan says which
         return "no plan"
     return describe_verdict(plan.verdict)
 
 
 def _show(kind: SpecKind, name: str, as_json: bool) -> None:
-    from engine.spec.files.find import find_spec_file
-    from engine.spec.files.text import visible
-    from engine.spec.load import load_spec_file
+    from engine.config.files.find import find_spec_file
+    from engine.config.files.text import visible
+    from engine.config.load import load_spec_file
 
     file = find_spec_file(kind, name)
     table = load_spec_file(kind, file)
@@ -212,8 +209,8 @@ def _show(kind: SpecKind, name: str, as_json: bool) -> None:
 
 
 def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
-    from engine.spec.files.find import find_spec_file
-    from engine.spec.load import load_spec_file, name_note
+    from engine.config.files.find import find_spec_file
+    from engine.config.load import load_spec_file, name_note
 
     problems: list[str] = []
     notes: list[str] = []
@@ -222,7 +219,10 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
             file = find_spec_file(kind, name)
             load_spec_file(kind, file)
             notes += [note] if (note := name_note(file)) else []
-            problems += _problems_with_model(kind, file)
+            if kind == "recipe":
+                found, noted = _check_start(file)
+                problems += found
+                notes += noted
             notes += _notes_on_trackers(kind, file)
         except SpecError as error:
             problems += error.problems
@@ -235,22 +235,37 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
     print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
 
 
-def _problems_with_model(kind: SpecKind, file: SpecFile) -> list[str]:
-    """Return why a recipe cannot be trained with its model, one line per problem. Empty for a profile, and where the
-    model's config is not on this machine."""
-    from engine.budget.advise.recipe_with_model import problems_with_model
-    from engine.spec.load import load_recipe
+def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
+    """Why a recipe cannot be started, one line per problem, and what its start has to allow: on the profile that it
+    names if that is found here, else on any. Its model is not checked where its config is not on this machine."""
+    from engine.budget.advise.gate import ANY_PROFILE, notes_on_code, problems_of_run
+    from engine.config.load import load_recipe, resolve
+    from engine.config.schema.run import RunSpec
 
-    if kind != "recipe":
-        return []
-    return [f"{file.path}: {problem}" for problem in problems_with_model(load_recipe(file))]
+    recipe = load_recipe(file)
+    spec = RunSpec(schema=1, name=recipe.name, profile=ANY_PROFILE, recipe=recipe)
+    if recipe.profile is not None and _has_profile(recipe.profile):
+        spec = resolve(recipe.profile, str(file.path)).spec
+    return (
+        [f"{file.path}: {problem}" for problem in problems_of_run(spec)],
+        [f"{file.name}: {note}" for note in notes_on_code(spec)],
+    )
+
+
+def _has_profile(name: str) -> bool:
+    from engine.config.files.find import find_spec_file
+
+    try:
+        find_spec_file("profile", name)
+    except SpecError:
+        return False
+    return True
 
 
 def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
-    """Return a note if trackers of a recipe are not installed here: the file is valid, but `train` would refuse it.
-    Else empty."""
-    from engine.spec.load import load_recipe
-    from engine.trackers.packages import install_command, missing_trackers
+    """A note for trackers that are not installed: the file is valid, but `train` would refuse it."""
+    from engine.config.load import load_recipe
+    from engine.trackers.tracker import install_command, missing_trackers
 
     missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
     if not missing:
@@ -259,12 +274,11 @@ def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
-    from engine.spec.files.document import read_document
-    from engine.spec.files.find import find_spec_file
-    from engine.spec.files.paths import unshareable_paths
-    from engine.spec.files.share import write_new_file
-    from engine.spec.files.text import visible
-    from engine.spec.load import load_spec_file
+    from engine.config.files.document import read_document
+    from engine.config.files.find import find_spec_file, unshareable_paths
+    from engine.config.files.text import visible
+    from engine.config.files.write import write_new_file
+    from engine.config.load import load_spec_file
 
     file = find_spec_file(kind, name)
     load_spec_file(kind, file)
@@ -279,9 +293,9 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
 
 
 def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make_text: Callable[[str], str]) -> None:
-    from engine.spec.files.find import own_folder
-    from engine.spec.files.share import require_name, write_new_file
-    from engine.spec.files.text import quoted
+    from engine.config.files.find import own_folder
+    from engine.config.files.text import quoted
+    from engine.config.files.write import require_name, write_new_file
 
     require_name(name)
     if to is not None and to.name != f"{name}.toml":

@@ -1,38 +1,36 @@
-"""`tunedeck plan` and `tunedeck fit`: predict how much memory a run needs, and find the cheapest changes that make it
-fit.
-
-This file only prints; the figures come from `engine.budget`. `--json` prints one document, in bytes.
-
-Try: `tunedeck plan -p demo -r demo`, `tunedeck fit -p 24gb -r full --json`
-"""
+"""`tunedeck plan` and `tunedeck fit`: print how much memory a run needs, and the cheapest changes that make it fit."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.importing import importing
-from engine.commands.options import (
+from engine.commands.shared import (
     JsonOption,
     OverridesOption,
     ProfileOption,
     RecipeOption,
     RunsOption,
+    importing,
+    print_json,
+    print_line,
+    print_notices,
+    print_progress,
     runs_folder,
 )
-from engine.commands.output import print_json, print_line, print_notices, print_progress
 from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from engine.budget.advise.fit import Advice, Suggestion
+    from engine.budget.advise.gate import Admitted
     from engine.budget.advise.plan import Plan
+    from engine.budget.advise.search import Advice, Suggestion
     from engine.budget.advise.staged_plan import StagedPlan
-    from engine.spec.schema.run import RunSpec
+    from engine.budget.architecture.lookup import ModelFacts
+    from engine.config.schema.run import RunSpec
 
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Simulate the engine's own step instead of the closed form.")
@@ -64,26 +62,27 @@ def plan(
     from engine.budget.advise.plan import make_plan
     from engine.launch.simulation import with_simulations
 
-    spec = _resolve(profile, recipe, overrides or [])
-    if spec.recipe.sweep and not evaluation:
-        _plan_sweep(spec, as_json=as_json)
+    points = _admitted(profile, recipe, overrides or [])
+    if _are_of_sweep(points) and not evaluation:
+        _plan_sweep(points, as_json=as_json)
         return
+    run = _worst(points)
     if evaluation:
-        spec = _worst_point(spec) if spec.recipe.sweep else spec
-        stage = stage or _last_trained(spec)
-    if spec.recipe.stages and stage is None:
-        _plan_stages(spec, runs, as_json=as_json, exact=exact)
+        stage = stage or _last_trained(run.spec)
+    if run.spec.recipe.stages and stage is None:
+        _plan_stages(run, runs, as_json=as_json, exact=exact)
         return
-    spec = _of_stage(spec, stage)
+    spec, facts = _of_stage(run.spec, stage), run.facts
+    of_model = facts.of(spec.recipe.model)
     if evaluation:
         _plan_evaluation(spec, as_json=as_json)
         return
     if exact:
-        _warn(spec, runs, simulated=True)
+        _warn(spec, of_model, runs, simulated=True)
         _exactly(spec, as_json)
         return
-    planned = with_simulations(lambda: make_plan(spec), print_progress)
-    _warn(spec, runs, simulated=planned.predictor == "simulated")
+    planned = with_simulations(lambda: make_plan(spec, facts=of_model), print_progress)
+    _warn(spec, of_model, runs, simulated=planned.predictor == "simulated")
     if as_json:
         print_json(planned.as_json())
     else:
@@ -93,16 +92,16 @@ def plan(
 
 
 def _last_trained(spec: RunSpec) -> str | None:
-    """The name of the stage whose result is the run's; None for a recipe without stages."""
-    from engine.spec.stages import enabled_stages
+    """The stage whose result is the run's; None for a recipe without stages."""
+    from engine.config.stages import enabled_stages
 
     trained = [stage.name for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
     return trained[-1] if trained else None
 
 
 def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
-    """Print the predicted memory of `tunedeck eval` for this run. Exits with code 3 when it does not fit."""
-    from engine.budget.advise.evaluation_plan import plan_evaluation
+    """Print the memory of `tunedeck eval`. Exits with code 3 when it does not fit."""
+    from engine.budget.advise.plan import plan_evaluation
     from engine.commands import plan_text as text
 
     planned = plan_evaluation(spec)
@@ -114,12 +113,16 @@ def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
+def _are_of_sweep(points: list[Admitted]) -> bool:
+    return any(point.spec.provenance.sweep is not None for point in points)
+
+
+def _plan_sweep(points: list[Admitted], *, as_json: bool) -> None:
     """Print a line for each point of a sweep (a combination of its values), and the name of the point with the least
     memory left. Exits with code 3 when a point does not fit."""
     from engine.journal.event_text import describe_verdict
 
-    plans = [(point.name, planned, _memory_left(planned)) for point, planned in _planned_points(spec)]
+    plans = [(point.name, planned, _memory_left(planned)) for point, planned in _planned(points)]
     if as_json:
         print_json({"points": [{"name": name, "plan": planned.as_json()} for name, planned, _ in plans]})
     else:
@@ -133,48 +136,48 @@ def _plan_sweep(spec: RunSpec, *, as_json: bool) -> None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _planned_points(spec: RunSpec) -> list[tuple[RunSpec, Plan | StagedPlan]]:
-    """Return (run spec, plan) of every point of a sweep. Raises UsageError for a point that `train` would refuse."""
+def _planned(points: list[Admitted]) -> list[tuple[RunSpec, Plan | StagedPlan]]:
+    """Return (run spec, plan) of every point of a sweep."""
     from engine.budget.advise.plan import make_plan
-    from engine.budget.advise.preflight import refuse_unsafe
-    from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
-    from engine.launch.create_sweep import sweep_points
+    from engine.budget.advise.staged_plan import make_staged_plan
     from engine.launch.simulation import with_simulations
 
-    def plan_of(point: RunSpec) -> Plan | StagedPlan:
-        return make_staged_plan(point) if point.recipe.stages else make_plan(point)
+    def plan_of(point: Admitted) -> Plan | StagedPlan:
+        if point.spec.recipe.stages:
+            return make_staged_plan(point.spec, point.facts)
+        return make_plan(point.spec, facts=point.facts.of(point.spec.recipe.model))
 
-    points = sweep_points(spec, force=True)
-    for part in (part for point in points for part in planning_specs(point)):
-        refuse_unsafe(part)
-    return [(point, with_simulations(partial(plan_of, point), print_progress)) for point in points]
+    plans = with_simulations(lambda: [plan_of(point) for point in points], print_progress)
+    return list(zip((point.spec for point in points), plans, strict=True))
 
 
 def _memory_left(planned: Plan | StagedPlan) -> int | None:
-    """Bytes left at the peak, of a staged run in its largest stage; None if no stage has a plan."""
+    """Bytes at the peak, of a staged run in its largest stage; None if no stage has a plan."""
     from engine.budget.advise.plan import Plan
 
     worst = planned if isinstance(planned, Plan) else planned.worst.plan if planned.worst else None
     return worst.margin_bytes if worst is not None else None
 
 
-def _worst_point(spec: RunSpec) -> RunSpec:
-    """Return the run spec of the sweep's point with the least memory left, and print a notice that names it. Returns
-    `spec` if no point has a plan."""
-    known = [(left, point) for point, planned in _planned_points(spec) if (left := _memory_left(planned)) is not None]
+def _worst(points: list[Admitted]) -> Admitted:
+    """Return the point of a sweep with the least memory left, and print a notice that names it. Returns the first if
+    no point has a plan, or if this is no sweep."""
+    if not _are_of_sweep(points):
+        return points[0]
+    left_of = [_memory_left(planned) for _, planned in _planned(points)]
+    known = [(left, point) for left, point in zip(left_of, points, strict=True) if left is not None]
     if not known:
-        return spec
+        return points[0]
     _, worst = min(known, key=lambda row: row[0])
-    print_notices([f"of the sweep, this is the point with the least memory left: {worst.name}"])
+    print_notices([f"of the sweep, this is the point with the least memory left: {worst.spec.name}"])
     return worst
 
 
 def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
-    """Return the run spec to plan: `spec` itself if `name` is None, else that of its stage `name`. Raises UsageError if
-    there is no enabled stage of this name."""
+    """`spec` itself if `name` is None, else its stage. Raises UsageError if there is no such enabled stage."""
     from engine.budget.advise.staged_plan import planning_spec
+    from engine.config.stages import enabled_stages
     from engine.errors import UsageError
-    from engine.spec.stages import enabled_stages
 
     if name is None:
         return spec
@@ -189,7 +192,7 @@ def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
     return planning_spec(spec, stages[name])
 
 
-def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool) -> None:
+def _plan_stages(run: Admitted, runs: Path | None, *, as_json: bool, exact: bool) -> None:
     """Print a line for each stage of a staged run, or with `as_json` one document. Raises UsageError if `exact`, which
     needs a single stage; exits with code 3 when a stage does not fit."""
     from engine.budget.advise.staged_plan import make_staged_plan
@@ -198,42 +201,38 @@ def _plan_stages(spec: RunSpec, runs: Path | None, *, as_json: bool, exact: bool
     from engine.launch.simulation import with_simulations
 
     if exact:
-        raise UsageError("--exact simulates one stage", fix=f"name it: --stage {spec.recipe.stages[0].name}")
-    planned = with_simulations(lambda: make_staged_plan(spec), print_progress)
+        raise UsageError("--exact simulates one stage", fix=f"name it: --stage {run.spec.recipe.stages[0].name}")
+    planned = with_simulations(lambda: make_staged_plan(run.spec, run.facts), print_progress)
     for stage in planned.stages:
         if stage.plan is not None:
-            _warn(stage.spec, runs, simulated=stage.plan.predictor == "simulated")
+            of_model = run.facts.of(stage.spec.recipe.model)
+            _warn(stage.spec, of_model, runs, simulated=stage.plan.predictor == "simulated")
     if as_json:
         print_json(planned.as_json())
     else:
-        print_line("\n".join(text.stage_lines(planned, spec, shutil.get_terminal_size().columns)))
+        print_line("\n".join(text.stage_lines(planned, run.spec, shutil.get_terminal_size().columns)))
     if planned.verdict == "does_not_fit":
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _warn(spec: RunSpec, runs: Path | None, *, simulated: bool = False) -> None:
+def _warn(spec: RunSpec, facts: ModelFacts, runs: Path | None, *, simulated: bool = False) -> None:
     """Print the warnings about a run. With `simulated`, print none if the budget does not know the model's
     architecture."""
     from engine.budget.advise.preflight import free_bytes, notes_on_experts, warnings_of
-    from engine.budget.architecture.lookup import find_architecture
     from engine.errors import UnknownArchitectureError
 
-    print_notices(notes_on_experts(spec))
-    try:
-        arch = find_architecture(spec)
-    except UnknownArchitectureError:
-        if simulated:
-            return
-        raise
-    print_notices(warnings_of(arch, spec, free_disk_bytes=free_bytes(runs_folder(runs))))
+    print_notices(notes_on_experts(spec.recipe, facts))
+    if simulated and isinstance(facts.reason, UnknownArchitectureError):
+        return
+    print_notices(warnings_of(facts, spec, free_disk_bytes=free_bytes(runs_folder(runs))))
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
-    """Simulate a step and print the plan made from it (`plan --exact`). Exits with code 3 when the run does not fit."""
-    from engine.commands.exact_plan_text import exact_lines
+    """`plan --exact`. Exits with code 3 when the run does not fit."""
+    from engine.commands.plan_text import exact_lines
 
     with importing():
-        from engine.model.library_output import silence_libraries
+        from engine.model.config import silence_libraries
         from engine.simulate.plan import exact_plan
 
     silence_libraries()
@@ -256,13 +255,11 @@ def fit(
 ) -> None:
     """Rank changes that make a run fit, or use the memory left. Of a sweep, for its largest run. Exit code 3 when no
     change makes it fit."""
-    from engine.budget.advise.fit import advise
+    from engine.budget.advise.search import advise
     from engine.errors import UsageError
     from engine.launch.simulation import with_simulations
 
-    spec = _resolve(profile, recipe, overrides or [])
-    if spec.recipe.sweep:
-        spec = _worst_point(spec)
+    spec = _worst(_admitted(profile, recipe, overrides or [])).spec
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(
@@ -282,33 +279,28 @@ def fit(
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _resolve(profile: str, recipe: str, overrides: Sequence[str]) -> RunSpec:
-    """Resolve profile, recipe and overrides to a run spec. Refuses what `train` refuses, except features that can be
-    planned but not trained yet."""
-    from engine.budget.advise.preflight import refuse_unsafe
-    from engine.budget.advise.staged_plan import planning_specs
-    from engine.budget.advise.strategy import settle_parallel
-    from engine.budget.architecture.hub import bring_config
-    from engine.spec.check.unsupported import refuse_unsupported
-    from engine.spec.load import resolve
+def _admitted(profile: str, recipe: str, overrides: Sequence[str]) -> list[Admitted]:
+    """Resolve profile, recipe and overrides, and ask the gate; returns the run, or every point of a sweep. Refuses what
+    `train` refuses."""
+    from engine.budget.advise.gate import admit
+    from engine.budget.architecture.lookup import bring_config
+    from engine.config.load import resolve
+    from engine.config.sweep import sweep_points
 
     resolved = resolve(profile, recipe, overrides)
     print_notices(resolved.notices)
-    refuse_unsupported(resolved.spec)
-    print_notices(bring_config(resolved.spec))
-    spec, notices = settle_parallel(resolved.spec)
-    print_notices(notices)
-    for part in planning_specs(spec):
-        refuse_unsafe(part)
-    return spec
+    points = sweep_points(resolved.spec, force=True) if resolved.spec.recipe.sweep else [resolved.spec]
+    fetched = [notice for point in points for notice in bring_config(point)]
+    print_notices(dict.fromkeys(fetched))
+    admitted = [admit(point) for point in points]
+    print_notices(dict.fromkeys(notice for run in admitted for notice in run.notices))
+    return admitted
 
 
 def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:
-    """Write the recipe with the first suggestion applied to the file `target`. `overrides` are the user's --set, which
-    are applied as well. Raises UsageError if there is no suggestion."""
+    """Write the recipe with the first suggestion and the user's --set. Raises UsageError if there is no suggestion."""
+    from engine.config.files.write import rewrite_text, write_new_file
     from engine.errors import UsageError
-    from engine.spec.files.rewrite import rewrite_text
-    from engine.spec.files.share import write_new_file
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:
@@ -318,7 +310,6 @@ def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) 
 
 
 def _print_plan(planned: Plan, spec: RunSpec) -> None:
-    """Print the capacity bar, the table of phases and the summary."""
     from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns
@@ -330,8 +321,7 @@ def _print_plan(planned: Plan, spec: RunSpec) -> None:
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
-    """Print a short form of the plan, then each suggestion as a diff of the recipe, then the path `written`, if the
-    first was written to a file."""
+    """A short plan, each suggestion as a diff of the recipe, and the path `written` of the first."""
     from engine.commands import plan_text as text
 
     width = shutil.get_terminal_size().columns
@@ -349,8 +339,7 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
 
 
 def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
-    """The lines of suggestion number `index` (from 1): its memory and cost, then the recipe's lines before and after
-    the change."""
+    """Its memory and cost, then the recipe's lines before and after the change. `index` counts from 1."""
     from engine.commands.plan_text import format_size, host_sentence, toml_text
 
     plan, used = suggestion.plan, suggestion.plan.prediction.device_bytes

@@ -1,7 +1,5 @@
-"""Formats a plan as text: the capacity bar, the table of phases and components, the summary. Pure; nothing is printed.
-
-Try: `tunedeck plan -p demo -r demo`
-"""
+"""Formats plans as text: bytes by phase and component, verdict and advice, and a simulated plan beside the
+closed form."""
 
 from __future__ import annotations
 
@@ -9,34 +7,33 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from engine.config.files.text import visible
 from engine.journal.event_text import describe_verdict
-from engine.spec.files.text import visible
 
 if TYPE_CHECKING:
-    from engine.budget.advise.evaluation_plan import EvaluationPlan
-    from engine.budget.advise.plan import Plan
+    from engine.budget.advise.plan import EvaluationPlan, Plan
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
-    from engine.budget.predict.network import NetworkTraffic
-    from engine.spec.schema.run import RunSpec
+    from engine.budget.predict.parallel_layout import NetworkTraffic
+    from engine.config.schema.run import RunSpec
+    from engine.simulate.plan import ExactPlan
+
 
 MIB, GIB = 2**20, 2**30
 NARROWEST = 40
 SHARE = 8
-"""Characters to the right of the bar, for its percentage."""
+"""Characters right of the bar, for its percentage."""
 LETTERS = {
     "weights": "w", "adapters": "d", "gradients": "g", "optimizer": "o", "activations": "a", "recompute": "r",
     "loss": "l", "buffers": "b", "workspace": "k", "context": "c", "fragmentation": "f",
 }  # fmt: skip
-"""The letter of each component in the bar."""
 HEADS = {
     "weights": "weight", "adapters": "adapt", "gradients": "grad", "optimizer": "optim", "activations": "activ",
     "recompute": "recomp", "loss": "loss", "buffers": "buffer",
 }  # fmt: skip
-"""The column title of each component, short enough for 80 columns."""
+"""Column titles, short enough for 80 columns."""
 BESIDE_TENSORS = ("context", "workspace", "fragmentation")
-"""Components that are not torch's tensors; they are equal in all phases but for fragmentation, a share of the peak."""
+"""Components that are not torch's tensors; equal in all phases but for fragmentation, a share of the peak."""
 OFFLOADED = {"activations": "activations", "optimizer": "optimizer state"}
-"""What offloads keep on the host, in words."""
 
 WHICH_ADAFACTOR = (
     "adafactor is torch's: an update is learning_rate, at most 1/sqrt(step), times the root mean square of the weight; "
@@ -45,7 +42,6 @@ WHICH_ADAFACTOR = (
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """Wrap lines at spaces; continuation lines are indented."""
     width = max(NARROWEST, width)
     return [
         piece
@@ -55,14 +51,13 @@ def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
 
 
 def title(planned: Plan, spec: RunSpec) -> str:
-    """A title that names the model, recipe and profile of the plan."""
     simulated = " (simulated device)" if planned.simulated else ""
     return f"{visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on profile {spec.profile.name}{simulated}"
 
 
 def capacity_bar(planned: Plan, width: int) -> list[str]:
-    """A bar that shows how much of the capacity is used, with a letter per component, then the legend; `width` is the
-    width of all lines. If the capacity is exceeded, "!" marks where it ends."""
+    """A letter per component, then the legend; `width` is that of all lines. "!" marks where an exceeded capacity
+    ends."""
     cells_wide = max(NARROWEST, width) - SHARE
     used = {name: size for name, size in planned.prediction.components.items() if size}
     scale = cells_wide / max(planned.capacity_bytes, planned.prediction.device_bytes)
@@ -81,8 +76,8 @@ def capacity_bar(planned: Plan, width: int) -> list[str]:
 
 
 def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
-    """Format `phases` (bytes by phase and component) as a table with a row per phase and a column per component. The
-    row of `deciding`, the phase with the peak, is marked. Memory outside of tensors is in `beside_rows`."""
+    """A row per phase, a column per component; the row of `deciding`, the phase with the peak, is marked. Memory
+    outside of tensors is in `beside_rows`."""
     names = [name for name in HEADS if any(parts.get(name) for parts in phases.values())]
     large = sum(phases[deciding].values()) >= GIB
     unit, digits = (GIB, 2) if large else (MIB, 1)
@@ -97,8 +92,7 @@ def phase_table(phases: dict[str, dict[str, int]], deciding: str) -> list[str]:
 
 
 def beside_rows(planned: Plan) -> list[str]:
-    """A row for torch's tensors and one for each component outside of them (CUDA context, libraries, fragmentation).
-    Empty where there is no such component, as on a CPU."""
+    """torch's tensors and each component outside of them; empty where there is no such component, as on a CPU."""
     parts = {name: planned.prediction.components[name] for name in BESIDE_TENSORS}
     reserved, used = planned.prediction.reserved_context_bytes, planned.prediction.device_bytes
     if not any(parts.values()) and not reserved:
@@ -110,8 +104,7 @@ def beside_rows(planned: Plan) -> list[str]:
 
 
 def _cell(size: float, digits: int) -> str:
-    """Format a number with `digits` decimals for a table: empty for zero, and "<.1" (at one decimal) for a number that
-    would be rounded to zero."""
+    """Empty for zero, "<.1" (at one decimal) for a number that would be rounded to zero."""
     if not size:
         return ""
     text = f"{size:.{digits}f}"
@@ -119,8 +112,7 @@ def _cell(size: float, digits: int) -> str:
 
 
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
-    """Lines with the verdict, the margin, the deciding phase, the micro-batch, and the remedies if there are any."""
-    from engine.budget.advise.lever import lever_of
+    from engine.budget.advise.levers import lever_of
 
     used, capacity = planned.prediction.device_bytes, planned.capacity_bytes
     rest = "left" if planned.margin_bytes >= 0 else "missing"
@@ -151,8 +143,10 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
     if planned.remedies:
         changes = ", ".join(f"{key} = {toml_text(value)}" for key, value in planned.remedies.items())
-        start = "on this simulated device train starts as written, to show it, and gets to" if planned.simulated else (
-            "train starts with"
+        start = (
+            "on this simulated device train starts as written, to show it, and gets to"
+            if planned.simulated
+            else ("train starts with")
         )
         lines.append(f"{start} {changes}; what is learned stays the same")
     if planned.verdict == "does_not_fit":
@@ -161,16 +155,14 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
 
 
 def length_sentence(basis: str, length: int) -> str:
-    """A sentence that says where the length of the planned sequences, in tokens, comes from: the data (`basis` "data")
-    or the recipe."""
+    """Where the planned length, in tokens, comes from: the data (`basis` "data") or the recipe."""
     if basis == "data":
         return f"{length} tokens is the longest sequence of the data"
     return f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data"
 
 
 def generate_sentence(planned: Plan, used: int) -> str:
-    """Say how much the generation of answers during training adds to the peak of the steps. `used` is the plan's total
-    in bytes, which decides the unit (see `format_size`)."""
+    """How much generated answers add to the peak of the steps. `used`, the plan's total bytes, decides the unit."""
     needs = format_size(sum(planned.prediction.phases["generate"].values()), used)
     rows = f"generate ({planned.generation_rows} at a time)"
     if not planned.generate_adds_bytes:
@@ -179,7 +171,6 @@ def generate_sentence(planned: Plan, used: int) -> str:
 
 
 def network_sentence(network: NetworkTraffic, micro_batches: int) -> str:
-    """Say how much each machine receives from the others in a step of `micro_batches` micro-batches."""
     step_bytes = network.in_a_step(micro_batches)
     in_all = f"network: each of {network.machines} machines receives at least {format_size(step_bytes, step_bytes)}"
     weights, gradients = network.weights_per_micro_batch, network.gradients_per_micro_batch
@@ -193,7 +184,6 @@ def network_sentence(network: NetworkTraffic, micro_batches: int) -> str:
 
 
 def host_sentence(planned: Plan) -> str:
-    """Say how much host memory the offloads take, and how much this machine has."""
     kept = " and ".join(f"{OFFLOADED[name]} {format_size(size, size)}" for name, size in planned.host.items())
     capacity = format_size(planned.host_capacity_bytes, planned.host_capacity_bytes)
     short = "" if planned.host_fits else ": TOO LITTLE"
@@ -201,13 +191,11 @@ def host_sentence(planned: Plan) -> str:
 
 
 def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:
-    """Return the verdict of a plan in words, with the micro-batch or the remedies with which it fits."""
     words = describe_verdict(verdict, micro_batch, remedies)
     return f"{words}: not even one sequence with every remedy" if verdict == "does_not_fit" else words
 
 
 def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
-    """A line for each stage (name, kind, verdict, memory, deciding phase), and one for the run as a whole."""
     first = planned.stages[0].plan
     simulated = " (simulated device)" if first is not None and first.simulated else ""
     rows = [["stage", "kind", "verdict", "memory", "decides"], *(_stage_row(stage) for stage in planned.stages)]
@@ -230,7 +218,6 @@ def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
 
 
 def _stage_row(stage: StagePlan) -> list[str]:
-    """The row of one stage: name, kind, verdict, memory, and the phase that decides."""
     capacity_bytes = stage.spec.profile.device.capacity_bytes
     if stage.plan is not None:
         used_bytes, decides = stage.plan.prediction.device_bytes, stage.plan.prediction.deciding_phase
@@ -245,8 +232,7 @@ def _stage_row(stage: StagePlan) -> list[str]:
 
 
 def evaluation_lines(planned: EvaluationPlan, spec: RunSpec, width: int) -> list[str]:
-    """Format the plan of `tunedeck eval` as lines: the table of phases, the verdict, the numbers of sequences and of
-    answers with which the evaluation begins, and the size of the key-value cache."""
+    """Phases, the verdict, the sequences and answers with which the evaluation begins, the key-value cache."""
     used, capacity = planned.device_bytes, planned.capacity_bytes
     simulated = " (simulated device)" if spec.profile.device.kind == "metered" else ""
     head = f"tunedeck eval of {visible(spec.recipe.model.id)}, recipe {spec.recipe.name} on one device of profile "
@@ -270,8 +256,7 @@ def evaluation_lines(planned: EvaluationPlan, spec: RunSpec, width: int) -> list
 
 
 def residual_lines(spec: RunSpec) -> Iterator[str]:
-    """Yield one line that says whether the figures for memory outside torch's allocator are typical or measured
-    values."""
+    """Whether the figures for memory outside torch's allocator are typical or measured values."""
     from engine.budget.calibration import residuals_for
 
     if spec.profile.device.kind != "cuda":
@@ -283,15 +268,49 @@ def residual_lines(spec: RunSpec) -> Iterator[str]:
 
 
 def toml_text(value: Any) -> str:
-    """Return a value as it is written in a recipe (TOML)."""
     import tomlkit
 
     return tomlkit.item(value).as_string() if value is not None else "(not set)"
 
 
 def format_size(size_bytes: int, beside_bytes: int) -> str:
-    """Format `size_bytes` in the unit that suits `beside_bytes` (GiB from 1 GiB on, else MiB), so that the two numbers
-    can be compared."""
+    """In the unit that suits `beside_bytes` (GiB from 1 GiB on, else MiB), so that the two numbers can be compared."""
     if beside_bytes >= GIB:
         return f"{size_bytes / GIB:,.2f} GiB"
     return f"{size_bytes / MIB:,.1f} MiB"
+
+
+def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
+    simulation, used = found.simulation, found.device_bytes
+    rest = "left" if found.margin_bytes >= 0 else "missing"
+    summary = [
+        verdict_sentence(found.verdict, found.micro_batch, {}),
+        f"{format_size(used, used)} of {format_size(found.capacity_bytes, used)}, "
+        f"{format_size(abs(found.margin_bytes), used)} {rest}; {simulation.deciding_phase} decides (*)",
+        f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
+    ]
+    if any(found.beside.values()):
+        beside = ", ".join(f"{name} {format_size(held, used)}" for name, held in found.beside.items())
+        summary.append(f"memory outside tensors, from the plan: {beside}")
+    head = f"{visible(spec.recipe.model.id)}: the engine's own step was simulated; no memory was allocated"
+    rows = phase_table(simulation.phases, simulation.deciding_phase)
+    return [*wrap_lines([head], width), "", *rows, "", *_compared(found), *wrap_lines(summary, width)]
+
+
+def _compared(found: ExactPlan) -> Iterator[str]:
+    """A row per phase: simulated bytes, the closed form's prediction and its error."""
+    if found.closed_form is None:
+        yield "the closed form does not know this architecture"
+        yield ""
+        return
+    yield f"{'':<19}{'simulated':>14}{'closed form':>14}"
+    sums, used = found.simulation.sums, found.device_bytes
+    for phase, row in found.closed_form.items():
+        predicted_bytes = sum(row.values())
+        if phase in sums:
+            simulated, predicted = format_size(sums[phase], used), format_size(predicted_bytes, used)
+            error_percent = 100 * (predicted_bytes / sums[phase] - 1)
+            yield f" {phase:<18}{simulated:>14}{predicted:>14}{error_percent:>+9.2f} %"
+        elif phase != "load":
+            yield f" {phase:<18}{'not simulated':>14}{format_size(predicted_bytes, used):>14}"
+    yield ""

@@ -1,47 +1,34 @@
-"""`tunedeck queue`: manages runs that wait for their turn and are started one after another, each as a process of its
-own.
-
-The queue itself is `engine.journal.queue`; the process that starts the runs is `engine.launch.queue_worker`.
-
-Try: `tunedeck queue add -p demo -r demo`, then `tunedeck queue start`
-"""
+"""`tunedeck queue`: runs that wait for their turn (`engine.journal.queue`) and are started one after another
+(`engine.launch.queue_worker`)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.options import (
-    DevicesOption,
-    ForceOption,
+from engine.commands.shared import (
     JsonOption,
-    MaxHoursOption,
-    NameOption,
-    OnFinishOption,
-    OptionalProfile,
-    OptionalRecipe,
-    OverridesOption,
     RunArgument,
     RunsOption,
-    RunSpecOption,
-    TrustOption,
-    WaitOption,
     find_run,
+    print_json,
+    print_line,
+    print_notices,
+    print_progress,
     runs_folder,
+    takes_start_options,
 )
-from engine.commands.output import print_json, print_line, print_notices, print_progress
+from engine.launch.start_options import QUEUED_WAIT_SECONDS, StartOptions
 
 if TYPE_CHECKING:
+    from engine.config.load import Resolved
     from engine.journal.queue import Queue, QueueState
-    from engine.spec.load import Resolved
-
-WAIT_FOR_DEVICE_SECONDS = 24 * 3600.0
-"""How long a queued run waits for a busy device, unless --wait says otherwise."""
 
 queue = typer.Typer(help="Runs that wait for their turn.", no_args_is_help=True)
 
@@ -53,61 +40,50 @@ DetachOption = Annotated[
 
 
 @queue.command()
-def add(
-    profile: OptionalProfile = None,
-    recipe: OptionalRecipe = None,
-    overrides: OverridesOption = None,
-    name: NameOption = None,
-    devices: DevicesOption = None,
-    wait: WaitOption = None,
-    force: ForceOption = False,
-    first: FirstOption = False,
-    as_json: JsonOption = False,
-    run_spec: RunSpecOption = None,
-    trust_remote_code: TrustOption = False,
-    max_hours: MaxHoursOption = None,
-    on_finish: OnFinishOption = None,
-    runs: RunsOption = None,
-) -> None:
+@takes_start_options(
+    "profile", "recipe", "overrides", "name", "devices", "wait", "force", "first", "as_json", "run_spec",
+    "trust_remote_code", "max_hours", "on_finish", "runs",
+)  # fmt: skip
+def add(options: StartOptions, first: FirstOption = False) -> None:
     """Put a run at the end of the queue. It is checked and planned as `train` does."""
     from engine.journal.queue import Queue
-    from engine.launch.create_run import command_line_limits, create_run, resolve_start
+    from engine.launch.create_run import create_run, resolve_start
 
-    wait_seconds = WAIT_FOR_DEVICE_SECONDS if wait is None else wait
-    limits = command_line_limits(max_hours, wait_seconds, on_finish, devices, trust_remote_code)
-    resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)
+    wait = QUEUED_WAIT_SECONDS if options.wait is None else options.wait
+    resolved = resolve_start(replace(options, wait=wait))
     print_notices(resolved.notices)
-    folder = runs_folder(runs)
+    folder = runs_folder(options.runs)
     if resolved.spec.recipe.sweep:
-        add_sweep(resolved, folder, force=force, as_json=as_json, first=first)
+        add_sweep(resolved, options, first=first)
         return
-    directory, notices = create_run(resolved.spec, folder, force=force, queued=True)
+    directory, notices = create_run(resolved.spec, folder, force=options.force, queued=True)
     print_notices(notices)
     state = Queue(folder).add(directory, first=first)
     position = state.waiting.index(directory.name) + 1
-    if as_json:
+    if options.as_json:
         print_json({"run": directory.name, "path": str(directory.path), "position": position}, indent=None)
         return
     hint = "" if state.worker else "; start the queue with: tunedeck queue start"
     print_line(f"{directory.name} is number {position} in the queue{hint}")
 
 
-def add_sweep(resolved: Resolved, folder: Path, *, force: bool, as_json: bool, first: bool = False) -> None:
+def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False) -> None:
     """Create a run for every point of a sweep and put them into the queue in their order, at its end or with `first` at
-    its start; print their names and how to compare them. With `force`, points that do not fit are left out; otherwise
+    its start; print their names and how to compare them. With --force, points that do not fit are left out; otherwise
     they are an error."""
+    from engine.config.load import load_run_spec
     from engine.journal.queue import Queue
-    from engine.launch.create_sweep import create_sweep
-    from engine.spec.load import load_run_spec
+    from engine.launch.create_run import create_sweep
 
-    directories, notices = create_sweep(resolved.spec, folder, force=force)
+    folder = runs_folder(options.runs)
+    directories, notices = create_sweep(resolved.spec, folder, force=options.force)
     print_notices(notices)
     waiting = Queue(folder)
     for directory in reversed(directories) if first else directories:
         waiting.add(directory, first=first)
     sweep = load_run_spec(directories[0].run_toml).provenance.sweep if directories else None
     sweep_id = sweep.id if sweep is not None else ""
-    if as_json:
+    if options.as_json:
         runs = [{"run": directory.name, "path": str(directory.path)} for directory in directories]
         print_json({"sweep": sweep_id, "runs": runs}, indent=None)
         return
@@ -136,8 +112,8 @@ def list_queue(as_json: JsonOption = False, runs: RunsOption = None) -> None:
 @queue.command()
 def remove(run: RunArgument, runs: RunsOption = None) -> None:
     """Take a waiting run out of the queue. Its folder goes to the trash of the runs folder."""
+    from engine.journal.index import move_to_trash
     from engine.journal.queue import Queue
-    from engine.journal.trash import move_to_trash
 
     directory = find_run(run, runs)
     Queue(runs_folder(runs)).remove(directory.name)
@@ -201,7 +177,7 @@ def queue_worker(folder: str) -> None:
 
 
 def _rows(waiting: Queue, state: QueueState) -> list[dict[str, Any]]:
-    """A JSON table for each run in the queue: the running one at position 0, then the waiting runs, counted from 1."""
+    """The running one at position 0, then the waiting runs, counted from 1."""
     from engine.journal.summary import summarise
 
     current = [(0, state.current)] if state.current and state.worker else []

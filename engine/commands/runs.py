@@ -1,7 +1,4 @@
-"""`tunedeck runs`, `show`, `log` and `watch`: show runs. Read-only: nothing here affects an engine.
-
-Try: `tunedeck show last`
-"""
+"""Commands about existing runs: list, show, rename and delete them, and send requests to their engines."""
 
 from __future__ import annotations
 
@@ -11,13 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.options import JsonOption, RunArgument, RunsOption, find_run, runs_folder
-from engine.commands.output import make_console, print_json, print_line, print_progress, print_rows
-from engine.errors import UsageError
+from engine.commands.shared import (
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    find_run,
+    make_console,
+    print_json,
+    print_line,
+    print_progress,
+    print_rows,
+    runs_folder,
+)
+from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
 
 if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
     from engine.journal.summary import RunSummary, SummaryReader
+
 
 SHOWN = (
     "run", "status", "step", "max_steps", "metrics", "backoffs", "samples_lost", "predicted", "measured", "result",
@@ -33,7 +41,6 @@ LISTED = (
 """Keys of each entry of `runs --json`."""
 
 WATCH_POLL_SECONDS = 0.25
-"""How often `watch` and `log -f` read the run."""
 
 
 def runs(as_json: JsonOption = False, folder: RunsOption = None) -> None:
@@ -98,17 +105,14 @@ def show(
 
 
 def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:
-    """A JSON document with every backoff event, and the path and content of every out-of-memory report."""
-    from engine.journal.oom_page import read_report
+    from engine.journal.event_text import read_report
 
     found = [{"path": path, "report": read_report(reader.directory.path / path)} for path in reports]
     return {"events": reader.state.backoffs, "reports": found}
 
 
 def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
-    """Print a line for each backoff, then the newest out-of-memory report in full."""
-    from engine.journal.event_text import clean, describe_event
-    from engine.journal.oom_page import read_report, report_lines
+    from engine.journal.event_text import clean, describe_event, read_report, report_lines
 
     lines = [describe_event(event) or "" for event in reader.state.backoffs] or ["memory never ran out"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
@@ -142,7 +146,7 @@ def log(
 
 
 def _print_log(directory: RunDirectory, offset: int) -> int:
-    """Print the log from byte `offset` on, without control characters; returns the offset of the log's end."""
+    """From byte `offset` on, without control characters; returns the offset of the log's end."""
     from engine.journal.event_text import clean
 
     try:
@@ -160,8 +164,7 @@ def _print_log(directory: RunDirectory, offset: int) -> int:
 
 def watch(run: RunArgument, runs: RunsOption = None) -> None:
     """Follow a run on the screen without touching it. Ctrl-C leaves, and the run goes on."""
-    from engine.commands.follow import print_ending
-    from engine.commands.reporter import make_reporter
+    from engine.commands.follow import make_reporter, print_ending
     from engine.journal.events import EventTail, end_of_events
     from engine.journal.summary import SummaryReader
 
@@ -184,3 +187,66 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
         finally:
             reporter.close()
     print_ending(directory, as_json=False)
+
+
+WAIT_POLL_SECONDS = 0.5
+
+
+def stop(run: RunArgument, runs: RunsOption = None) -> None:
+    """Stop a run after the present step, with a checkpoint. A second time: at once, by force."""
+    from engine.journal.summary import summarise
+    from engine.launch.process import force_stop
+
+    directory = find_run(run, runs)
+    if summarise(directory).stopping:
+        force_stop(directory)
+        print_line(f"{directory.name} was stopped by force")
+        print_line(f"continue from its last checkpoint with: tunedeck resume {directory.name}")
+        return
+    _request(directory, "stop", "stops after this step, with a checkpoint; the same command again stops it at once")
+
+
+def pause(run: RunArgument, runs: RunsOption = None) -> None:
+    """Write a checkpoint, end the engine and free the device. `resume` continues the run."""
+    directory = find_run(run, runs)
+    effect = f"writes a checkpoint and frees the device; continue with: tunedeck resume {directory.name}"
+    _request(directory, "pause", effect)
+
+
+def checkpoint(run: RunArgument, runs: RunsOption = None) -> None:
+    """Write a checkpoint now and go on training."""
+    _request(find_run(run, runs), "checkpoint", "writes a checkpoint after this step and goes on")
+
+
+def wait(run: RunArgument, runs: RunsOption = None) -> None:
+    """Wait until a run has ended; exits with its exit code."""
+    from engine.journal.summary import SummaryReader
+
+    reader = SummaryReader(find_run(run, runs))
+    while (summary := reader.refresh()).status in ("queued", "running"):
+        time.sleep(WAIT_POLL_SECONDS)
+    if summary.status == "stale":
+        raise TunedeckError(
+            f"the engine of {summary.run} is gone without recording how the run ended",
+            fix=f"read its log: tunedeck log {summary.run}; continue with: tunedeck resume {summary.run}",
+        )
+    raise typer.Exit(summary.exit_code if summary.exit_code is not None else StoppedError.exit_code)
+
+
+def _request(directory: RunDirectory, name: str, effect: str) -> None:
+    """Raises UsageError if the run is not running."""
+    from engine.journal.control import send_request
+    from engine.journal.summary import summarise
+
+    status = summarise(directory).status
+    if status != "running":
+        raise UsageError(
+            f"run {directory.name} is {status}: no engine is there to ask",
+            expected="a running run",
+            fix=f"tunedeck resume {directory.name}" if status in ("paused", "stopped", "stale") else "tunedeck runs",
+        )
+    try:
+        send_request(directory, name)
+    except OSError as error:
+        raise EnvironmentProblem(f"the request cannot be written into {directory.control}: {error.strerror}") from error
+    print_line(f"{directory.name} {effect}")

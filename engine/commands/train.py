@@ -1,99 +1,74 @@
-"""`tunedeck train`, and two hidden commands: the engine process, and the process that shows a run beside a launcher's
-rank 0.
-
-How a run is checked and created is in `engine.launch.create_run`.
-
-Try: `tunedeck train -p demo -r demo`
-"""
+"""`tunedeck train` and `tunedeck resume`: create or prepare a run, start its engine, and follow it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.commands.importing import importing
-from engine.commands.options import (
-    DetachOption,
-    DevicesOption,
-    ForceOption,
+from engine.commands.shared import (
+    START_OPTIONS,
     JsonOption,
-    MaxHoursOption,
-    NameOption,
-    OnFinishOption,
-    OptionalProfile,
-    OptionalRecipe,
-    OverridesOption,
-    RunsOption,
-    RunSpecOption,
-    TrustOption,
-    WaitOption,
+    RunArgument,
+    find_run,
+    importing,
+    print_notices,
+    print_progress,
     runs_folder,
+    takes_start_options,
 )
-from engine.commands.output import print_notices, print_progress
 from engine.errors import EnvironmentProblem, TunedeckError
+from engine.launch.start_options import StartOptions
 
 if TYPE_CHECKING:
+    from engine.config.load import Resolved
+    from engine.config.schema.run import RunSpec
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
-    from engine.launch.launcher_rank import LauncherRank
-    from engine.spec.load import Resolved
+    from engine.launch.environment import LauncherRank
 
 
-def train(
-    profile: OptionalProfile = None,
-    recipe: OptionalRecipe = None,
-    overrides: OverridesOption = None,
-    name: NameOption = None,
-    devices: DevicesOption = None,
-    wait: WaitOption = None,
-    detach: DetachOption = False,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-    run_spec: RunSpecOption = None,
-    trust_remote_code: TrustOption = False,
-    max_hours: MaxHoursOption = None,
-    on_finish: OnFinishOption = None,
-    runs: RunsOption = None,
-) -> None:
+@takes_start_options(*START_OPTIONS)
+def train(options: StartOptions) -> None:
     """Train a recipe on a hardware profile, and follow the run.
 
     Where torchrun, accelerate launch or srun starts this command once for each device, each process becomes a rank of
     one run.
     """
     from engine.commands.follow import start_and_follow
-    from engine.launch.create_run import command_line_limits, resolve_start
-    from engine.launch.launcher_rank import find_launcher_rank, require_launchable
-    from engine.spec.check.devices import require_launcher
+    from engine.config.check.hardware_rules import require_launcher
+    from engine.launch.create_run import resolve_start
+    from engine.launch.environment import find_launcher_rank, require_launchable
 
-    limits = command_line_limits(max_hours, wait, on_finish, devices, trust_remote_code)
-    resolved = resolve_start(profile, recipe, overrides or [], run_spec=run_spec, name=name, limits=limits)
+    resolved = resolve_start(options)
     launcher_rank = find_launcher_rank()
     if launcher_rank is None and resolved.spec.recipe.sweep:
-        raise typer.Exit(train_sweep(resolved, runs_folder(runs), force=force, detach=detach, as_json=as_json))
+        raise typer.Exit(train_sweep(resolved, options))
     if launcher_rank is None:
         require_launcher(resolved.spec)
-        directory = _create(resolved, runs_folder(runs), force=force)
-        start_and_follow(directory, detach=detach, as_json=as_json)
+        directory = _create(resolved, options)
+        start_and_follow(directory, detach=options.detach, as_json=options.as_json)
         return
-    require_launchable(resolved.spec, launcher_rank, detach=detach)
-    raise typer.Exit(_train_as_rank(resolved, launcher_rank, runs_folder(runs), force, as_json))
+    require_launchable(resolved.spec, launcher_rank, detach=options.detach)
+    raise typer.Exit(_train_as_rank(resolved, launcher_rank, options))
 
 
-def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, as_json: bool) -> int:
+def train_sweep(resolved: Resolved, options: StartOptions) -> int:
     """Put a run for every point of a sweep into the queue and start a worker; returns the exit code of the first run
-    that failed, else 0. With `detach`, returns 0 without waiting for the runs."""
+    that failed, else 0. With --detach, returns 0 without waiting for the runs."""
     from engine.commands.queue import add_sweep
     from engine.journal.queue import Queue
     from engine.launch.queue_worker import follow_queue, start_queue_worker
 
-    add_sweep(resolved, folder, force=force, as_json=as_json)
+    add_sweep(resolved, options)
+    folder = runs_folder(options.runs)
     pid = start_queue_worker(folder)
-    if detach:
+    if options.detach:
         return 0
     code = 0
     for text, run_code in follow_queue(Queue(folder), pid):
@@ -102,32 +77,32 @@ def train_sweep(resolved: Resolved, folder: Path, *, force: bool, detach: bool, 
     return code
 
 
-def _create(resolved: Resolved, folder: Path, *, force: bool, launched: bool = False) -> RunDirectory:
-    """Create the run in `folder` and print all notices about it; returns its directory. For `force` and `launched` see
-    `create_run`."""
+def _create(resolved: Resolved, options: StartOptions, *, launched: bool = False) -> RunDirectory:
+    """Create the run and print all notices about it; returns its directory. For `launched` see `create_run`."""
     from engine.launch.create_run import create_run
 
     print_notices(resolved.notices)
-    directory, notices = create_run(resolved.spec, folder, force=force, launched=launched)
+    folder = runs_folder(options.runs)
+    directory, notices = create_run(resolved.spec, folder, force=options.force, launched=launched)
     print_notices(notices)
     return directory
 
 
-def _train_as_rank(
-    resolved: Resolved, launcher_rank: LauncherRank, folder: Path, force: bool, as_json: bool
-) -> int:
-    """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created in `folder`;
-    returns the exit code. With `force`, a run that does not fit is started as well."""
+def _train_as_rank(resolved: Resolved, launcher_rank: LauncherRank, options: StartOptions) -> int:
+    """Train as one rank of a new run, or of the run that an earlier start of the launcher's job created; returns the
+    exit code."""
     from engine.launch.environment import set_device_environment
 
     set_device_environment(resolved.spec)
     with importing():
-        from engine.train.external_launcher import Task, begin_or_go_on, train_launched
+        from engine.train.run.external_launcher import Task, begin_or_go_on, train_launched
+
+    folder = runs_folder(options.runs)
 
     def settle() -> Task:
-        return begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, folder, force=force, launched=True))
+        return begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, options, launched=True))
 
-    return train_launched(resolved.spec, launcher_rank, settle, as_json=as_json)
+    return train_launched(resolved.spec, launcher_rank, settle, as_json=options.as_json)
 
 
 def engine_process(
@@ -138,15 +113,15 @@ def engine_process(
     """Be the engine of a run: started by `train` and `resume`, never by hand."""
     if not (directory / "run.toml").is_file():
         raise EnvironmentProblem(f"{directory} is not a run directory", fix="use: tunedeck train")
+    from engine.config.load import load_run_spec
     from engine.launch.environment import set_device_environment
-    from engine.spec.load import load_run_spec
 
     spec = load_run_spec(directory / "run.toml", own=True)
     profile = spec.profile
     set_device_environment(spec)
     with importing():
         if profile.device.count * profile.nodes.count == 1 or "TUNEDECK_RANK_OF" in os.environ:
-            from engine.train.main import run
+            from engine.train.run.main import run
         else:
             # The supervisor of several ranks trains nothing: without the models' libraries it starts in half the time.
             from engine.distributed.elastic import run_supervised as run
@@ -159,11 +134,11 @@ def engine_process(
 
 
 def _merge_if_asked(directory: Path) -> None:
-    """Merge the adapter of the run in `directory` if the recipe has finish.merge and the run is done. If merging fails,
-    the run stays done and its journal gets a warning that says how to try again."""
+    """If the recipe has finish.merge and the run is done. If merging fails, the run stays done and its journal gets a
+    warning that says how to try again."""
+    from engine.config.load import load_run_spec
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
-    from engine.spec.load import load_run_spec
 
     run = RunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
@@ -214,3 +189,72 @@ def view_process(
     from engine.journal.directory import RunDirectory
 
     view_run(RunDirectory(directory), offset, as_json=as_json)
+
+
+FromStageOption = Annotated[
+    str | None,
+    typer.Option("--from-stage", metavar="NAME", help="Do this stage, and all that start from it, again."),
+]
+FromOption = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Continue from this checkpoint.")]
+
+
+@takes_start_options(
+    "run", "profile", "overrides", "from_step", "from_stage", "devices", "wait", "max_hours", "on_finish",
+    "trust_remote_code", "detach", "as_json", "runs",
+)  # fmt: skip
+def resume(
+    options: StartOptions, run: RunArgument, from_step: FromOption = None, from_stage: FromStageOption = None
+) -> None:
+    """Continue a paused, stopped or crashed run, or make one longer.
+
+    --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" removes one.
+    """
+    from engine.commands.follow import start_and_follow
+    from engine.config.check.hardware_rules import require_launcher
+    from engine.config.load import load_run_spec, override
+    from engine.launch.environment import find_launcher_rank, require_launchable
+    from engine.launch.resume_run import prepare_resume
+
+    overrides, profile, limits = options.overrides or (), options.profile, options.changed_limits()
+    directory = find_run(run, options.runs)
+
+    def prepare() -> None:
+        notices = prepare_resume(
+            directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage
+        )
+        print_notices(notices)
+
+    spec = override(load_run_spec(directory.run_toml), overrides, profile=profile).spec
+    launcher_rank = find_launcher_rank()
+    if launcher_rank is None:
+        require_launcher(spec)
+        prepare()
+        start_and_follow(directory, resume=True, from_step=from_step, detach=options.detach, as_json=options.as_json)
+        return
+    require_launchable(spec, launcher_rank, detach=options.detach)
+    raise typer.Exit(_resume_as_rank(spec, launcher_rank, directory, prepare, from_step, options.as_json))
+
+
+def _resume_as_rank(
+    spec: RunSpec,
+    launcher_rank: LauncherRank,
+    directory: RunDirectory,
+    prepare: Callable[[], None],
+    from_step: int | None,
+    as_json: bool,
+) -> int:
+    """Train as one rank of the resumed run; returns the exit code. `prepare` writes the changed spec: on rank 0 only,
+    and only at the first start of the launcher's job, not when the launcher restarts the ranks."""
+    from engine.launch.environment import set_device_environment
+
+    set_device_environment(spec)
+    with importing():
+        from engine.train.run.external_launcher import Task, take_up, train_launched, worked_on
+
+    def settle() -> Task:
+        restarted = worked_on(launcher_rank, directory)
+        if not restarted:
+            prepare()
+        return take_up(launcher_rank, directory, resume=True, from_step=None if restarted else from_step)
+
+    return train_launched(spec, launcher_rank, settle, as_json=as_json)

@@ -1,9 +1,4 @@
-"""Finds what was meant by arguments that the parser refused, and writes the command that would have been right.
-
-Imported only when there is an error to print. Words that other tools use for a command or option are in tables.
-
-Try: `tunedeck finetune`, `tunedeck train -p demo -r demo --lr 1e-3`, `tunedeck train -p demo my-recipe.toml`
-"""
+"""Finds what was meant by arguments that the parser refused, and writes the command that would have been right."""
 
 from __future__ import annotations
 
@@ -33,14 +28,13 @@ OPTIONS = {
     "data_path": ("--set", "data.sources.0.path="), "train_file": ("--set", "data.sources.0.path="),
     "model": ("--set", "model.id="), "m": ("--set", "model.id="), "steps": ("--set", "train.max_steps="),
 }  # fmt: skip
-"""Maps options of other tools to what to write instead. The value is appended to a word that ends in "=", else follows
-as a word."""
+"""Other tools' options and ours. The value is appended to a word that ends in "=", else follows as a word."""
 
 CALLS_WITH_A_RECIPE = ("train", "plan", "fit", "data")
 
 
 def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
-    """The error to print for a message of the parser; `command` is the command that refused `arguments`."""
+    """The error for a message of the parser; `command` is the command that refused `arguments`."""
     meant = right_command(message, arguments)
     near = re.search(r" Did you mean '(.*)'\?", message)
     if near and meant and near[1] not in shlex.split(meant):
@@ -49,11 +43,8 @@ def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
 
 
 def right_command(message: str, arguments: Sequence[str]) -> str | None:
-    """Return the command line that was probably meant, as it is typed; None if nothing better than the help is known.
-
-    `message` is that of the command-line parser, which differs for each kind of mistake; `arguments` are the words that
-    it refused.
-    """
+    """The command line that was probably meant; None if nothing better than the help is known. `message` differs for
+    each kind of mistake; `arguments` are the refused words."""
     words = list(arguments)
     meant = (
         _other_command(message, words)
@@ -96,10 +87,10 @@ def _option(name: str, value: str) -> list[str]:
     if name in OPTIONS:
         head, *rest = OPTIONS[name]
         return [head, rest[0] + value] if rest else [head, value]
-    from engine.spec.check.aliases import translate_key
-    from engine.spec.check.check import keys_named
-    from engine.spec.check.overrides import parse_value
-    from engine.spec.schema.recipe import Recipe
+    from engine.config.check.aliases import translate_key
+    from engine.config.check.check import keys_named
+    from engine.config.check.overrides import parse_value
+    from engine.config.schema.recipe import Recipe
 
     parsed = parse_value(value)
     answer = translate_key(name, parsed, {name: parsed})
@@ -130,7 +121,7 @@ def _missing_file(message: str, words: list[str]) -> list[str] | None:
 
 
 def _with_files(words: list[str]) -> list[str]:
-    """Return the words of a command with `-p demo` and `-r demo` added where no profile or recipe is given."""
+    """With `-p demo` and `-r demo` where no profile or recipe is given."""
     if not any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words) and words[0] != "data":
         words = [*words, "-p", "demo"]
     return words if _gives_recipe(words) else [*words, "-r", "demo"]

@@ -1,10 +1,5 @@
-"""The tensors of one micro-batch, made from samples.
-
-Shapes: B rows, S tokens in the longest of them. Tensors are made on the host, in int64 unless an attribute says
-otherwise; `Batch.moved` copies them to a device.
-
-Try: `pytest tests/data/test_prepare.py -k collate`
-"""
+"""The tensors of a micro-batch: padded or packed rows, and the slice of each row that a rank holds in sequence
+parallelism."""
 
 from __future__ import annotations
 
@@ -21,26 +16,24 @@ from engine.data.tokens import IGNORED, Example, TokenData
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch begin once its rows are concatenated to one row. Flash kernels with
-    variable lengths take these numbers. They are computed on the host, so that no layer reads them back from the
-    device."""
+    """The positions at which documents begin once a micro-batch's rows are concatenated (variable-length flash
+    attention). They are computed on the host, so that no layer reads them back from the device."""
 
     starts_D1: Tensor | None
-    """Position at which each document begins, and last the number of all positions: int32[documents + 1]. None for
+    """int32[documents + 1]: position at which each document begins, and last the number of all positions. None for
     attention kernels that do not need it."""
     longest: int
-    """Positions of the longest document."""
     one_per_row: bool
-    """Whether every row is a single document, so that causal attention needs no further separation."""
+    """Causal attention then needs no further separation."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Documents:
-        """The same documents with `move` applied to `starts_D1`."""
         return replace(self, starts_D1=None if self.starts_D1 is None else move(self.starts_D1))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, or a rank's slice of one (`engine.data.slices`). Tokens that are not targets have label -100."""
+    """One micro-batch, or a rank's slice of one (`slice_of`). Tokens that are not targets have label -100. Shapes: B
+    rows, S tokens in the longest of them. Made on the host, in int64 unless an attribute says otherwise."""
 
     input_ids_BS: Tensor
     labels_BS: Tensor
@@ -54,20 +47,19 @@ class Batch:
     target_tokens: int
     """Number of target tokens, after the causal shift."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further inputs of a vision-language model, by the names that its processor gives them: pixel values, the grid of
-    patches, and each token's type, or positions that replace `position_ids_BS`. Empty without images."""
+    """Inputs of a vision-language model, by its processor's names: pixel values, the grid of patches, and each token's
+    type, or positions that replace `position_ids_BS`."""
     labels_shifted: bool = False
     """True in slices: the label of a position is the token after it. False: it is the token itself."""
     first_position: int = 0
     """Position in the row at which a slice begins."""
     documents: Documents | None = None
-    """None for a slice, which holds only parts of documents. The padding of a row belongs to the document before it,
-    or in packed rows is one more document."""
+    """None for a slice, which holds only parts of documents. The padding of a row belongs to the document before it, or
+    in packed rows is one more document."""
     row_tokens_B: Tensor | None = None
-    """Number of tokens of each row, without its padding; None unless `collate` was told to set it."""
+    """Tokens of each row, without its padding; None unless `collate` was told to set it."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The same micro-batch with `move` applied to every tensor."""
         mask_BS, positions_BS, documents = self.attention_mask_BS, self.position_ids_BS, self.documents
         tokens_B = self.row_tokens_B
         return replace(
@@ -90,14 +82,11 @@ def collate(
     with_starts: bool = False,
     with_row_tokens: bool = False,
 ) -> Batch:
-    """The micro-batch of the samples `indices`, padded on the right with `pad_id` to the longest of them.
-
-    `with_starts`: set `documents.starts_D1`, for attention kernels that take the positions at which documents begin.
-    `with_row_tokens`: set `row_tokens_B`, the number of tokens of each row.
+    """The micro-batch of the samples `indices`, padded on the right with `pad_id` to the longest of them. `with_starts`
+    and `with_row_tokens` set `documents.starts_D1` and `row_tokens_B`.
 
     Packed rows get no attention mask: only without one does transformers separate documents where positions restart
-    (`masking_utils._preprocess_mask_arguments`). Positions also restart where the padding of a packed row begins, so
-    transformers treats the padding as one more document.
+    (`masking_utils._preprocess_mask_arguments`), which includes the padding of a packed row.
     """
     rows = [int(index) for index in indices]
     examples = [data[row] for row in rows]
@@ -127,8 +116,7 @@ def collate(
 
 
 def _documents(positions_BS: NDArray[np.int64] | None, shape: tuple[int, int], with_starts: bool) -> Documents:
-    """Find the documents of rows of `shape` [B, S]: one for each 0 in `positions_BS`, or one for each row if that is
-    None. `with_starts`: set `starts_D1`."""
+    """One document for each 0 in `positions_BS`, or for each row of `shape` [B, S] if that is None."""
     rows, length = shape
     starts = np.arange(0, rows * length, length) if positions_BS is None else np.flatnonzero(positions_BS == 0)
     bounds = np.append(starts, rows * length).astype(np.int32)
@@ -137,7 +125,7 @@ def _documents(positions_BS: NDArray[np.int64] | None, shape: tuple[int, int], w
 
 
 def _positions(example: Example, width: int) -> NDArray[np.int64]:
-    """Positions of one packed row, int64[width]: they restart at 0 in every document and in the padding."""
+    """int64[width]: positions restart at 0 in every document of a packed row, and in the padding."""
     length = len(example.input_ids)
     starts = np.zeros(width, np.int64)
     if length < width:
@@ -146,3 +134,34 @@ def _positions(example: Example, width: int) -> NDArray[np.int64]:
         first = np.flatnonzero(np.diff(example.segments)) + 1
         starts[first] = first
     return np.arange(width) - np.maximum.accumulate(starts)
+
+
+def slice_of(batch: Batch, place: int, places: int, *, pad_id: int) -> Batch:
+    """Slice number `place` (from 0) of `places`, after padding rows with `pad_id` to a length that `places` divides.
+    Packed rows and rows with images cannot be sliced; recipes that would need it are refused before a run starts.
+    Labels are shifted before slicing, because the target of a slice's last position is the first token of the next
+    slice. Positions are explicit: otherwise every rank would count from 0, which changes the loss a little and makes
+    the gradient wrong."""
+    length = batch.input_ids_BS.shape[1]
+    width = -(-length // places)
+    first = place * width
+    labels_BS = _range(batch.labels_BS[:, 1:], first, width, IGNORED)
+    positions_S = torch.arange(first, first + width).clamp_(max=length - 1)
+    return replace(
+        batch,
+        input_ids_BS=_range(batch.input_ids_BS, first, width, pad_id),
+        labels_BS=labels_BS,
+        labels_shifted=True,
+        attention_mask_BS=None,
+        documents=None,
+        position_ids_BS=positions_S[None],
+        first_position=first,
+        row_tokens_B=None if batch.row_tokens_B is None else (batch.row_tokens_B - first).clamp_(0, width),
+        target_tokens=int((labels_BS != IGNORED).sum()),
+    )
+
+
+def _range(tensor_BS: Tensor, first: int, width: int, pad_value: int) -> Tensor:
+    """Columns [first, first + width), filled with `pad_value` beyond the end of the rows."""
+    range_BS = tensor_BS[:, first : first + width]
+    return torch.nn.functional.pad(range_BS, (0, width - range_BS.shape[1]), value=pad_value).contiguous()

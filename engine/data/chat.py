@@ -1,13 +1,11 @@
-"""Turns a conversation into rows of tokens, and flags the tokens that the assistant wrote.
+"""Renders a conversation to tokens and their label mask: which tokens are targets, that is, which the assistant wrote.
 
-A conversation becomes one row if the template only appends text with each turn. If the template rewrites earlier turns
-(Qwen3 drops their thinking, gpt-oss their end token), each assistant turn becomes a separate row: the prompt that the
-model is given at inference, then the answer. Only the answer is learned.
+A conversation becomes one row if the template only appends text with each turn. If it rewrites earlier turns (Qwen3
+drops their thinking, gpt-oss their end token), each assistant turn becomes a row: its inference prompt, then the
+answer.
 
-An answer starts where the template's inference prompt ends, or where one of the template's {% generation %} blocks
-begins. The text is never searched for role names. `engine.data.chat_template` renders the template.
-
-Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
+An answer starts where the inference prompt ends, or a {% generation %} block of the template begins. Role names are
+never searched for.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.chat_content import contains, ends_thinking, require_complete, thinking_of, without_thinking
 from engine.data.chat_template import (
     PROBES,
     ChatTemplate,
@@ -27,15 +24,17 @@ from engine.data.chat_template import (
     Span,
     TemplateRefusal,
     Tools,
+    special_ids,
     tool_call_shapes,
 )
+from engine.data.conversations import contains, ends_thinking, require_complete, thinking_of, without_thinking
 from engine.data.records import ChatRecord, Dropped
 from engine.errors import DataError
 
 TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
 
 TokenRow = tuple[list[int], list[bool]]
-"""Token ids, and whether each is learned."""
+"""Token ids, and whether each is a target."""
 
 
 @dataclass(frozen=True)
@@ -44,33 +43,30 @@ class RenderedRows:
 
     rows: list[TokenRow | Dropped]
     answer: Span | None = None
-    """The last answer as (its first token, the token after it), if the learned tokens do not show it; None: the last
-    answer is the last stretch of learned tokens."""
+    """The last answer as (first token, token after it); None: the last stretch of target tokens."""
     facts: Counter[str] = field(default_factory=Counter)
-    """How the conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
+    """Counts by the names in `engine.data.report.CHAT_FACTS`."""
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """An assistant turn, as text: the conversation up to and including this turn, rendered."""
+    """The rendered conversation up to and including an assistant turn."""
 
     text: str
     start: int
     """Index in `text` of the answer's first character."""
     in_whole: bool
-    """Whether `text` is exactly what the template renders for the conversation up to this turn. It is not if the
-    conversation or the text had to be changed to find the answer."""
+    """Whether `text` is what the template renders up to this turn, with nothing changed to find the answer."""
     prompted: bool
     """Whether `text` starts with a prompt that the template gives at inference."""
 
     @property
     def answer(self) -> str:
-        """The learned part of the text."""
         return self.text[self.start :]
 
 
 class ChatRenderer:
-    """Turns conversations into rows of token ids, with a flag per token that says whether it is learned.
+    """Renders conversations to rows of token ids with a label mask.
 
     Raises DataError: the tokenizer has no chat template, or does not report which characters a token covers.
     """
@@ -83,8 +79,8 @@ class ChatRenderer:
         learn_all: bool,
         written: tuple[str, str] | None = None,
     ) -> None:
-        """`system_prompt`: the recipe's system prompt, or None. `learn_all`: every token is learned, not answers alone.
-        `written`: (the text that the template writes for an image, the text that replaces it), or None."""
+        """`learn_all`: every token is a target, not answers alone. `written`: (the text that the template writes for an
+        image, the text that replaces it)."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
         self.template = ChatTemplate(tokenizer, written)
         if not tokenizer.is_fast:
@@ -92,15 +88,10 @@ class ChatRenderer:
                 "conversations need a tokenizer that says which characters each token covers, and this one does not",
                 fix="use a model that ships tokenizer.json, or prompt and completion columns",
             )
-        self.special_ids = set(tokenizer.all_special_ids) | {
-            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        self.special_ids = special_ids(tokenizer)
 
     def render(self, record: ChatRecord) -> RenderedRows | Dropped:
-        """The rows of a conversation, or the reason for dropping it.
-
-        Raises DataError when rendering the template has timed out MAX_STOPPED times.
-        """
+        """The rows, or why the conversation is dropped. Raises DataError after MAX_STOPPED renderings timed out."""
         messages, first_refusal = self._with_system(record.messages), ""
         for shape in tool_call_shapes(messages):
             try:
@@ -119,11 +110,8 @@ class ChatRenderer:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _rows(self, messages: list[Message], tools: Tools) -> RenderedRows:
-        """The rows of a conversation whose tool calls already have one of the shapes of `tool_call_shapes`. `tools` are
-        the descriptions of the tools that the conversation may use.
-
-        Raises TemplateRefusal when the template does not render the whole conversation.
-        """
+        """The rows; tool calls already have one of the shapes of `tool_call_shapes`. Raises TemplateRefusal when the
+        template does not render the whole conversation."""
         whole = self.template.render(messages, tools)
         if not _is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
@@ -165,7 +153,7 @@ class ChatRenderer:
         return (inside[0], inside[-1] + 1) if inside and whole.startswith(turn.text) else None
 
     def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedRows:
-        """The rows of a conversation when the template marks the learned text with {% generation %} blocks."""
+        """The rows, where the template marks target text with {% generation %} blocks."""
         text, spans = self.template.render_marked(messages, tools)
         if text != whole:
             raise TemplateRefusal("the chat template renders the same conversation in two ways")
@@ -180,8 +168,8 @@ class ChatRenderer:
         return _per_turn(rows, _turn_facts(messages, turns))
 
     def _grows(self, messages: list[Message], tools: Tools, whole: str) -> bool:
-        """Whether `whole`, the rendered conversation, begins with the rendering of each of its parts that end with an
-        assistant turn: the template then never rewrites earlier turns."""
+        """Whether the rendered `whole` begins with the rendering of each part that ends with an assistant turn: the
+        template then never rewrites earlier turns."""
         earlier = [messages[: number + 1] for number in _assistant_turns(messages) if number + 1 < len(messages)]
         try:
             return all(whole.startswith(self.template.render(part, tools)) for part in earlier)
@@ -189,10 +177,10 @@ class ChatRenderer:
             return True  # A template that renders only the whole conversation gives no text to compare.
 
     def _turns(self, messages: list[Message], tools: Tools, whole: str) -> dict[int, AssistantTurn]:
-        """The assistant turns by their index in `messages`; `whole` is the rendered text of the whole conversation.
+        """The assistant turns by their index in `messages`.
 
-        A turn is left out if the template refuses a conversation that ends with this turn, such as a greeting before
-        any question; other turns still have it as context. Raises TemplateRefusal when the template refuses all turns.
+        Left out is a turn that the template refuses as an ending, such as a greeting before any question; other turns
+        still have it as context. Raises TemplateRefusal when the template refuses all.
         """
         turns, first_refusal = {}, None
         for number in _assistant_turns(messages):
@@ -206,11 +194,10 @@ class ChatRenderer:
         return turns
 
     def _turn(self, messages: list[Message], tools: Tools, plain: str) -> AssistantTurn:
-        """The assistant turn that ends `messages`; `plain` is the text that the template renders for `messages`.
+        """The assistant turn that ends `messages`; `plain` is what the template renders for them.
 
-        If `plain` does not start with the default prompt (for example, the prompt opens a thinking block but the answer
-        has no thinking), the template's thinking switches are tried. A switch that changes the text beyond the prompt,
-        such as the system message, is used only for answers with thinking.
+        If `plain` does not start with the default prompt (it may open a thinking block that the answer lacks), thinking
+        switches are tried; one that changes text beyond the prompt only for answers with thinking.
         """
         thinking = thinking_of(messages[-1])
         history = messages[:-1]
@@ -229,8 +216,7 @@ class ChatRenderer:
         return self._turn_by_content(messages, tools, plain, default_prompt)
 
     def _prompt(self, history: list[Message], tools: Tools, mode: Mode) -> str | None:
-        """The prompt that the model is given at inference after the turns `history`, rendered with the template's
-        variables `mode`; None if the template refuses to render it."""
+        """The inference prompt after the turns `history`; None if the template refuses to render it."""
         try:
             return self.template.render(history, tools, prompt=True, mode=mode)
         except TemplateRefusal:
@@ -239,10 +225,10 @@ class ChatRenderer:
     def _turn_after_rewrite(
         self, messages: list[Message], tools: Tools, plain: str, prompt: str
     ) -> AssistantTurn | None:
-        """The last turn, if adding it makes the template remove thinking from earlier turns; None otherwise.
+        """The last turn, if adding it makes the template remove thinking from earlier turns; else None.
 
-        gpt-oss removes the thinking before a tool call once the final answer follows. To find the answer's text, the
-        conversation is rendered with all earlier thinking removed beforehand: the answer is the text after its prompt.
+        gpt-oss removes the thinking before a tool call once the final answer follows. So the conversation is rendered
+        with all earlier thinking removed beforehand: the answer is the text after its prompt.
         """
         *history, message = messages
         bare = [without_thinking(turn) for turn in history]
@@ -254,15 +240,12 @@ class ChatRenderer:
             return None
         return AssistantTurn(prompt + answer, len(prompt), in_whole=False, prompted=True)
 
-    def _turn_by_content(
-        self, messages: list[Message], tools: Tools, text: str, prompt: str | None
-    ) -> AssistantTurn:
-        """The last turn of `messages`, for the case that the rendered `text` does not start with the prompt.
+    def _turn_by_content(self, messages: list[Message], tools: Tools, text: str, prompt: str | None) -> AssistantTurn:
+        """The last turn, where the rendered `text` does not start with the prompt.
 
-        The answer starts at the first character that changes with the message's content, found by rendering two other
-        contents. The turn's text is the prompt plus the answer in two cases in which finished turns lack the end of the
-        prompt: the prompt ends with a closing thinking tag (Gemma 4), or it ends with an opening thinking tag with
-        which the content also begins (DeepSeek-R1). In any other case it is `text`.
+        The answer starts at the first character that changes with the content, found by rendering two other contents.
+        Finished turns may lack the end of the prompt, a closing thinking tag (Gemma 4) or an opening one with which the
+        content also begins (DeepSeek-R1): then the turn's text is prompt plus answer, else `text`.
         """
         *history, message = messages
         probed = [self.template.render([*history, {**message, "content": probe}], tools) for probe in PROBES]
@@ -281,8 +264,8 @@ class ChatRenderer:
         return AssistantTurn(text, start, in_whole=True, prompted=False)
 
     def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
-        """The row of one turn, whose learned characters are `spans` (default: the answer). If a token would contain
-        characters of both prompt and answer, the two are tokenised separately."""
+        """`spans`: target characters, by default the answer. If a token would hold characters of prompt and answer, the
+        two are tokenised separately."""
         spans = [(turn.start, len(turn.text))] if spans is None else spans
         row = self._flagged(turn.text, spans)
         if isinstance(row, Dropped):
@@ -292,11 +275,10 @@ class ChatRenderer:
         return row
 
     def _flagged(self, text: str, spans: Sequence[Span], *, cut: int = 0) -> TokenRow | Dropped:
-        """Tokenise the text, and flag the tokens that lie in `spans` (ranges of characters) as learned. With `cut`
-        above 0, the texts before and after that character are tokenised separately.
+        """Tokenise `text`; tokens inside `spans` of characters are targets. `cut` > 0: both sides are tokenised
+        separately.
 
-        Returns Dropped if a token begins before a span and ends inside it, or if tokenising separately changes the
-        text.
+        Dropped if a token begins before a span and ends inside it, or if tokenising separately changes the text.
         """
         ids, places = self._encoded(text[cut:], cut)
         if cut:
@@ -323,8 +305,8 @@ class ChatRenderer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _without_tail(self, ids: list[int], inside: list[int], text: str, places: Sequence[Span]) -> list[int]:
-        """Return the token indices `inside` (of a learned span) without the white space that the template adds after an
-        end-of-turn token. `places` are the ranges of characters of all tokens in `text`."""
+        """Drop from the token indices `inside` the white space that the template adds after an end-of-turn token.
+        `places` are the ranges of characters of all tokens."""
         last = next((k for k in reversed(range(len(inside))) if ids[inside[k]] in self.special_ids), None)
         if last is None or self.learn_all:
             return inside
@@ -332,8 +314,7 @@ class ChatRenderer:
         return inside[: last + 1] if not tail.strip() else inside
 
     def _end_turn(self, ids: list[int], flags: list[bool]) -> None:
-        """Append a learned end-of-sequence token to `ids` and `flags`, unless a special token ends the last answer
-        already, so that the model learns to stop."""
+        """Append an end-of-sequence target, to teach stopping, unless a special token ends the last answer already."""
         end = self.tokenizer.eos_token_id
         last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
         if end is None or last is None or any(token in self.special_ids for token in ids[last:]):
@@ -343,7 +324,6 @@ class ChatRenderer:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """The number of characters of the longest prefix that all `texts` have in common."""
     first, last = min(texts), max(texts)
     return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
 
@@ -357,8 +337,8 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Counter[str]:
-    """Count the assistant turns that are only context (not learned), the answers that do not follow an inference
-    prompt, and the answers whose thinking was left out. `turns` are the learned turns by their index in `messages`."""
+    """Count turns that are only context, answers that follow no inference prompt, and answers without their thinking.
+    `turns` are the target turns by their index in `messages`."""
     facts = Counter(context_only=len(_assistant_turns(messages)) - len(turns))
     for number, turn in turns.items():
         facts["unprompted"] += not turn.prompted

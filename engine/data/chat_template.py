@@ -1,10 +1,5 @@
-"""Renders conversations with the tokenizer's chat template; raises TemplateRefusal for those that it cannot render.
-
-A chat template is a Jinja program by the model's author. It may raise any exception, expect messages in a shape of its
-own, or never end. `engine.data.chat` decides which characters of the text are learned.
-
-Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
-"""
+"""Renders conversations with the tokenizer's chat template, a Jinja program by the model's author: it may raise any
+exception, expect messages in a shape of its own, or never end."""
 
 from __future__ import annotations
 
@@ -24,17 +19,24 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Matches templates that mark the assistant's text. The same pattern as in transformers (`render_jinja_template`)."""
+"""Templates that mark the assistant's text; the pattern of transformers (`render_jinja_template`)."""
 
 TEMPLATE_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
-    StopIteration, TypeError, ValueError,
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
 )
-"""Exceptions that the Python code in a template's expressions and filters can raise. RecursionError is a
-RuntimeError."""
+"""What the Python code in a template's expressions and filters can raise. RecursionError is a RuntimeError."""
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
+"""Variables that switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
 
 PROBES = ("\ue000", "\ue001")
 """Message contents for test renderings: private-use characters, which no template contains."""
@@ -60,7 +62,7 @@ Span = tuple[int, int]
 
 
 class TemplateRefusal(Exception):
-    """The template cannot render this conversation. The exception's text is the reason."""
+    """The template cannot render this conversation; the text is the reason."""
 
 
 class _RenderTimeout(Exception):
@@ -68,14 +70,10 @@ class _RenderTimeout(Exception):
 
 
 class ChatTemplate:
-    """Renders conversations with the tokenizer's chat template.
-
-    Raises DataError: the tokenizer has no chat template.
-    """
+    """Renders conversations. Raises DataError: the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, written: tuple[str, str] | None = None) -> None:
-        """`written`: (the text that the template writes for an image, the text that a processor replaces it by), or
-        None."""
+        """`written`: (the text that the template writes for an image, the text that a processor replaces it by)."""
         self.text, self._written = find_template(tokenizer), written
         self.special_tokens: dict[str, Any] = {**tokenizer.special_tokens_map}
         self.marks_assistant = bool(GENERATION_BLOCK.search(self.text))
@@ -88,18 +86,15 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, mode: Mode | None = None
     ) -> str:
-        """Text of a conversation; with `prompt`, followed by the header that starts the assistant's answer. `mode` has
-        the template's own variables, such as {"enable_thinking": False}.
+        """Text of a conversation; with `prompt`, followed by the header that starts the answer. `mode` has the
+        template's own variables, such as {"enable_thinking": False}.
 
-        Raises TemplateRefusal when the template fails, DataError when it has timed out MAX_STOPPED times.
+        Raises TemplateRefusal, or DataError after MAX_STOPPED renderings timed out.
         """
         return self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))[0]
 
     def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
-        """Text of a conversation, and the ranges of characters that the template's {% generation %} blocks produced.
-
-        Raises the same errors as `render`.
-        """
+        """Also the ranges of characters that {% generation %} blocks produced. Raises as `render` does."""
         return self._rendered(messages, tools, return_assistant_tokens_mask=True)
 
     def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
@@ -118,8 +113,7 @@ class ChatTemplate:
         return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
 
     def _replaced(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-        """The text after the replacements that a processor makes for images, and the ranges of characters `spans` in
-        the changed text."""
+        """The text after the replacements that a processor makes for images, and `spans` moved likewise."""
         if self._written is None:
             return text, spans
         old, new = self._written
@@ -137,7 +131,7 @@ class ChatTemplate:
         )
 
     def _reads_parts_only(self) -> bool:
-        """Whether the template renders content given as a list of parts, but leaves out content given as a string."""
+        """Whether the template leaves out content given as a string, but renders a list of parts."""
         message = {"role": "user", "content": PROBES[0]}
         return not self._shows(message) and self._shows(_with_parts(message))
 
@@ -148,8 +142,29 @@ class ChatTemplate:
             return False
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends an answer, such as <|im_end|>: base models often name another
+    one as their end of sequence. None: there is no template, or it ends answers with plain text."""
+    if not tokenizer.chat_template:
+        return None
+    question, answer = (
+        {"role": role, "content": probe} for role, probe in zip(("user", "assistant"), PROBES, strict=True)
+    )
+    try:
+        text = ChatTemplate(tokenizer).render([question, answer], None)
+    except TemplateRefusal:
+        return None
+    behind = tokenizer(text.rpartition(PROBES[1])[2], add_special_tokens=False)["input_ids"]
+    return next((int(token) for token in behind if token in special_ids(tokenizer)), None)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {int(index) for index in tokenizer.all_special_ids} | added
+
+
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own chat template. Raises DataError when it has none."""
+    """Raises DataError when the tokenizer has none."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -163,22 +178,21 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation unchanged, then with its tool calls in other shapes that templates read.
-
-    The other shapes: arguments as objects (the documented shape); arguments as JSON text (DeepSeek concatenates them);
-    arguments as JSON text, and null as the content of messages that only call tools.
-    """
+    """The conversation unchanged, then with its tool calls in other shapes that templates read: arguments as objects
+    (the documented shape), as JSON text (DeepSeek concatenates them), and as JSON text with null as the content of
+    messages that only call tools."""
     yield messages
     if any(message.get("tool_calls") for message in messages):
         yield _with_arguments(messages, _as_object)
         as_text = _with_arguments(messages, _as_text)
         yield as_text
-        yield [{**message, "content": message["content"] or None} if message.get("tool_calls") else message
-               for message in as_text]
+        yield [
+            {**message, "content": message["content"] or None} if message.get("tool_calls") else message
+            for message in as_text
+        ]
 
 
 def _with_arguments(messages: list[Message], convert: Callable[[Any], Any]) -> list[Message]:
-    """The messages with `convert` applied to the arguments of each of their tool calls."""
     changed = []
     for message in messages:
         if isinstance(message.get("tool_calls"), list):
@@ -225,10 +239,7 @@ def _shortened(error: BaseException) -> str:
 
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _RenderTimeout in the block after `seconds` of the process's CPU time.
-
-    The signal reaches Python code in the main thread only; in other threads there is no limit.
-    """
+    """Raise _RenderTimeout after `seconds` of the process's CPU time; there is no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,27 +1,133 @@
-"""Turns conversations as data sets have them (OpenAI's messages, sharegpt's turns) into a ChatRecord.
-
-Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has chat data
-"""
+"""Conversations as lists of messages: what each format's rows become, and what the content of a message may be."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+from engine.data.chat_template import Message, TemplateRefusal
 from engine.data.records import ChatRecord, Dropped, Record
 
+LEFT_OUT = "the chat template leaves out"
+"""First words of the drop reason."""
+
+THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
+"""The prompt may contain this tag."""
+
+THINKING_END = re.compile(
+    r"</(?:\w+:)?(?:think|thinking|thought|reasoning)(?::\w+)?>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
+)
+"""Ends the thinking in a message's content or in a prompt. Templates may leave out what comes before it."""
+
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+WORD = re.compile(r"\w+")
+
+
+def without_thinking(message: Message) -> Message:
+    """When the message calls tools, its content goes too: it may be thinking."""
+    if message["role"] != "assistant":
+        return message
+    kept = {key: value for key, value in message.items() if key not in THINKING_FIELDS}
+    return {**kept, "content": ""} if message.get("tool_calls") else kept
+
+
+def require_complete(messages: list[Message], whole: str, answers: dict[int, str] | None) -> None:
+    """Raise TemplateRefusal when a message's text or tool call is missing from `whole`; thinking may be missing.
+    Assistant messages are looked up in `answers` (by message index) where given. Chat templates leave out parts of a
+    conversation without an error."""
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant"
+        text = answers.get(number, whole) if is_answer and answers is not None else whole
+        if not all(contains(text, part) or (is_answer and _contains_answer(text, part)) for part in texts_of(message)):
+            raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
+        if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
+            raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
+
+
+def texts_of(message: Message) -> list[str]:
+    """One text, or those before, between and behind its images, which a template need not join."""
+    content = message["content"] or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def _shows_call(text: str, call: Any) -> bool:
+    """JSON text verbatim, objects by their keys and values."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip() not in text:
+        return False
+    return all(contains(text, value) for value in _strings([function["name"], arguments]))
+
+
+def _strings(value: Any) -> list[str]:
+    """All texts in nested lists and objects; keys count as texts."""
+    found, waiting = [], [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+    return found
+
+
+def thinking_of(message: Message) -> str:
+    """The thinking of an assistant turn, from its own field or from the start of the content."""
+    given = next((message[name] for name in THINKING_FIELDS if isinstance(message.get(name), str)), "")
+    *thinking, _ = THINKING_END.split(message["content"] or "")
+    return given or THINKING_START.sub("", " ".join(thinking), count=1)
+
+
+def ends_thinking(prompt: str) -> bool:
+    tags = list(THINKING_END.finditer(prompt))
+    return bool(tags) and not prompt[tags[-1].end() :].strip()
+
+
+def _contains_answer(text: str, content: str) -> bool:
+    """Either without its opening thinking tag or without its whole thinking."""
+    without_tag = THINKING_START.sub("", content, count=1)
+    return contains(text, without_tag) or contains(text, THINKING_END.split(content)[-1])
+
+
+def contains(text: str, part: str) -> bool:
+    """Verbatim, or at least each of the words of `part`, because templates may escape line breaks."""
+    if part.strip() in text:
+        return True
+    missing = set(WORD.findall(part)) - set(WORD.findall(text))
+    return all(word in text or _escaped(word) in text for word in missing)
+
+
+def _escaped(word: str) -> str:
+    return "".join(letter if letter.isascii() else f"\\u{ord(letter):04x}" for letter in word)
+
+
 ROLES = {
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "developer",
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "developer": "developer",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
 }
 """The role that chat templates use, for each role name found in data sets."""
 
 
 def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:
-    """The conversation of a row as a ChatRecord, or the reason for dropping the row. `values` has the row's columns by
-    name: messages or conversations, system and tools. With `parts`, the content of a turn may be a list that holds more
-    than text; otherwise such a row is dropped."""
+    """`values` are the columns messages or conversations, system and tools. With `parts`, a turn's content may be a
+    list of more than text; otherwise such a row is dropped."""
     turns = values.get("messages", values.get("conversations"))
     if isinstance(turns, str):
         turns = parsed(turns)
@@ -49,8 +155,8 @@ def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dro
 
 
 def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
-    """One turn as {"role", "content"}, also from sharegpt's `from` and `value`; other keys (tool_calls) are kept.
-    Returns Dropped if the turn has no known role, or no text and no tool calls. `parts`: content may be a list."""
+    """{"role", "content"}, also from sharegpt's `from` and `value`; other keys (tool_calls) are kept. Dropped without a
+    known role, or without text and tool calls."""
     if not isinstance(turn, dict):
         return Dropped("a turn is not an object with role and content")
     # Arrow adds keys of other rows with null values, and templates test whether a key is present.
@@ -69,14 +175,14 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
 
 
 def _joined_text(parts: list[Any]) -> Any:
-    """The texts of a content list, joined, if all of its parts are text; any other list is returned unchanged."""
+    """Joined if all parts are text; any other list is returned unchanged."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     strings = [text for text in texts if isinstance(text, str)]
     return "".join(strings) if len(strings) == len(parts) else parts
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; a text that is not JSON is returned unchanged."""
+    """Text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:

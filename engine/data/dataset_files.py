@@ -1,8 +1,4 @@
-"""Opens files, folders and data sets of the hub with the library `datasets`, which caches them in our own cache folder.
-Its errors are replaced by errors that name the file and, for JSON, the line.
-
-Try: `tunedeck data -r RECIPE`
-"""
+"""Opens files and hub data sets with the library datasets."""
 
 from __future__ import annotations
 
@@ -21,22 +17,22 @@ from datasets.arrow_reader import ReadInstruction
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from engine.data.cache import hash_files, hash_text, make_cache_folder
+from engine.config.files.caches import cache_folder
+from engine.config.files.data_files import LOADERS, find_data_files, suffix_of
+from engine.config.schema.data import Source
 from engine.data.hub_connection import offline_if_unreachable
-from engine.data.json_errors import find_json_error
-from engine.data.source_rows import SourceRows, describe_source, no_rows, split_name
+from engine.data.records import SourceRows, describe_source, find_json_error, no_rows, split_name
+from engine.data.store import hash_files, hash_text, make_cache_folder
 from engine.errors import DataError, EnvironmentProblem
-from engine.spec.files.data_files import LOADERS, find_data_files, suffix_of
-from engine.spec.files.user_folders import cache_folder
-from engine.spec.schema.data import Source
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
-"""Exceptions that `datasets` raises for damaged or misnamed files."""
+"""What `datasets` raises for damaged or misnamed files."""
+
 
 def open_data_set(source: Source) -> SourceRows:
-    """Open a source that is a file, a folder or a data set of the hub; its `limit` is not applied.
+    """Does not apply the source's `limit`.
 
-    Raises DataError for a source that is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
+    Raises DataError: missing, unreadable or empty; EnvironmentProblem: unreachable hub.
     """
     with _silent():
         make_cache_folder(cache_folder() / "datasets")
@@ -71,13 +67,11 @@ def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) ->
     suffixes = {suffix_of(file) for file in files}
     if suffixes == {".tsv"}:
         options["sep"] = "\t"
-    return datasets.load_dataset(
-        LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options
-    )
+    return datasets.load_dataset(LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options)
 
 
 def _saved_split(source: Source, saved: Any, base: str) -> Any:
-    """The split `base` of a folder written by `save_to_disk`, which holds one data set or several splits."""
+    """`saved` is what `save_to_disk` wrote: one data set or several splits."""
     if isinstance(saved, datasets.DatasetDict):
         if base not in saved:
             raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
@@ -125,8 +119,7 @@ def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataEr
 
 
 def _undecoded(feature: Any) -> Any:
-    """The type `feature` of a column, changed for images so that they are read as bytes or paths of their files instead
-    of pixels."""
+    """Images are read as bytes or paths of their files instead of pixels."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
@@ -135,7 +128,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def absolute_slice(source: Source, count: int) -> tuple[int, int]:
-    """Start and end (exclusive) of the rows that the slice in `source.split`, such as train[:1000], selects."""
+    """Start and end (exclusive) of the rows that a slice such as train[:1000] selects."""
     base = split_name(source)
     try:
         (part,) = ReadInstruction.from_spec(source.split).to_absolute({base: count})
@@ -146,8 +139,7 @@ def absolute_slice(source: Source, count: int) -> tuple[int, int]:
 
 
 def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
-    """The error to show when reading `files` of the source at `path` failed with `error`; for JSON that does not parse
-    it names file and line."""
+    """The error to show; for JSON that does not parse it names file and line."""
     broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
@@ -167,7 +159,7 @@ def _short(error: BaseException) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Suppress progress bars and log lines of `datasets` inside the block."""
+    """No progress bars and log lines of `datasets` inside the block."""
     logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,10 +1,4 @@
-"""Recognises the format of a source by its columns, and turns each row into a record, or into a reason for dropping it.
-
-The tables list the formats, the columns that each needs, and other names of those columns. Tokens are made in
-`engine.data.tokenise`.
-
-Try: `tunedeck data -r RECIPE`
-"""
+"""Recognises the format of a source by its columns, and turns each row into a record, or into a drop reason."""
 
 from __future__ import annotations
 
@@ -13,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.config.schema.data import IMAGE_FORMATS, Source
 from engine.data.conversations import conversation
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
 from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.data import IMAGE_FORMATS, Source
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
@@ -26,14 +20,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
 }
-"""Columns that each format requires."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "chat": ("tools",),
     "sharegpt": ("tools", "system"),
     "alpaca": ("input", "system"),
 }
-"""Columns that a format uses if the source has them."""
 
 IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
 """Columns of a conversation, of which a source of images has one set, beside `image` or `images`."""
@@ -43,7 +35,7 @@ IMAGE_NEEDS = {
     "or image + prompt + completion",
     "detection": "image + boxes, and labels where there are any",
 }
-"""Columns of formats with images, for messages. They are used only where a source names its format."""
+"""Columns of formats with images, for messages; used only where a source names its format."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query"),
@@ -64,28 +56,25 @@ class Format:
 
     name: str
     fields: dict[str, str]
-    """Maps each field of the format (prompt, messages, …) to the column of the source that holds it."""
+    """Maps each field of the format (prompt, messages, …) to the source's column."""
     source: str
     chat: bool = field(default=False)
     """Whether instruction rows are rendered as conversations."""
     boxes: BoxFormat | None = field(default=None, repr=False)
-    """Settings of a detection source. `boxes` and `image_root` are left out of repr(), which is part of the fingerprint
-    of every source."""
+    """Settings of a detection source. repr() is part of the fingerprint of every source: `boxes` and `image_root` stay
+    out."""
     image_root: str | None = field(default=None, repr=False)
-    """Folder that image paths are relative to."""
 
     @property
     def renders_chat(self) -> bool:
-        """Whether rows are rendered with the chat template."""
         return self.name in ("chat", "sharegpt", *IMAGE_FORMATS) or (self.name == "alpaca" and self.chat)
 
     @property
     def has_images(self) -> bool:
-        """Whether rows have images."""
         return self.name in IMAGE_FORMATS
 
     def record(self, row: dict[str, Any]) -> Record | DetectionRecord | Dropped:
-        """The record of a row of the source, or the reason for dropping it."""
+        """Dropped states the reason."""
         values: dict[str, Any] = {ours: _value(row, theirs) for ours, theirs in self.fields.items()}
         if self.boxes is not None:
             return detection(values, self.boxes)
@@ -102,11 +91,8 @@ class Format:
 
 
 def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
-    """The format of a source, chosen by its columns and by its settings `format` and `columns`. `has_template`: the
-    tokenizer has a chat template, so that instruction rows are rendered as conversations.
-
-    Raises DataError when no format fits, or several do.
-    """
+    """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`)
+    instruction rows are conversations. Raises DataError when no format fits, or several do."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source)
     mapped = _mapped_columns(columns, source)
@@ -122,7 +108,7 @@ def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> 
 
 
 def _with_images(columns: Sequence[str], source: Source) -> Format:
-    """The format of a source whose `format` is one with images. Raises DataError if columns are missing."""
+    """Raises DataError if columns are missing."""
     names: tuple[str, ...] = ("image", "images", "boxes", "labels", "messages", "conversations", "prompt", "completion")
     mapped = _mapped_columns(columns, source, set(names))
     fields = {name: mapped.get(name, name) for name in names if mapped.get(name, name).partition(".")[0] in columns}
@@ -149,7 +135,7 @@ def _image_root(source: Source) -> str | None:
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
-    """The value of a column of a row; `objects.bbox` is the field bbox of the column objects."""
+    """`objects.bbox` is the field bbox of the column objects."""
     if column in row:
         return row[column]
     value: Any = row
@@ -174,7 +160,7 @@ def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | No
 
 
 def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) -> dict[str, str] | None:
-    """The source's column for each field of a format; None when a required column is missing or ambiguous."""
+    """None when a required column is missing or ambiguous."""
     fields = {}
     for ours in NEEDS[format_name]:
         theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []
@@ -194,12 +180,14 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
     found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
     if fitting:
         return DataError(
-            f"{found}, and fit {' and '.join(fitting)}", expected=f"one format ({needs})",
+            f"{found}, and fit {' and '.join(fitting)}",
+            expected=f"one format ({needs})",
             fix=f'say which: format = "{fitting[0]}"',
         )
     wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
     return DataError(
-        f"{found}, and fit {wanted}", expected=needs,
+        f"{found}, and fit {wanted}",
+        expected=needs,
         fix='name the columns in the source, such as columns = {prompt = "question", completion = "answer"}',
     )
 

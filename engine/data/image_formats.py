@@ -1,11 +1,5 @@
-"""Turns rows with images into conversations: chats about images, and images with boxes to find.
-
-In a conversation an image is a part of a turn's content, {"type": "image"}. It comes from the part itself, or from the
-row's image columns, in order; `<image>` in a text stands for one as well. Images themselves are read in
-`engine.data.images`.
-
-Try: `tunedeck data -r RECIPE --show 1`, where RECIPE has a source with format = "image-chat" or "detection"
-"""
+"""Turns rows with images into conversations: chats about images, and images with boxes to find. An image is a part of a
+turn, {"type": "image"}, or `<image>` in a text; the part names it, or in order the row's image columns do."""
 
 from __future__ import annotations
 
@@ -14,15 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config.schema.data import Source
 from engine.data.conversations import conversation
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
-from engine.spec.schema.data import Source
 
 PLACEHOLDER = "<image>"
 """Stands for an image in the text of a turn, as in LLaVA's data sets."""
 
 IMAGE_KEYS = ("image", "path", "url")
-"""Keys under which a part of a turn names its image."""
 
 LARGEST_COORDINATE = 999
 """Boxes are written in thousandths of the image's width and height: 0 to 999."""
@@ -33,8 +26,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class BoxFormat:
-    """How a detection source gives its boxes (order and scale of the numbers), the question that is asked, and the
-    style in which the answer is written."""
+    """How a detection source gives its boxes (order and scale of the numbers), the question, and the answer's style."""
 
     prompt: str
     order: str
@@ -43,7 +35,7 @@ class BoxFormat:
 
     @classmethod
     def of(cls, source: Source) -> BoxFormat | None:
-        """The box settings of a source; None if it is not a detection source."""
+        """None if the source is not a detection source."""
         if source.format != "detection":
             return None
         return cls(source.prompt or "", source.box_order or "", source.box_scale or "", source.box_text or "qwen2")
@@ -60,13 +52,12 @@ class DetectionRecord:
     format: BoxFormat
 
     def shares(self, height: int, width: int) -> list[Box]:
-        """The boxes as (left, top, right, bottom) in fractions (0 to 1) of the image, which has `height` × `width`
-        pixels."""
+        """The boxes as fractions (0 to 1) of an image of `height` × `width` pixels."""
         return [_as_shares(box, self.format, height, width) for box in self.boxes]
 
     def conversation(self, height: int, width: int) -> ChatRecord | Dropped:
-        """The conversation: a question with the image, which has `height` × `width` pixels, and the boxes as the
-        answer. Dropped if a box has no area or lies outside the image."""
+        """A question with the image (`height` × `width` pixels) and the boxes as the answer. Dropped if a box has no
+        area or lies outside the image."""
         boxes = self.shares(height, width)
         if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
             return Dropped("a box has no area, or lies outside its image")
@@ -77,11 +68,10 @@ class DetectionRecord:
 
 
 def boxes_as_text(boxes: Sequence[Box], labels: Sequence[str], style: str) -> str:
-    """The answer that names `boxes`. `labels` has one label per box, or is empty.
+    """The answer that names `boxes`, with one label each or none; coordinates are whole numbers from 0 to 999.
 
     Styles: "qwen2", <|object_ref_start|>LABEL<|object_ref_end|><|box_start|>(x1,y1),(x2,y2)<|box_end|> for each box, as
-    Qwen2-VL was trained; "json", a list of {"bbox_2d": [x1, y1, x2, y2], "label": LABEL}. Coordinates are whole
-    numbers from 0 to 999.
+    Qwen2-VL was trained; "json", a list of {"bbox_2d": [x1, y1, x2, y2], "label": LABEL}.
     """
     whole = [[min(LARGEST_COORDINATE, int(1000 * share)) for share in box] for box in boxes]
     names: Sequence[str | None] = labels or [None] * len(boxes)
@@ -109,8 +99,7 @@ def image_chat(values: dict[str, Any]) -> Record | Dropped:
 
 
 def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dropped:
-    """The image and the boxes of a row. Dropped if it has not exactly one image, has no boxes or malformed ones, or not
-    one label per box."""
+    """Dropped without exactly one image, without boxes or with malformed ones, or without one label per box."""
     images = references([values.get("image")])
     if isinstance(images, Dropped):
         return images
@@ -128,8 +117,7 @@ def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dro
 
 
 def references(columns: Sequence[Any]) -> tuple[ImageReference, ...] | Dropped:
-    """The images that the values of image columns name: a path, {"bytes": …, "path": …}, or a list of these. Dropped
-    if a value is none of them."""
+    """Values are a path, {"bytes": …, "path": …}, or a list of these; Dropped if one is none of them."""
     found = []
     for value in _flat(columns):
         reference = _reference(value)
@@ -161,11 +149,8 @@ def _reference(value: Any) -> ImageReference | None:
 
 
 def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord | Dropped:
-    """Combine a conversation with `given`, the images of its row. In order, they become the images of the image parts
-    that name none; if there is no such part, they are put before the user's first text.
-
-    Dropped if there are more or fewer images than parts, or an image is part of an answer.
-    """
+    """Give `given`, the images of the row, in order to the image parts that name none; without such a part, put them
+    before the user's first text. Dropped if they are more or fewer than parts, or an image is part of an answer."""
     waiting, images, messages = list(given), [], []
     turns = [{**message, "content": _parts(message["content"])} for message in record.messages]
     if given and not any(part["type"] == "image" and "image" not in part for part in _all_parts(turns)):
@@ -193,8 +178,8 @@ def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord 
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """A turn's content as parts of the types image and text. An image part has an ImageReference as "image" where it
-    names one; a part that is neither keeps its type."""
+    """Parts of the types image and text; an image part has an ImageReference as "image" where it names one. A part that
+    is neither keeps its type."""
     if isinstance(content, str):
         texts = content.split(PLACEHOLDER)
         return [part for number, text in enumerate(texts)
@@ -219,7 +204,7 @@ def _all_parts(turns: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _as_shares(box: tuple[float, ...], source: BoxFormat, height: int, width: int) -> Box:
-    """Convert a box to (left, top, right, bottom) as fractions (0 to 1) of an image of `height` × `width` pixels."""
+    """Fractions (0 to 1) of an image of `height` × `width` pixels."""
     high, wide = {"unit": (1.0, 1.0), "pixels": (height, width), "thousand": (1000.0, 1000.0)}[source.scale]
     first, second, third, fourth = box
     if source.order == "yxyx":

@@ -1,11 +1,5 @@
-"""Reads images, and makes the inputs of a vision-language model of them.
-
-Every image is decoded once when tokens are made: an unreadable image is found before training starts, and the size of
-an image determines its number of tokens. Pixels are not kept. Threads read them again when a micro-batch is made; an
-image whose bytes have changed by then ends the run.
-
-`engine.model.image_processor` loads a model's ImageProcessor. Try: `python -m pytest tests/data/test_images.py`
-"""
+"""Images as a model sees them: opened, resized, turned into pixels and image tokens; and as characters on a
+terminal."""
 
 from __future__ import annotations
 
@@ -22,12 +16,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.data.chat import TokenRow
+from engine.data.chat_template import Span
 from engine.data.formats import Format
-from engine.data.image_formats import DetectionRecord
-from engine.data.picture import small_picture
-from engine.data.records import ChatRecord, Dropped, ImageReference, Record
-from engine.data.source_rows import SourceRows
+from engine.data.image_formats import Box, DetectionRecord
+from engine.data.records import ChatRecord, Dropped, ImageReference, Record, SourceRows
 from engine.errors import DataError
+
+MOST_COLUMNS, MOST_ROWS = 48, 48
+"""Pixels of the largest picture: 48 characters wide and 24 lines high."""
+
+BOX_COLOUR = (255, 0, 60)
+
+
+def small_picture(image: Any, boxes: Sequence[Box] = ()) -> NDArray[np.uint8]:
+    """At most MOST_COLUMNS × MOST_ROWS pixels with outlines of `boxes`: uint8[rows, columns, 3], rows even."""
+    scale = min(MOST_COLUMNS / image.width, MOST_ROWS / image.height)
+    columns = max(1, round(image.width * scale))
+    rows = max(2, 2 * round(image.height * scale / 2))
+    pixels = np.array(image.convert("RGB").resize((columns, rows)))
+    for left, top, right, bottom in boxes:
+        first, last = int(left * columns), min(columns - 1, int(right * columns))
+        upper, lower = int(top * rows), min(rows - 1, int(bottom * rows))
+        pixels[[upper, lower], first : last + 1] = BOX_COLOUR
+        pixels[upper : lower + 1, [first, last]] = BOX_COLOUR
+    return pixels
+
 
 UNREADABLE = "image cannot be read"
 """First words of the reason for which a row with a broken or missing image is dropped."""
@@ -40,37 +54,35 @@ class ImageFacts(NamedTuple):
     """What is known of an image without its pixels."""
 
     height: int
-    """Number of patches from top to bottom, once the image is resized for the model."""
+    """Patches from top to bottom, once the image is resized for the model."""
     width: int
-    """Number of patches from left to right, once the image is resized for the model."""
+    """Patches from left to right, once the image is resized for the model."""
     digest: int
     """The first 8 bytes of the BLAKE2b hash of its file."""
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How a model takes images: transformers' processor on Pillow, and the tokens that stand for an image in a text."""
+    """transformers' processor on Pillow, and the tokens that stand for an image in a text."""
 
     processor: Any
     """A transformers image processor of the PIL backend."""
     takes: Literal["patches", "squares"]
-    """patches: images of any size as patches, with a grid for each (Qwen2-VL, Qwen2.5-VL); squares: all images are
-    resized to one size (Gemma 3)."""
+    """patches: any size, with a grid for each (Qwen2-VL, Qwen2.5-VL); squares: all resized to one size (Gemma 3)."""
     token_id: int
-    """The token that stands for a part of an image. The model replaces its embeddings."""
+    """Stands for a part of an image. The model replaces its embeddings, so it is never learned."""
     merge: int
     """`merge` × `merge` patches become one token."""
     patch_side: int
     """Pixels along a side of a patch."""
     tokens_per_image: int | None = None
-    """Tokens of each image where all have one size."""
+    """Tokens of each image where all images have one size."""
     written: tuple[str, str] | None = None
-    """(the text that the chat template writes for an image, the text that replaces it); None if nothing is replaced."""
+    """(the text that the chat template writes for an image, the text that replaces it), if it is replaced."""
 
     def patches_of(self, height: int, width: int) -> tuple[int, int]:
-        """Patches from top to bottom and from left to right of an image of `height` × `width` pixels.
-
-        Raises ValueError for an image that the processor does not take."""
+        """Patches from top to bottom and from left to right of `height` × `width` pixels. Raises ValueError for an
+        image that the processor does not take."""
         if self.tokens_per_image is not None:
             side = int(self.processor.size["height"]) // self.patch_side
             return side, side
@@ -83,21 +95,20 @@ class ImageProcessor:
         return high // self.patch_side, wide // self.patch_side
 
     def fingerprint_parts(self) -> list[str]:
-        """Everything that determines the tokens and pixels of an image, as texts for a fingerprint."""
+        """Everything that determines the tokens and pixels of an image."""
         return [self.processor.to_json_string(), repr((self.takes, self.token_id, self.merge, self.tokens_per_image))]
 
     def tokens_of(self, image: ImageFacts) -> int:
-        """Number of tokens that an image takes in a sequence."""
         return self.tokens_per_image or image.height * image.width // self.merge**2
 
     def pixels(self, image: Any) -> dict[str, NDArray[Any]]:
-        """The processor's arrays of one image: `pixel_values`, and for patches `image_grid_thw`."""
+        """`pixel_values`, and for patches `image_grid_thw`."""
         made = self.processor(images=[image], return_tensors="np")
         return {name: np.asarray(made[name]) for name in ("pixel_values", "image_grid_thw") if name in made}
 
     def inputs(self, images: Sequence[Mapping[str, NDArray[Any]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs by name: the arrays of all `images`, concatenated, and the type (1: image) of each token
-        of the rows `ids_BS`. Images are in the order of the rows; empty without images."""
+        """The model's inputs by name: the arrays of all `images`, in the order of the rows `ids_BS`, concatenated, and
+        the type (1: image) of each token."""
         if not images:
             return {}
         joined = {name: np.concatenate([image[name] for image in images]) for name in images[0]}
@@ -107,16 +118,14 @@ class ImageProcessor:
 
 
 def read_bytes(reference: ImageReference, root: str | None) -> bytes:
-    """The bytes of an image's file. Relative paths are relative to `root`. Raises OSError if it cannot be read."""
+    """Relative paths are relative to `root`. Raises OSError if the file cannot be read."""
     if reference.data is not None:
         return reference.data
     return (Path(root or ".") / (reference.path or "")).expanduser().read_bytes()
 
 
 def decoded(data: bytes) -> Any:
-    """The Pillow image of a file's bytes, turned upright as its EXIF data say.
-
-    Raises OSError, SyntaxError or ValueError if the bytes are no image, or a broken one."""
+    """A Pillow image, upright by its EXIF data. Raises OSError, SyntaxError or ValueError for broken bytes."""
     from PIL import Image, ImageOps
 
     with Image.open(BytesIO(data)) as image:
@@ -135,7 +144,9 @@ def references_of(record: Record | DetectionRecord | Dropped) -> tuple[ImageRefe
 def facts_of(
     references: Sequence[ImageReference], root: str | None, processor: ImageProcessor
 ) -> tuple[list[ImageFacts], list[tuple[int, int]]] | Dropped:
-    """(facts of each image, (height, width) of each image in pixels), or the reason for dropping the row."""
+    """(facts, (height, width) in pixels) of the images, or the reason for dropping the row. Decoding while tokens are
+    made finds unreadable images before training starts; an image's size determines its number of tokens. Pixels are not
+    kept."""
     facts, sizes = [], []
     for reference in references:
         try:
@@ -149,7 +160,7 @@ def facts_of(
 
 
 def stamps_of_images(rows: SourceRows, format_: Format) -> str:
-    """A hash of path, size and time of change of every image file that the rows name. It tells the token cache that
+    """A hash of path, size and time of change of every image file that the rows name, which tells the token cache that
     images were replaced. Images inside the rows are covered by the hash of the rows."""
     stamps = hashlib.blake2b(digest_size=16)
     for batch in rows.batches():
@@ -169,14 +180,12 @@ def _stamp(path: str, root: str | None) -> tuple[int, int] | None:
 
 
 def digest_of(data: bytes) -> int:
-    """The first 8 bytes of the BLAKE2b hash of `data`, as a number."""
+    """The first 8 bytes of the BLAKE2b hash, as a number."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """The rows and the format of a source, from which an ImageReader reads images again."""
-
     rows: SourceRows
     format: Format
 
@@ -190,11 +199,7 @@ class ImageReader:
         self._threads = ThreadPoolExecutor(workers or DECODING_THREADS, "images")
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs, by name, for the images of some samples; `ids_BS` are the samples' tokens. Each sample in
-        `wanted` is (number of its source, row in its source, the digests of its images).
-
-        Raises DataError for an image that has changed, or is gone, since its tokens were made.
-        """
+        """See PixelReader. Raises DataError for an image that has changed, or is gone, since its tokens were made."""
         waiting = []
         for source, origin, digests in wanted:
             given = self.sources[source]
@@ -204,9 +209,7 @@ class ImageReader:
         return self.processor.inputs([future.result() for future in waiting], ids_BS)
 
     def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
-        """Small pictures of the images of a sample, for display: RGB as uint8[rows, columns, 3] each, with the boxes of
-        a detection sample's reference drawn into the pixels. The sample is named by the number of its source and its
-        row there. Raises DataError for an image that cannot be read."""
+        """See PixelReader; with the reference boxes of a detection sample. Raises DataError for an unreadable image."""
         given = self.sources[source]
         record = given.format.record(given.rows.row(origin))
         found = []
@@ -236,3 +239,51 @@ class ImageReader:
             expected="the images that the run was prepared with",
             fix="put the image back; or start a new run, which prepares the data again",
         )
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """A row in which each image token is repeated for every part of its image."""
+
+    row: TokenRow
+    count: int
+    end: int
+    """Index in `row` of the token after the last image token; 0 without images."""
+    added: list[tuple[int, int]]
+    """For each image: the position of its token in the original row, and the number of tokens added there."""
+
+    def moved(self, span: Span | None) -> Span | None:
+        """Convert a range (start, end) of tokens in the original row to that of the same tokens in `row`."""
+        if span is None:
+            return None
+        start, end = (place + sum(extra for at, extra in self.added if at < place) for place in span)
+        return start, end
+
+
+def place_images(
+    row: TokenRow, images: Sequence[ImageFacts], processor: ImageProcessor | None
+) -> PlacedImages | Dropped:
+    """Repeat each image token of `row` for every part of its image, in order; unchanged without a processor.
+
+    A row may have fewer image tokens than images, because the row of one turn may end before the last image. With more
+    it is dropped: its text contains that token.
+    """
+    if processor is None:
+        return PlacedImages(row, 0, 0, [])
+    ids: list[int] = []
+    flags: list[bool] = []
+    added: list[tuple[int, int]] = []
+    end = 0
+    for place, (token, flag) in enumerate(zip(*row, strict=True)):
+        if token != processor.token_id:
+            ids.append(token)
+            flags.append(flag)
+            continue
+        if len(added) == len(images):
+            return Dropped("its text contains the token that stands for an image")
+        tokens = processor.tokens_of(images[len(added)])
+        added.append((place, tokens - 1))
+        ids += [token] * tokens
+        flags += [False] * tokens
+        end = len(ids)
+    return PlacedImages((ids, flags), len(added), end, added)

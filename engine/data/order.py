@@ -1,10 +1,4 @@
-"""The samples of each optimizer step, as a pure function of (seed, epoch, step).
-
-Each epoch is a permutation of the samples; together they form one endless sequence, cut into steps of `batch_size`.
-World size and micro-batch do not matter, so a run's position is its step number.
-
-Try: `SampleOrder(10, seed=0, shuffle=True, batch_size=4).step(1)`
-"""
+"""The order of samples, a pure function of seed, epoch and step; and the packing of short samples into long rows."""
 
 from __future__ import annotations
 
@@ -17,6 +11,35 @@ from numpy.typing import NDArray
 
 from engine.errors import DataError
 
+
+def pack(lengths: NDArray[np.int32], max_length: int) -> list[list[int]]:
+    """Numbers of the documents of each row of at most `max_length` tokens, in the order of the data; rows by first
+    document. Raises ValueError for a longer document. Best-fit decreasing: at most 11/9 of the fewest possible rows,
+    plus one (Johnson et al., SIAM J. Comput. 3, 1974). Bit n of `rooms` says whether a row with n free tokens exists,
+    so a shift finds the fullest row into which a document fits."""
+    if len(lengths) and int(lengths.max()) > max_length:
+        raise ValueError(f"a document of {int(lengths.max())} tokens cannot go into rows of {max_length}")
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0
+    for document in np.argsort(-lengths.astype(np.int64), kind="stable"):
+        length = int(lengths[document])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(int(document))
+        if left := room - length:
+            by_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return sorted(sorted(row) for row in rows)
+
+
 CACHED_EPOCHS = 2
 """Epochs whose order stays in memory: a step across an epoch boundary needs two."""
 
@@ -28,12 +51,13 @@ DRAW_KEY, ORDER_KEY = 0, 1
 
 
 class SampleOrder:
-    """The order of samples over a run.
+    """The order of samples over a run. Neither world size nor micro-batch matters, so a run's position is its step
+    number.
 
-    `weights_or_count` is the number of samples, or one weight per sample: how often it occurs in an epoch. A sample of
-    weight 2.3 occurs twice in every epoch; in addition, each epoch takes the next 30 % of all samples of this weight,
-    in an order shuffled by seed. So all epochs have `epoch_size` entries. With `epochs` the sequence ends after that
-    many epochs, and its last step may have fewer samples.
+    `weights_or_count` is the number of samples, or how often each occurs in an epoch. A sample of weight 2.3 occurs
+    twice in every epoch; in addition, each epoch takes the next 30 % of all samples of this weight, in an order
+    shuffled by seed, so that all epochs have `epoch_size` entries. `epochs` ends the sequence, perhaps with a smaller
+    step.
 
     Raises DataError when an epoch would hold no sample at all.
     """
@@ -69,7 +93,7 @@ class SampleOrder:
         return by_epochs if max_steps is None else min(by_epochs, max_steps)
 
     def step(self, step: int) -> NDArray[np.int64]:
-        """Indices of the samples of optimizer step `step`, counted from 1; empty after the last step."""
+        """Sample indices of optimizer step `step`, counted from 1; empty after the last step."""
         start, stop = (step - 1) * self.batch_size, step * self.batch_size
         if self._end is not None:
             start, stop = min(start, self._end), min(stop, self._end)
@@ -81,7 +105,7 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Number of epochs completed after optimizer step `step`, such as 1.5."""
+        """Epochs completed after optimizer step `step`, such as 1.5."""
         position = step * self.batch_size
         return (position if self._end is None else min(position, self._end)) / self.epoch_size
 
@@ -108,10 +132,7 @@ class SampleOrder:
 
 
 def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Group the samples by the fractional part of their weight.
-
-    Returns for each group its samples, shuffled by `seed`, and how many of them each epoch draws.
-    """
+    """By fractional part of a weight: its samples, shuffled by `seed`, and how many of them each epoch draws."""
     groups = []
     for number, value in enumerate(np.unique(fractions[fractions > 0])):
         members = np.flatnonzero(fractions == value)
@@ -122,10 +143,7 @@ def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of `count` numbers, determined by the integers `key`.
-
-    Made by sorting raw Philox output: numpy keeps the output of its bit generators across versions, but not that of
-    `Generator.permutation` (NEP 19).
-    """
+    """Determined by the integers `key`: sorted raw Philox output, which numpy keeps across versions, unlike
+    `Generator.permutation` (NEP 19)."""
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable").astype(np.int64)

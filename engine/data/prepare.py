@@ -1,10 +1,5 @@
-"""Prepares a run's token data for training and validation from its run spec and a tokenizer.
-
-Opens the sources, finds or builds the cached tokens, splits off the validation data, packs rows and reports. The other
-files of this folder implement these steps.
-
-Try: `tunedeck data -r demo`
-"""
+"""Prepares a run's token data for training and validation: opens the sources, finds or builds the cached tokens, splits
+off the validation data, packs rows and reports."""
 
 from __future__ import annotations
 
@@ -17,23 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.cache import hash_text
-from engine.data.chat_content import LEFT_OUT
+from engine.config.files.caches import cache_folder, lengths_record, record_longest
+from engine.config.schema.data import Source
+from engine.config.schema.run import RunSpec
+from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
-from engine.data.packing import pack
+from engine.data.order import pack
+from engine.data.records import SourceRows
 from engine.data.report import DataReport, describe, drop_lines
-from engine.data.source_rows import SourceRows
 from engine.data.sources import open_rows
-from engine.data.store import COLUMN_DTYPES, SourceCount, StoreWriter, cached_store
-from engine.data.tokenise import Tokeniser
+from engine.data.store import COLUMN_DTYPES, SourceCount, StoreWriter, cached_store, hash_text
+from engine.data.tokenise import Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
-from engine.data.workers import Results, tokenise_rows
 from engine.errors import DataError
-from engine.spec.files.known_lengths import lengths_record, record_longest
-from engine.spec.files.user_folders import cache_folder
-from engine.spec.schema.data import Source
-from engine.spec.schema.run import RunSpec
 
 CHAT_VERSION = "chat 2"
 """Part of the cache entry of rendered conversations, and of the fingerprint where version 1 would have given other
@@ -43,7 +35,6 @@ STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
 
 PROGRESS_SECONDS = 5.0
-"""Seconds between two lines of progress."""
 
 Notify = Callable[[str], None]
 """Shows a line of progress."""
@@ -51,8 +42,6 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A run's training and validation data."""
-
     train: TokenData
     validation: TokenData | None
     report: DataReport
@@ -70,8 +59,6 @@ class _Opened:
 
 
 class _Tokenised(NamedTuple):
-    """The tokens of some sources."""
-
     columns: Columns
     counts: list[SourceCount]
     sources: list[Source]
@@ -80,7 +67,7 @@ class _Tokenised(NamedTuple):
     contents: list[str]
     """A hash of each source's rows and format. It depends neither on the source's name nor on the tokenizer."""
     images: ImageReader | None
-    """Reads the samples' images; None if there are none."""
+    """None if there are no images."""
 
 
 def prepare_data(
@@ -90,14 +77,11 @@ def prepare_data(
     *,
     notify: Notify = lambda text: None,
 ) -> PreparedData:
-    """Token data of a run; tokens are read from the cache if they are there. `notify` is called with lines of progress.
+    """Token data of a run, from the cache if they are there. Whether the model's attention keeps packed documents apart
+    is checked by `engine.model.config.check_packing`.
 
-    `images`: the model's image processor, which sources with images need.
-
-    Whether the model's attention keeps packed documents apart is checked by `engine.model.config.check_packing`.
-
-    Raises DataError for data that is missing, unreadable, or has nothing to learn; EnvironmentProblem for an
-    unreachable hub or a cache that cannot be written.
+    Raises DataError: data missing, unreadable, or with nothing to learn; EnvironmentProblem: hub unreachable, or cache
+    not writable.
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
     lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
@@ -131,8 +115,8 @@ def prepare_sources(
     *,
     notify: Notify = lambda text: None,
 ) -> TokenData:
-    """Token data of other sources than a run's own, to score a model on. Raises DataError if all are switched off, and
-    as `prepare_data` does for files that cannot be used."""
+    """Token data of other sources than a run's own, to score a model on. Raises DataError if all are switched off, else
+    as `prepare_data` does."""
     enabled = [source for source in sources if source.enabled]
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
@@ -144,10 +128,7 @@ def prepare_sources(
 def _prepare_sources(
     sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, notify: Notify
 ) -> _Tokenised:
-    """The cached tokens of `sources`, tokenised first if they are not in the cache, and the fingerprints of the data.
-
-    `part` is "train", "validation" or "evaluation", for messages.
-    """
+    """Read cached tokens, or tokenise first. `part` is "train", "validation" or "evaluation", for messages."""
     opened = [_open(source, tokeniser, seed) for source in sources]
     fingerprints = [
         hash_text(
@@ -196,7 +177,7 @@ def _differs_from_version_1(count: SourceCount) -> bool:
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:
-    """Set `dropped_at`, the files and lines of dropped rows. Only row numbers are cached, since files may be moved."""
+    """Set `dropped_at`. Only row numbers are cached, since files may be moved."""
     for count, each in zip(counts, opened, strict=True):
         count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
@@ -207,8 +188,7 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
 
 
 def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:
-    """Yield `results` unchanged; every few seconds, call `notify` with the number of rows tokenised and the remaining
-    time."""
+    """Yield `results` unchanged, with a line of rows done and time left every few seconds."""
     started = shown = time.monotonic()
     done = 0
     for batch in results:
@@ -224,10 +204,10 @@ def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> It
 def _split(
     columns: Columns, names: Sequence[str], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of the training documents and of the validation documents, both in the order of the data.
+    """Numbers of the training and of the validation documents, in the order of the data.
 
-    Whether a document is drawn for validation depends on the seed, the name of its source and its row there, so that
-    other settings do not move samples between the parts. Raises DataError when no training documents would be left.
+    The draw depends on the seed, the name of the source and the row there, so that other settings do not move samples
+    between the parts. Raises DataError when no training documents would be left.
     """
     everything = np.arange(len(columns))
     if fraction == 0.0:
@@ -254,8 +234,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None) -> TokenData:
-    """Token data of the documents whose numbers are `documents`, packed into rows of `packed_length` tokens unless that
-    is None."""
+    """Packed into rows of `packed_length` tokens unless that is None."""
     columns, names = found.columns, [source.name for source in found.sources]
     source_weights = [source.weight for source in found.sources]
     if packed_length is None:

@@ -1,7 +1,4 @@
-"""The report on prepared data: rows read, kept and dropped by reason, tokens, lengths.
-
-Try: `tunedeck data -r demo`
-"""
+"""The report on prepared data: rows read, kept and dropped by reason, tokens, lengths."""
 
 from __future__ import annotations
 
@@ -56,13 +53,12 @@ class PartReport:
 
     @property
     def target_share(self) -> float:
-        """Share of the tokens that are learned, from 0 to 1."""
         return self.target_tokens / self.tokens
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """The whole report, as `tunedeck data` prints it and the journal records it."""
+    """The report, as `tunedeck data` prints it and the journal records it."""
 
     sources: list[SourceCount]
     validation_sources: list[SourceCount]
@@ -70,7 +66,6 @@ class DataReport:
     notices: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report as lines of plain text: sources, training and validation data, notices."""
         lines = [line for count in self.sources for line in _source_lines(count, "train")]
         lines += [line for count in self.validation_sources for line in _source_lines(count, "validation")]
         for part in self.parts:
@@ -83,7 +78,6 @@ class DataReport:
         return lines + self.notices
 
     def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
         return {
             "sources": [asdict(count) for count in self.sources],
             "validation_sources": [asdict(count) for count in self.validation_sources],
@@ -93,17 +87,21 @@ class DataReport:
 
 
 def describe(part: str, data: TokenData) -> PartReport:
-    """Compute the figures of `data`, which is the `part` "train" or "validation"."""
+    """`part` is "train" or "validation"."""
     return PartReport(
-        part, len(data), len(data.documents), int(data.lengths.sum(dtype=np.int64)),
+        part,
+        len(data),
+        len(data.documents),
+        int(data.lengths.sum(dtype=np.int64)),
         int(data.target_counts.sum(dtype=np.int64)),
         {share: int(np.percentile(data.lengths, share, method="inverted_cdf")) for share in PERCENTILES},
-        histogram(data.lengths), data.packed,
+        histogram(data.lengths),
+        data.packed,
     )
 
 
 def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, int, int]]:
-    """Bars of equal width from the shortest to the longest length, as (first, last, sequences); both ends included."""
+    """Bars of equal width as (first length, last length, sequences); both ends included."""
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // bars)
     counts = np.bincount((lengths - low) // width)
@@ -111,8 +109,7 @@ def histogram(lengths: NDArray[np.int32], bars: int = BARS) -> list[tuple[int, i
 
 
 def drop_lines(counts: Sequence[SourceCount]) -> list[str]:
-    """The reasons for dropping rows of several sources as lines of text, most frequent first, each with the number of
-    rows and where the first of them are."""
+    """Most frequent reason first, each with the number of rows and where the first of them are."""
     total: Counter[str] = sum((Counter(count.dropped) for count in counts), start=Counter())
     return [f"{number:,} x {reason}{_places_text(counts, reason)}" for reason, number in total.most_common()]
 
@@ -124,7 +121,7 @@ def _places_text(counts: Sequence[SourceCount], reason: str) -> str:
 
 
 def rendering_lines(count: SourceCount) -> list[str]:
-    """How the conversations of a source were rendered, and the turns that were dropped, as one sentence each."""
+    """How conversations were rendered, and dropped turns, as one sentence each."""
     lines = [sentence.format(count.chat[fact]) for fact, sentence in CHAT_FACTS.items() if count.chat.get(fact)]
     lines += [f"assistant turns dropped, {reason}: {number:,}" for reason, number in count.dropped_turns.items()]
     return [f"{count.name}: {line}" for line in lines]

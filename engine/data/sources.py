@@ -1,23 +1,89 @@
-"""Opens the rows of a source: a built-in generator, or files and data sets that `engine.data.dataset_files` reads.
-
-Try: `tunedeck data -r demo`
-"""
+"""Opens the rows of a source: a built-in generator, or files and data sets that `engine.data.dataset_files` reads."""
 
 from __future__ import annotations
 
+import datetime
+import random
 from dataclasses import replace
+from typing import TypedDict
 
-from engine.data.builtin import ROWS, dates
-from engine.data.cache import hash_text
-from engine.data.source_rows import SourceRows, no_rows, split_name
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.schema.data import Source
+from engine.data.records import SourceRows, no_rows, split_name
+from engine.data.store import hash_text
 from engine.errors import DataError
-from engine.spec.schema.data import Source
+
+FIRST_DAY = datetime.date(1950, 1, 1)
+LAST_DAY = datetime.date(2049, 12, 31)
+
+ROWS = {"train": 20_000, "validation": 256}
+
+VALIDATION_DAYS = 2_000
+"""No training row uses one of these days."""
+
+FORMS = (
+    "{day} {month} {year}",
+    "{day} {short} {year}",
+    "the {day} of {month} {year}",
+    "the {ordinal} of {month} {year}",
+    "{month} {ordinal}, {year}",
+    "{month} {day}, {year}",
+    "{short} {day} {year}",
+    "on {day} {short} {year}",
+)
+"""Training and validation share the notations, but no date. Each spells the month: 5/3/2021 would have two readings."""
+
+
+class DateRow(TypedDict):
+    """A date in some notation, and as an ISO date."""
+
+    prompt: str
+    completion: str
+
+
+def dates(seed: int, split: str) -> list[DateRow]:
+    """The rows of "train" or "validation", a pure function of the arguments. Raises KeyError for another split."""
+    days = list(range((LAST_DAY - FIRST_DAY).days + 1))
+    random.Random(f"days {seed}").shuffle(days)
+    pool = {"validation": days[:VALIDATION_DAYS], "train": days[VALIDATION_DAYS:]}[split]
+    draw = random.Random(f"forms {split} {seed}")
+    return [_row(FIRST_DAY + datetime.timedelta(pool[row % len(pool)]), draw) for row in range(ROWS[split])]
+
+
+def _row(date: datetime.date, draw: random.Random) -> DateRow:
+    # Not strftime, which names months in the machine's locale.
+    month = MONTHS[date.month - 1]
+    written = draw.choice(FORMS).format(
+        day=date.day, ordinal=_ordinal(date.day), month=month, short=month[:3], year=date.year
+    )
+    return {"prompt": f"{written} -> ", "completion": date.isoformat()}
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
+
+
+MONTHS = (
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+)
 
 
 def open_rows(source: Source, *, seed: int) -> SourceRows:
-    """Open a source and apply its `limit`. `seed` is used by built-in generators only.
+    """Applies the source's `limit`. `seed` is used by built-in generators only.
 
-    Raises DataError for a source that is missing, unreadable or empty, EnvironmentProblem for an unreachable hub.
+    Raises DataError: missing, unreadable or empty; EnvironmentProblem: unreachable hub.
     """
     rows = _open_builtin(source, seed) if _is_builtin(source) else _open_data_set(source)
     if rows.count == 0:
@@ -26,7 +92,7 @@ def open_rows(source: Source, *, seed: int) -> SourceRows:
 
 
 def _is_builtin(source: Source) -> bool:
-    return source.path is not None and source.path.startswith("builtin:")
+    return source.path is not None and source.path.startswith(BUILTIN_PREFIX)
 
 
 def _open_data_set(source: Source) -> SourceRows:

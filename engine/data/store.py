@@ -1,37 +1,107 @@
-"""The cache of token columns on disk: streamed to a temporary folder, renamed when complete, memory-mapped when read.
+"""The cache of token columns on disk: found by fingerprint, streamed to a temporary folder, renamed when complete,
+memory-mapped when read.
 
-An entry is a folder with .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). An entry
-that does not match its manifest is damaged and is built again. `prepare` chooses the entry for a source's data.
-
-Try: `pytest tests/data/test_prepare.py -k cache`
+An entry is a folder with .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). Its name hashes
+contents, never where they lie: the same data has the same name on every machine.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from engine.data.cache import locked
 from engine.data.tokenise import Document, RowResult
 from engine.data.tokens import Columns, ImageColumns
+from engine.errors import EnvironmentProblem
+
+HASH_BYTES = 16
+"""Bytes of a fingerprint, which is written as 32 hex digits."""
+
+
+def hash_text(*parts: str) -> str:
+    """BLAKE2b in hexadecimal. ("ab", "c") and ("a", "bc") have different hashes."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()
+
+
+def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
+    """BLAKE2b in hexadecimal of contents, in order, and of the paths relative to `root` (without one, the suffixes)."""
+    parts = []
+    for file in files:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=HASH_BYTES))
+        parts += [file.relative_to(root).as_posix() if root else "".join(file.suffixes), digest.hexdigest()]
+    return hash_text(*parts)
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Raises EnvironmentProblem when the folder cannot be created or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"the cache folder {folder} cannot be written: {error.strerror}",
+        fix="make it writable, or set TUNEDECK_CACHE to a folder that is",
+    )
+
+
+@contextmanager
+def locked(entry: Path, notify: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a cache entry. If another process holds it, `notify` says so and this one waits without a limit;
+    the operating system releases the lock of a killed process. Raises EnvironmentProblem: cache folder not writable."""
+    make_cache_folder(entry.parent)
+    lock = FileLock(entry.with_name(entry.name + ".lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        notify("another process is preparing the same data; waiting for it")
+        lock.acquire()
+    except OSError as error:
+        raise _not_writable(entry.parent, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
 
 COLUMN_DTYPES: dict[str, type[np.generic]] = {
-    "ids": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int32, "sources": np.int16,
-    "origins": np.int64, "answer_starts": np.int32, "answer_ends": np.int32,
-    "image_counts": np.int32, "image_heights": np.int32, "image_widths": np.int32, "image_digests": np.uint64,
+    "ids": np.int32,
+    "targets": np.bool_,
+    "offsets": np.int64,
+    "target_counts": np.int32,
+    "sources": np.int16,
+    "origins": np.int64,
+    "answer_starts": np.int32,
+    "answer_ends": np.int32,
+    "image_counts": np.int32,
+    "image_heights": np.int32,
+    "image_widths": np.int32,
+    "image_digests": np.uint64,
 }
-"""Type of each column on disk."""
 
 IMAGE_COLUMNS = ("counts", "heights", "widths", "digests")
 """Columns of `ImageColumns`; on disk their names begin with image_."""
@@ -57,18 +127,18 @@ class SourceCount:
     kept: int = 0
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Dropped rows by reason."""
+    """Rows by reason."""
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
     """The first rows dropped for each reason, counted from 0."""
     dropped_at: dict[str, list[str]] = field(default_factory=dict)
     """Files and lines of `dropped_rows`; filled in after the cache is read, because the files may be moved."""
     dropped_turns: dict[str, int] = field(default_factory=dict)
-    """Dropped assistant turns of rows that are kept, by reason."""
+    """Assistant turns of rows that are kept, by reason."""
     chat: dict[str, int] = field(default_factory=dict)
-    """How kept conversations were rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
+    """Counts by the names in `engine.data.report.CHAT_FACTS`."""
 
     def add(self, result: RowResult) -> None:
-        """Add the result of one row to the counts. Every row counts as either kept or dropped."""
+        """Every row counts as either kept or dropped."""
         self.read += 1
         self.truncated += sum(document.truncated for document in result.documents)
         if result.documents:
@@ -123,8 +193,7 @@ class _ColumnFile:
 
 
 class StoreWriter:
-    """Context manager that writes documents into a folder as they arrive, so that host memory does not grow with the
-    data."""
+    """Writes documents into a folder as they arrive, so that host memory does not grow with the data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,8 +213,7 @@ class StoreWriter:
             (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
 
     def add_source(self, name: str, format_name: str, results: Iterable[list[RowResult]]) -> None:
-        """Write all documents of a source, and count its rows. `results` yields the results of its rows in batches, in
-        row order."""
+        """`results` are those of the source's rows in batches, in row order."""
         count = SourceCount(name, format_name)
         self.counts.append(count)
         for batch in results:
@@ -172,11 +240,8 @@ class StoreWriter:
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:
-    """Open a cache entry, after building it with `build` if it is missing or damaged. Other processes wait meanwhile.
-    `notify` is called with sentences for the user.
-
-    A failed build leaves no files. Raises EnvironmentProblem when the cache cannot be written.
-    """
+    """Open a cache entry, built first by `build` if it is missing or damaged, while other processes wait. A failed
+    build leaves no files. Raises EnvironmentProblem when the cache cannot be written."""
     with locked(entry, notify):
         if entry.exists():
             problem = damage(entry)
@@ -189,7 +254,7 @@ def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Call
 
 
 def damage(entry: Path) -> str | None:
-    """Check all files of an entry against its manifest; return the first damage as text, None if there is none."""
+    """Check all files of an entry against its manifest; the first damage, None if there is none."""
     try:
         manifest = json.loads((entry / "manifest.json").read_text())
         for name, (size, checksum) in manifest.items():

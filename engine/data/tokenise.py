@@ -1,16 +1,15 @@
-"""Turns records into tokens and targets: adds beginning- and end-of-sequence, marks what is learned, cuts or drops.
-
-A `Tokeniser` is small enough to be sent to worker processes. Nothing is read or written here.
-
-Try: `tunedeck data -r demo --show 2`
-"""
+"""Turns records into tokens and their label mask (target tokens): adds beginning- and end-of-sequence, cuts or drops;
+in this process or in workers, in order and with bounded memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Sequence
+import multiprocessing
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from engine.config.schema.data import Data
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
-from engine.data.chat_content import LEFT_OUT
 from engine.data.chat_template import Span
+from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
-from engine.data.image_tokens import place_images
-from engine.data.images import ImageFacts, ImageProcessor, facts_of, references_of
-from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
-from engine.errors import DataError
-from engine.spec.schema.data import Data
+from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
+from engine.data.records import ChatRecord, Dropped, PairRecord, Record, SourceRows, TextRecord
+from engine.errors import DataError, EnvironmentProblem
 
 TOO_LONG = "longer than data.max_length"
 NO_TARGET = "no token to learn"
@@ -46,9 +44,7 @@ class Document:
     origin: int
     """Row of the source, counted from 0."""
     truncated: bool
-    """Whether tokens were cut off."""
     images: tuple[ImageFacts, ...] = ()
-    """The document's images, in order."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,11 @@ class RowResult:
     dropped: list[str]
     """Reasons for dropping the row, or single turns of its conversation."""
     facts: Counter[str] = field(default_factory=Counter)
-    """How a conversation was rendered: counts by the names in `engine.data.report.CHAT_FACTS`."""
+    """Counts by the names in `engine.data.report.CHAT_FACTS`."""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Fingerprint of everything in a tokenizer that changes tokens: vocabulary, rules, special tokens, template."""
+    """Hash everything in a tokenizer that changes tokens: vocabulary, rules, special tokens, template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
@@ -80,15 +76,14 @@ def _without_call_settings(rules: str) -> str:
 
 
 def _last_stretch(targets: NDArray[np.bool_]) -> Span:
-    """The last contiguous stretch of targets: its first token and the token after it."""
+    """The last contiguous targets: first token and the token after it."""
     last = int(np.flatnonzero(targets)[-1])
     before = np.flatnonzero(~targets[: last + 1])
     return (int(before[-1]) + 1 if len(before) else 0), last + 1
 
 
 def _within(answer: Span, length: int) -> Span:
-    """`answer` limited to a document of `length` tokens, without the first token, so that the prompt before the answer
-    has at least one. If nothing of the answer is left, the second half of the document."""
+    """`answer` within a document, after its first token (the prompt); the second half if nothing is left."""
     start, end = max(1, answer[0]), min(length, answer[1])
     return (start, end) if start < end else (max(1, length // 2), length)
 
@@ -96,10 +91,7 @@ def _within(answer: Span, length: int) -> Span:
 class Tokeniser:
     """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: Data, images: ImageProcessor | None = None
-    ) -> None:
-        """`images`: the model's image processor, for sources with images."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, images: ImageProcessor | None = None) -> None:
         self.tokenizer, self.images = tokenizer, images
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
@@ -108,15 +100,10 @@ class Tokeniser:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     def results(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[RowResult]:
-        """Tokenise `rows`, consecutive rows of a source of which the first has the number `first`; returns the result
-        of each row.
-
-        Raises DataError where the tokenizer or its template cannot handle the format.
-        """
+        """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
         return [self._result(format_.record(row), first + place, format_) for place, row in enumerate(rows)]
 
     def _result(self, given: Record | DetectionRecord | Dropped, origin: int, format_: Format) -> RowResult:
@@ -136,8 +123,8 @@ class Tokeniser:
     def _opened(
         self, given: Record | DetectionRecord | Dropped, format_: Format
     ) -> tuple[Record | Dropped, list[ImageFacts]]:
-        """Read the images of a record; returns (record, facts of its images). A detection record is returned as a
-        conversation, because the image's size is then known. A row whose images cannot be read becomes Dropped."""
+        """Read the images of a record. A detection record becomes a conversation, because the image's size is then
+        known. A row with unreadable images becomes Dropped."""
         references = references_of(given)
         if not references or self.images is None:
             return (given if not isinstance(given, DetectionRecord) else Dropped(NO_PROCESSOR)), []
@@ -185,8 +172,8 @@ class Tokeniser:
         return self._pair(record)
 
     def _pair(self, record: PairRecord) -> RenderedRows | Dropped:
-        """The row of a prompt and its completion, or Dropped if the completion is empty. The two are tokenised
-        separately, because at inference the model is given the prompt's tokens alone."""
+        """Dropped if the completion is empty. Prompt and completion are tokenised separately, because at inference the
+        model is given the prompt's tokens alone."""
         if not record.completion:
             return Dropped("completion is empty")
         prompt = self.prefix + self._plain(record.prompt)
@@ -222,7 +209,59 @@ class Tokeniser:
         return int(end)
 
     def fingerprint_parts(self) -> list[str]:
-        """Everything that determines the tokens, as texts for a fingerprint."""
+        """Everything that determines the tokens."""
         settings = (self.max_length, self.truncate, self.learn_all, self.system_prompt)
         images = [] if self.images is None else self.images.fingerprint_parts()
         return [tokenizer_hash(self.tokenizer), repr(settings), *images]
+
+
+IN_FLIGHT_PER_WORKER = 2
+"""Batches submitted ahead of the one being written, per worker."""
+
+Results = list[RowResult]
+
+
+def tokenise_rows(rows: SourceRows, format_: Format, tokeniser: Tokeniser, *, workers: int) -> Iterator[Results]:
+    """Results of all rows of a source, in batches and in row order; equal for any number of `workers` (0: this
+    process). Raises EnvironmentProblem when a worker is killed."""
+    if workers == 0:
+        first = 0
+        for batch in rows.batches():
+            yield tokeniser.results(format_, batch, first)
+            first += len(batch)
+        return
+    # A fork would inherit torch's threads and the metered device's dispatch mode.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_set_up_worker, initargs=(tokeniser, format_)) as pool:
+        try:
+            yield from _in_order(pool, rows, workers * IN_FLIGHT_PER_WORKER)
+        except BrokenProcessPool as error:
+            raise EnvironmentProblem(
+                "a process that tokenises was killed, most often because host memory ran out",
+                fix="lower data.workers, or set it to 0",
+            ) from error
+
+
+def _in_order(pool: ProcessPoolExecutor, rows: SourceRows, ahead: int) -> Iterator[Results]:
+    waiting: deque[Future[Results]] = deque()
+    first = 0
+    for batch in rows.batches():
+        waiting.append(pool.submit(_tokenise_batch, batch, first))
+        first += len(batch)
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_worker: dict[str, Any] = {}
+"""The tokeniser and the format of this worker process."""
+
+
+def _set_up_worker(tokeniser: Tokeniser, format_: Format) -> None:
+    _worker["tokeniser"], _worker["format"] = tokeniser, format_
+
+
+def _tokenise_batch(batch: list[dict[str, Any]], first: int) -> Results:
+    tokeniser: Tokeniser = _worker["tokeniser"]
+    return tokeniser.results(_worker["format"], batch, first)

@@ -1,10 +1,5 @@
-"""The data set that training reads: rows of tokens and targets, from memory-mapped columns.
-
-`TokenData` is a view that combines documents of the columns into rows: one document each, or several when packed. The
-validation split and packing are views, so they copy no tokens. `engine.data.store` builds and caches the columns.
-
-Try: `pytest tests/data/test_packing.py`
-"""
+"""The data set that training reads: rows of tokens and targets, from memory-mapped columns. `TokenData` is a view that
+combines documents to rows, so validation split and packing copy no tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +19,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ImageColumns:
-    """Facts about the images of D documents, I in all, in the order of the documents."""
+    """The images of D documents, I in all, in the order of the documents."""
 
     counts: NDArray[np.int32]
-    """Number of images of each document."""
+    """Images of each document."""
     heights: NDArray[np.int32]
     """Patches of each image from top to bottom."""
     widths: NDArray[np.int32]
@@ -46,30 +41,26 @@ class Columns:
     """Tokens of D documents, concatenated to T tokens, and facts about each document."""
 
     ids: NDArray[np.int32]
-    """T token ids."""
     targets: NDArray[np.bool_]
-    """T flags, True for target tokens. Never set for a document's first token, which nothing predicts."""
+    """T flags. Never set for a document's first token, which nothing predicts."""
     offsets: NDArray[np.int64]
     """D + 1 positions in `ids`: document d is ids[offsets[d]:offsets[d + 1]]."""
     target_counts: NDArray[np.int32]
-    """Number of targets of each document."""
     sources: NDArray[np.int16]
     """Number of each document's source."""
     origins: NDArray[np.int64]
-    """Number of each document's row in its source, counted from 0."""
+    """Row of each document in its source, counted from 0."""
     answer_starts: NDArray[np.int32]
     """First token of each document's last answer; of plain text, of its second half."""
     answer_ends: NDArray[np.int32]
     """The token after each document's last answer."""
     images: ImageColumns | None = None
-    """None if no document has an image."""
 
     def __len__(self) -> int:
         return len(self.sources)
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Number of tokens of each document: int32[D]."""
         return np.diff(self.offsets).astype(np.int32)
 
 
@@ -77,9 +68,8 @@ class PixelReader(Protocol):
     """Reads images when a micro-batch is made (`engine.data.images`)."""
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """The model's inputs, by name, for the images of some samples; empty if they have none. `ids_BS` are the
-        samples' tokens, one row for each sample in `wanted`, which is (number of its source, row in its source, the
-        digests of its images). Raises DataError for an image that is gone or has changed."""
+        """The model's inputs, by name, for the images of `wanted`: (number of the source, row there, digests of its
+        images) of each sample, whose tokens are `ids_BS`. Raises DataError for an image that is gone or has changed."""
 
     def pictures(self, source: int, origin: int) -> list[NDArray[np.uint8]]:
         """Small pictures of the images of the sample in row `origin` of a source, uint8[rows, columns, 3] each."""
@@ -90,19 +80,18 @@ class Example:
     """One row of S tokens."""
 
     input_ids: NDArray[np.int32]
-    """int32[S]."""
     labels: NDArray[np.int32]
-    """int32[S], not shifted; -100 where the token is not a target."""
+    """Not shifted; -100 where the token is not a target."""
     segments: NDArray[np.int32] | None
-    """int32[S]: number of the token's document within a packed row; None in data that is not packed."""
+    """Number of the token's document within a packed row; None in data that is not packed."""
 
 
 class TokenData:
     """Rows of tokens: `data[i]` is an `Example`; lengths, target counts, sources and weights are numpy columns.
 
     `documents` are document numbers in `columns`; `row_offsets`, int64[rows + 1], divides them into packed rows.
-    `source_weights` has one number per source: how often its rows occur in an epoch. `source_fingerprints` has a hash
-    of each source's rows and format, which does not depend on the tokenizer.
+    `source_weights`: how often a source's rows occur in an epoch. `source_fingerprints` hash each source's rows and
+    format, whatever the tokenizer.
     """
 
     def __init__(
@@ -133,7 +122,7 @@ class TokenData:
         self._whole = self
 
     def shortened(self, limit: int | None) -> TokenData:
-        """The same rows, each cut after `limit` tokens; uncut if `limit` is None."""
+        """The same rows, each cut after `limit` tokens."""
         whole = self._whole
         if limit is None:
             return whole
@@ -174,12 +163,10 @@ class TokenData:
 
     @property
     def has_images(self) -> bool:
-        """Whether any row has an image."""
         return self.patches is not None and bool(self.patches.any())
 
     def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
-        """The model's inputs for the images of `rows`, by name; empty if there are none. `ids_BS` are the tokens of
-        these rows. Rows must not be packed."""
+        """The model's inputs for the images of `rows`, whose tokens are `ids_BS`. Rows must not be packed."""
         if self.pixels is None or self.columns.images is None:
             return {}
         found = self.columns.images
@@ -192,20 +179,18 @@ class TokenData:
         return self.pixels.inputs(wanted, ids_BS)
 
     def pictures_of(self, row: int) -> list[NDArray[np.uint8]]:
-        """Small pictures of the images of a row that is not packed, for display, with the bounding boxes of its answer
-        drawn into the pixels; uint8[rows, columns, 3] each. Empty for rows without images."""
+        """Small pictures of the images of a row that is not packed, with the bounding boxes of its answer drawn into
+        the pixels; uint8[rows, columns, 3] each."""
         if self.pixels is None or not self.has_images:
             return []
         document = int(self.documents[row])
         return self.pixels.pictures(int(self.columns.sources[document]), int(self.columns.origins[document]))
 
     def documents_of(self, row: int) -> NDArray[np.int64]:
-        """Numbers of the documents in one row, in order."""
         return self.documents[self.row_offsets[row] : self.row_offsets[row + 1]]
 
     def split_question(self, row: int) -> tuple[list[int], list[int]]:
-        """Split a row that is not packed into (tokens before its last answer, tokens of that answer). Of plain text,
-        the second half is the answer."""
+        """(tokens before the last answer, tokens of that answer) of an unpacked row; of plain text, its halves."""
         document = int(self.documents_of(row)[0])
         start, end = int(self.columns.answer_starts[document]), int(self.columns.answer_ends[document])
         ids = self[row].input_ids

@@ -1,13 +1,6 @@
 """Counts the bytes of live storages for the metered device, tracks the peak, and refuses what exceeds the capacity.
-
-How allocations are observed (dispatch mode, patches, threads) is in `engine.device.meter`.
-
-Sizes are rounded up to 512 bytes, the block granularity of CUDA's caching allocator (`kMinBlockSize` in
-c10/cuda/CUDACachingAllocator.cpp), so that totals can be compared with predictions for a GPU. Workspace that an
-operation frees before it returns is not counted.
-
-Try: `pytest tests/device/test_meter.py`.
-"""
+Sizes are rounded up to 512 bytes, as CUDA's caching allocator does (`kMinBlockSize` in
+c10/cuda/CUDACachingAllocator.cpp)."""
 
 from __future__ import annotations
 
@@ -18,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.budget.blocks import round_to_blocks
+from engine.budget.calibration import round_to_blocks
 from engine.device.base import LiveTensor
 from engine.device.co_tenant import SharedByteCount
 from engine.device.oom import REQUESTED_BYTES
@@ -27,18 +20,18 @@ _NEVER = -1
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of the distinct storages of `tensors`, each rounded up to whole 512-byte blocks."""
+    """Total bytes of the distinct storages of `tensors`, each rounded up to whole 512-byte blocks."""
     sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(map(round_to_blocks, sizes.values()))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage object; `LiveTensor.key` is the same address."""
+    """Address of the storage object; `LiveTensor.key` is the same."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Format a number of bytes as CUDA's out-of-memory message does, such as "1.50 MiB"."""
+    """Format as CUDA's out-of-memory message does, such as "1.50 MiB"."""
     size: float = size_bytes
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
@@ -51,7 +44,7 @@ class _TrackedStorage(weakref.ref[Any]):
     """A weak reference to one storage, with the bytes counted for it.
 
     torch keeps a storage's Python object alive as long as C++ holds the storage (for a tensor saved for backward), so
-    the weak reference's callback runs exactly when the memory is freed, before the address can be reused.
+    the callback runs exactly when the memory is freed, before the address can be reused.
     """
 
     __slots__ = ("dtype", "key", "operation", "shape", "size_bytes")
@@ -63,7 +56,6 @@ class _TrackedStorage(weakref.ref[Any]):
     dtype: Any
 
     def as_live_tensor(self) -> LiveTensor:
-        """Convert to the `LiveTensor` record that reports use."""
         dtype = str(self.dtype).removeprefix("torch.")
         return LiveTensor(str(self.operation), tuple(self.shape), dtype, self.size_bytes, self.key)
 
@@ -85,11 +77,11 @@ class AllocationTracker:
         self._fail_at, self._host_fail_at = _NEVER, _NEVER
         self._then: tuple[int, ...] = ()
         self.counts_fake_tensors = False
-        """Whether fake tensors are counted as if they had memory (`engine.simulate`)."""
+        """Whether fake tensors count as if they had memory (`engine.simulate`)."""
         self.log: list[int] | None = None
-        """Total bytes after each allocation, appended while this is a list (`engine.simulate`)."""
+        """Bytes of each allocation and (negative) release, appended while this is a list (`engine.simulate`)."""
         self.sums_gradients_in_place = False
-        """Whether the sum of two gradients is counted as written into the first one, as on a card."""
+        """Whether the sum of two gradients counts as written into the first one, as happens on a card."""
         # Re-entrant: garbage collection may run the release callback while this thread holds the lock.
         self._lock = threading.RLock()
         self._on_release = self._make_release(self.live)
@@ -104,36 +96,37 @@ class AllocationTracker:
                     del book[entry.key]
                     if counted:
                         self.allocated_bytes -= entry.size_bytes
+                        if self.log is not None:
+                            self.log.append(-entry.size_bytes)
 
         return release
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
-        """Plan to refuse one allocation, the `allocation`-th from now (1 is the next). Each number in `then` plans
-        another refusal, counted from the previous refusal. None cancels all planned refusals."""
+        """Plan to refuse the `allocation`-th allocation from now (1 is the next); each number in `then` counts from the
+        previous refusal. None cancels all."""
         self._fail_at = _NEVER if allocation is None else self.allocations + allocation
         self._then = then
 
     def fail_host_at(self, allocation: int | None) -> None:
-        """Plan to refuse one host allocation, the `allocation`-th from now. None cancels the planned refusal."""
+        """Plan to refuse one host allocation, as `fail_at` does for the device."""
         self._host_fail_at = _NEVER if allocation is None else self.host_allocations + allocation
 
     @property
     def available_bytes(self) -> int:
-        """The current limit: the capacity minus the bytes held by the co-tenant."""
+        """The capacity minus the bytes held by the co-tenant."""
         if self._co_tenant is None:
             return self.capacity_bytes
         return max(0, self.capacity_bytes - self._co_tenant.held_bytes)
 
     def _charge(self, size_bytes: int, operation: Any) -> None:
-        """Add `size_bytes`, already rounded to blocks, to the allocated bytes. Raises torch.OutOfMemoryError if the
-        allocation is refused; then nothing is added. `operation` is named in the error."""
+        """Add bytes that are rounded to blocks. Raises torch.OutOfMemoryError if refused; then nothing is added."""
         self.allocations += 1
         total = self.allocated_bytes + size_bytes
         if total > self.available_bytes or self.allocations == self._fail_at:
             raise self._refusal(size_bytes, operation)
         self.allocated_bytes = total
         if self.log is not None:
-            self.log.append(total)
+            self.log.append(size_bytes)
         if total > self.peak_bytes:
             self.peak_bytes = total
 
@@ -155,7 +148,7 @@ class AllocationTracker:
         return error
 
     def add(self, storage: torch.UntypedStorage, size_bytes: int, operation: Any, shape: Any, dtype: Any) -> None:
-        """Count the new `storage` as `size_bytes` of device memory. Raises torch.OutOfMemoryError if it is refused."""
+        """Count `storage` as device memory. Raises torch.OutOfMemoryError if it is refused."""
         size_bytes = round_to_blocks(size_bytes)
         with self._lock:
             self._charge(size_bytes, operation)
@@ -168,10 +161,10 @@ class AllocationTracker:
             self.live[key] = entry
 
     def add_host(self, storage: torch.UntypedStorage, *, is_new: bool = True) -> None:
-        """Record `storage` as host memory, so that it is not counted when a later operation returns a tensor on it.
+        """Record `storage` as host memory, so that a later operation which returns a tensor on it does not count it.
 
-        `is_new` is False for memory that existed before and is only wrapped in a tensor. Raises RuntimeError, with the
-        message of torch's host allocator, if `fail_host_at` planned to refuse this allocation.
+        `is_new` is False for existing memory that is only wrapped in a tensor. Raises RuntimeError, with the message of
+        torch's host allocator, if `fail_host_at` planned it.
         """
         with self._lock:
             self.host_allocations += is_new
@@ -185,15 +178,14 @@ class AllocationTracker:
             self.host[entry.key] = entry
 
     def forget_host(self, storage: torch.UntypedStorage) -> None:
-        """Stop treating `storage` as host memory, because it is counted as device memory from now on."""
+        """It is counted as device memory from now on."""
         with self._lock:
             self.host.pop(storage._cdata, None)
 
     def resize(self, entry: _TrackedStorage, size_bytes: int, operation: Any) -> None:
-        """Change the size counted for a storage. Raises torch.OutOfMemoryError if refused; the old size then remains.
+        """Change the size counted for a storage; if refused, raises torch.OutOfMemoryError and keeps the old size.
 
-        This follows CUDA (`resize_bytes_cuda`): a new block is allocated, the old block is copied into it and then
-        freed, so the peak includes both blocks.
+        As on CUDA (`resize_bytes_cuda`), the old block is copied into a new one, then freed: the peak includes both.
         """
         size_bytes = round_to_blocks(size_bytes)
         with self._lock:
@@ -202,18 +194,18 @@ class AllocationTracker:
             if size_bytes:
                 self._charge(size_bytes, operation)
             self.allocated_bytes -= entry.size_bytes
+            if self.log is not None:
+                self.log.append(-entry.size_bytes)
             entry.size_bytes = size_bytes
 
     def undo_resize(self, entry: _TrackedStorage, size_bytes: int) -> None:
-        """Set the size counted for a storage back to `size_bytes`, its size before a resize that failed; no allocation
-        is counted."""
+        """Restore the size before a resize that failed, without counting an allocation."""
         with self._lock:
             self.allocated_bytes += size_bytes - entry.size_bytes
             entry.size_bytes = size_bytes
 
     def transfer(self, old: torch.UntypedStorage, new: torch.UntypedStorage, operation: Any, shape: Any) -> None:
-        """Count the bytes of `old`, which is about to be freed, for `new` instead, without counting a new allocation.
-        `operation` and `shape` describe `new` in reports."""
+        """Transfer the charge of `old`, which is about to be freed, to `new` without counting a new allocation."""
         with self._lock:
             former = self.live.get(old._cdata)
             if former is None or new._cdata in self.live:
@@ -225,12 +217,11 @@ class AllocationTracker:
             self.live[entry.key] = entry
 
     def reset_peak(self) -> None:
-        """Restart peak tracking from the bytes allocated now."""
         with self._lock:
             self.peak_bytes = self.allocated_bytes
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Return records of the `count` largest live storages, largest first."""
+        """Largest live storages first."""
         with self._lock:
             entries = sorted(self.live.values(), key=lambda entry: entry.size_bytes, reverse=True)[:count]
         return [entry.as_live_tensor() for entry in entries]

@@ -1,16 +1,15 @@
-"""The protocol that every device implements, and the records that its methods return. Nothing is implemented here.
-
-Try: `python -c "from engine.device.base import MemoryReading; print(MemoryReading(1, 2, 3, 0))"`.
-"""
+"""The protocol that every device implements, the records that its methods return, and a time limit for calls that wait
+in CUDA or NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # NVML readings must work where torch does not import
+if TYPE_CHECKING:
     import torch
 
     from engine.device.host_copies import HostCopy, Streams
@@ -18,12 +17,12 @@ if TYPE_CHECKING:  # NVML readings must work where torch does not import
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory statistics of a device's allocator at one moment."""
+    """Statistics of a device's allocator at one moment."""
 
     allocated_bytes: int
     """Bytes of live tensors."""
     reserved_bytes: int
-    """Bytes obtained from the driver, including free cached blocks; on devices without a cache, `allocated_bytes`."""
+    """Obtained from the driver, including free cached blocks; on devices without a cache, `allocated_bytes`."""
     peak_bytes: int
     """Largest `allocated_bytes` since the last `reset_peak()`."""
     alloc_retries: int
@@ -32,11 +31,9 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """One process that holds memory on a GPU."""
-
     pid: int
     used_bytes: int | None
-    """Bytes that the process uses on the GPU; None where the driver does not report them (containers, WSL)."""
+    """None where the driver does not report it (containers, WSL)."""
     name: str
 
 
@@ -72,12 +69,12 @@ class Device(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of device: "cuda", "cpu" or "metered"."""
+        """ "cuda", "cpu" or "metered"."""
         ...
 
     @property
     def simulated(self) -> bool:
-        """True for the metered device, whose memory figures must be labelled as simulated wherever they are shown."""
+        """Memory figures of the metered device must be labelled as simulated wherever they are shown."""
         ...
 
     @property
@@ -86,9 +83,7 @@ class Device(Protocol):
         ...
 
     @property
-    def torch_device(self) -> torch.device:
-        """The torch device that tensors are created on."""
-        ...
+    def torch_device(self) -> torch.device: ...
 
     @property
     def capacity_bytes(self) -> int:
@@ -97,13 +92,12 @@ class Device(Protocol):
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that the run may have allocated in total now: the capacity, or less while other processes use memory of
-        this device."""
+        """Bytes that the run may have allocated in total now: the capacity, or less beside other processes."""
         ...
 
     @property
     def supports_bfloat16(self) -> bool:
-        """Whether the device computes bf16 natively."""
+        """Whether bf16 is native."""
         ...
 
     @property
@@ -112,8 +106,7 @@ class Device(Protocol):
         ...
 
     def activate(self) -> AbstractContextManager[None]:
-        """Context manager: use this device in the calling thread, and in threads started inside the block. May be
-        nested."""
+        """Use this device in the calling thread, and in threads started inside the block. May be nested."""
         ...
 
     def synchronize(self) -> None:
@@ -129,29 +122,22 @@ class Device(Protocol):
     """How long `wait_until_idle` waits; None: without a limit."""
 
     def wait_until_idle(self) -> None:
-        """Wait until the work queued on every stream is done, before memory that it may still use is freed.
-
-        Raises:
-            StuckDeviceError: the work is not done after `patience_seconds`.
-        """
+        """Wait for the work queued on every stream, before freeing memory that it may still use. Raises
+        StuckDeviceError after `patience_seconds`."""
         ...
 
-    def memory(self) -> MemoryReading:
-        """Return the allocator's current statistics."""
-        ...
+    def memory(self) -> MemoryReading: ...
 
     def reset_peak(self) -> None:
         """Restart peak tracking from the bytes allocated now."""
         ...
 
     def release_cached(self) -> None:
-        """Collect garbage, wait until the device is idle, and give cached blocks back to the driver. Raises
-        StuckDeviceError."""
+        """Collect garbage, wait until idle, and give cached blocks back to the driver. Raises StuckDeviceError."""
         ...
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Context manager: allocations inside the block (snapshots, batches, offload) are host memory and do not count
-        as device memory."""
+        """Allocations inside the block (snapshots, batches, offload) are host memory, not counted as device memory."""
         ...
 
     @property
@@ -160,8 +146,7 @@ class Device(Protocol):
         ...
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a host tensor in page-locked memory, from which `upload` is asynchronous. On devices without
-        page-locked memory, or if none is left, return `tensor` itself."""
+        """Copy a host tensor to page-locked memory, for asynchronous `upload`; `tensor` itself if there is none."""
         ...
 
     def stop_pinning(self) -> None:
@@ -169,12 +154,11 @@ class Device(Protocol):
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device. The copy has no autograd history. Raises torch.OutOfMemoryError if it does
-        not fit."""
+        """Copy a host tensor to the device, without autograd history. Raises torch.OutOfMemoryError."""
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a device tensor to the host. The copy has no autograd history."""
+        """Copy a device tensor to the host, without autograd history."""
         ...
 
     @property
@@ -183,23 +167,22 @@ class Device(Protocol):
         ...
 
     def park(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a device tensor to the host, to be copied back and forth often: into page-locked memory if the device
-        has any, else as `download` does. The copy has no autograd history and is complete on return."""
+        """Copy to the host what is copied back and forth often: into page-locked memory if the device has any. Without
+        autograd history, complete on return."""
         ...
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Start to copy a device tensor to the host, asynchronously; returns a HostCopy, whose `fetch` copies it back.
-        Raises UsageError if the tensor of the offload before this one was changed in place while it was copied."""
+        """Start to copy a device tensor to the host; the HostCopy's `fetch` copies it back. Raises UsageError if the
+        tensor offloaded before this one was changed in place while it was copied."""
         ...
 
     def settle_offloads(self) -> None:
-        """End the offloads under way: make the device wait for their copies, then free the device tensors that they
-        read or write. The host copies remain."""
+        """Make the device wait for offloads under way, then free the device tensors that they use. Host copies
+        remain."""
         ...
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host tensor with the same values, which the caller must not change: a copy, or on a plain CPU
-        `tensor` itself."""
+        """The same values on the host, which the caller must not change: a copy, or on a plain CPU `tensor` itself."""
         ...
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -207,13 +190,36 @@ class Device(Protocol):
         ...
 
     def readings(self) -> list[GpuReading]:
-        """Return NVML's readings of the run's GPUs; an empty list on devices that are not GPUs."""
+        """NVML's readings of the run's GPUs; empty on devices that are not GPUs."""
         ...
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Return the `count` largest live allocations; none on devices that do not track single allocations."""
+        """Largest live allocations first; none on devices that do not track single allocations."""
         ...
 
     def snapshot(self) -> Any:
-        """Return the allocator's own snapshot of its blocks, for pytorch.org/memory_viz; None if it offers none."""
+        """The allocator's own snapshot of its blocks, for pytorch.org/memory_viz; None if it offers none."""
         ...
+
+
+def within(seconds: float | None, action: Callable[[], object], too_late: Callable[[], Exception]) -> None:
+    """Call `action`, raising what it raises, and wait at most `seconds` (None: no limit). Then raises `too_late()`,
+    while `action` continues in its thread until the process ends."""
+    if seconds is None:
+        action()
+        return
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  (of any kind: it is raised again in the thread that waits)
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="bounded call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise too_late()
+    if errors:
+        raise errors[0]

@@ -1,11 +1,8 @@
-"""A simulated co-tenant of the metered device: another process that holds some of the device's memory.
+"""A simulated co-tenant of the metered device: it writes the bytes that it holds into the file that TUNEDECK_NEIGHBOUR
+names, and the engine subtracts them from its capacity.
 
-On a shared card, the memory available to a run changes with the other processes on the card. To simulate this, the
-co-tenant writes the number of bytes it holds into a file. If the environment variable TUNEDECK_NEIGHBOUR names this
-file, the engine subtracts that number from its capacity. This module imports neither torch nor other device code.
-
-Try: `python -m engine.device.co_tenant held-bytes`, and in another terminal
-`TUNEDECK_NEIGHBOUR=held-bytes tunedeck train -p demo -r demo`; then type 0.02 to hold 0.02 GiB, 0 to free it.
+Try: `python -m engine.device.co_tenant held-bytes`, and in another terminal `TUNEDECK_NEIGHBOUR=held-bytes tunedeck
+train -p demo -r demo`; then type 0.02 to hold 0.02 GiB, 0 to free it.
 """
 
 from __future__ import annotations
@@ -24,15 +21,14 @@ COUNT_BYTES = 8
 
 
 class SharedByteCount:
-    """The number of bytes that the co-tenant holds, in a file that both processes map into memory. The metered device
-    reads the number at every allocation."""
+    """Bytes that the co-tenant holds, in a mapped file that the metered device reads at every allocation."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map an existing file. Raises EnvironmentProblem: the file does not exist, or has the wrong size."""
+        """Raises EnvironmentProblem: the file does not exist, or has the wrong size."""
         try:
             with path.open("r+b") as file:
                 return cls(mmap.mmap(file.fileno(), COUNT_BYTES))
@@ -45,22 +41,20 @@ class SharedByteCount:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Create the file with a count of 0 and map it."""
+        """The file starts with a count of 0."""
         path.write_bytes(bytes(COUNT_BYTES))
         return cls.open(path)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the co-tenant holds now."""
         return int.from_bytes(self._memory[:COUNT_BYTES], "little")
 
     def hold(self, size_bytes: int) -> None:
-        """Write `size_bytes` as the number of bytes that the co-tenant holds from now on."""
         self._memory[:COUNT_BYTES] = size_bytes.to_bytes(COUNT_BYTES, "little")
 
 
 def hold_amounts(path: Path, amounts: Iterable[str]) -> None:
-    """Set the bytes that the co-tenant holds to each of `amounts` (GiB) in turn, and to 0 after the last."""
+    """Hold each of `amounts` (GiB) in turn, and 0 after the last."""
     count = SharedByteCount.create(path)
     try:
         for amount in amounts:

@@ -1,11 +1,5 @@
-"""A CUDA card as a device: chooses the card, caps its memory, and reads the statistics of torch's allocator.
-
-The cap is set with `set_per_process_memory_fraction`, so that a large card can stand in for a smaller one. The cap
-limits only what torch's allocator takes from the driver. The CUDA context, NCCL and other libraries need additional
-memory, for which the profile sets `reserve_gib` aside. MIG slices are used as they are, never reconfigured.
-
-Try: `tunedeck doctor`.
-"""
+"""A CUDA card as a device: chooses the card, caps its memory, and reads the statistics and settings of torch's
+allocator."""
 
 from __future__ import annotations
 
@@ -18,21 +12,45 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.device.allocator import allocator_notices
-from engine.device.base import GpuReading, LiveTensor, MemoryReading
-from engine.device.bounded import within
-from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy, Streams
+from engine.device.base import GpuReading, LiveTensor, MemoryReading, within
+from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy, Streams, page_locked_copy
 from engine.device.nvml import read_gpus
 from engine.device.oom import StuckDeviceError, classify
-from engine.device.page_lock import page_locked_copy
 from engine.errors import DeviceBusyError, EnvironmentProblem
+from engine.launch.environment import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
-    from engine.spec.schema.profile import Device as DeviceTable
-    from engine.spec.schema.run import RunSpec
+    from engine.config.schema.run import Device as DeviceTable
+    from engine.config.schema.run import RunSpec
+
+
+def allocator_settings() -> str:
+    """The settings in force, such as "expandable_segments:True"; empty for torch's defaults. Call it after CUDA has
+    started: the first call makes torch read the environment."""
+    # torch before 2.10 has no function for it; what it read can then only be told from the environment.
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    return next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+
+
+def allocator_notices(wanted: str | None) -> list[str]:
+    """A notice if a setting in `wanted` (the profile's, such as "expandable_segments:True") is not in force."""
+    present = allocator_settings()
+    if not wanted or set(_parts(wanted)) <= set(_parts(present)):
+        return []
+    return [
+        f"torch's allocator runs with {present or 'its defaults'}, and the profile asks for {wanted}: memory can "
+        f"fragment more than planned; set {ALLOCATOR_VARIABLES[0]}={wanted} where the process is started"
+    ]
+
+
+def _parts(settings: str) -> list[str]:
+    return [part.strip() for part in settings.split(",") if part.strip()]
+
 
 class CudaDevice:
-    """One CUDA card. Implements `engine.device.base.Device`."""
+    """One CUDA card, or a MIG slice as it is. Implements `engine.device.base.Device`."""
 
     kind = "cuda"
     simulated = False
@@ -55,12 +73,13 @@ class CudaDevice:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def _cap(self, capacity_bytes: int) -> None:
+        """Lets a large card stand in for a smaller one. This limits only torch's allocator: the CUDA context, NCCL and
+        other libraries need more, for which the profile sets `reserve_gib` aside."""
         self.capacity_bytes = capacity_bytes
         torch.cuda.set_per_process_memory_fraction(capacity_bytes / self._total_bytes, self.torch_device)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes reserved by torch's allocator plus the bytes that are free in the driver, at most the capacity."""
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         return min(self.capacity_bytes, torch.cuda.memory_reserved(self.torch_device) + free_bytes)
 
@@ -71,19 +90,15 @@ class CudaDevice:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Context manager: inside the block, this card is the current CUDA device of the calling thread."""
         with torch.cuda.device(self.torch_device):
             yield
 
     def synchronize(self) -> None:
-        """Wait for the card's queued kernels; their errors are raised here."""
         torch.cuda.synchronize(self.torch_device)
 
     def fit_capacity(self) -> list[str]:
-        """Lower the capacity, and torch's cap, to what is left beside memory taken outside torch's allocator: the CUDA
-        context and the communicators of ranks. torch refuses a request above the cap cleanly; a request that the driver
-        refuses can damage an expandable segment. Returns a list with a notice for the user if the capacity was lowered,
-        else an empty list."""
+        """Lower the cap by the CUDA context and the communicators of ranks, which are outside torch's allocator. torch
+        refuses a request above the cap cleanly; one that the driver refuses can damage an expandable segment."""
         left_bytes, missing_bytes = self.available_bytes, self.capacity_bytes - self.available_bytes
         if missing_bytes <= 0:
             return []
@@ -94,12 +109,11 @@ class CudaDevice:
         ]
 
     def wait_until_idle(self) -> None:
-        """Wait until all streams of the card, including those of NCCL and of FSDP2, have run what is queued on them. A
-        collective of which a rank is missing never ends: StuckDeviceError is raised after `patience_seconds`."""
+        """Waits for NCCL's and FSDP2's streams too. A collective of which a rank is missing never ends:
+        StuckDeviceError."""
         wait_for_card(partial(torch.cuda.synchronize, self.torch_device), self.patience_seconds)
 
     def memory(self) -> MemoryReading:
-        """Read the statistics of torch's caching allocator."""
         statistics = torch.cuda.memory_stats(self.torch_device)
         return MemoryReading(
             allocated_bytes=statistics.get("allocated_bytes.all.current", 0),
@@ -109,38 +123,32 @@ class CudaDevice:
         )
 
     def reset_peak(self) -> None:
-        """Restart peak tracking from the bytes allocated now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cached(self) -> None:
-        """Collect garbage, wait until the card is idle, and give unused blocks back to the driver.
-
-        torch waits only for the stream that a block was allocated on before it unmaps the block (expandable segments;
-        c10/cuda/CUDACachingAllocator.cpp, `unmapHandles`). After a failed attempt, a collective on another stream may
-        still write to it: an illegal address, after which the process cannot use the card. Raises StuckDeviceError.
-        """
+        """Waits first: torch waits only for the stream that a block was allocated on before it unmaps the block
+        (expandable segments; c10/cuda/CUDACachingAllocator.cpp, `unmapHandles`). After a failed attempt, a collective
+        on another stream may still write to it: an illegal address, after which the process cannot use the card."""
         gc.collect()
         self.wait_until_idle()
         torch.cuda.empty_cache()
 
     @contextmanager
     def host_region(self) -> Iterator[None]:
-        """Context manager that does nothing, because torch's allocator never counts host tensors."""
+        """Does nothing: torch's allocator never counts host tensors."""
         yield
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to page-locked memory of torch's host allocator, which keeps freed blocks for the next copy.
+        """Uses torch's host allocator, which keeps freed blocks for the next copy.
 
-        Containers and Windows may cap page-locked memory far below the machine's memory. After the first refusal a
-        notice is added to `notices`, and from then on `tensor` itself is returned: copies to the card are then
-        synchronous.
+        Containers and Windows may cap page-locked memory far below the machine's. After the first refusal, with a
+        notice, `tensor` itself is returned: copies to the card are then synchronous.
         """
         pinned = self._pinned(tensor.pin_memory) if self._can_pin else None
         return tensor if pinned is None else pinned
 
     def _pinned(self, allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Return the page-locked tensor that `allocate` returns. If no page-locked memory is left, add a notice, stop
-        pinning and return None."""
+        """None, with a notice and no more pinning, if no page-locked memory is left."""
         try:
             return allocate()
         except RuntimeError as error:
@@ -150,26 +158,22 @@ class CudaDevice:
             return None
 
     def _note_refusal(self, reason: str) -> None:
-        """Stop pinning, and add a notice that says so with the `reason`."""
         self.stop_pinning()
         self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
 
     def stop_pinning(self) -> None:
-        """From now on copy to the card from pageable memory: `pin` returns the tensors that it is given."""
         self._can_pin = False
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to the card; the copy is asynchronous if `tensor` is in pinned memory."""
+        """Asynchronous if `tensor` is in pinned memory."""
         return tensor.detach().to(self.torch_device, non_blocking=tensor.is_pinned(), copy=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to the host; the copy is complete on return."""
         return tensor.detach().to("cpu", copy=True)
 
     def park(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to host memory that is page-locked in place; the copy is complete on return. If the driver
-        refuses, a notice is added to `notices`, and this copy and later ones are in ordinary memory: copying them is
-        slower, and the host waits for it."""
+        """Page-locks the copy in place. If the driver refuses, a notice is added, and this copy and later ones are in
+        ordinary memory: copying them is slower, and the host waits for it."""
         if not self._can_pin or not tensor.is_contiguous():
             return self.download(tensor)
         copy, code = page_locked_copy(tensor, torch.cuda.cudart())
@@ -180,19 +184,15 @@ class CudaDevice:
         return copy
 
     def offload(self, tensor: torch.Tensor) -> HostCopy:
-        """Start to copy `tensor` to page-locked memory, on a separate stream. Without page-locked memory, the copy is
-        complete on return."""
+        """Copies on a separate stream; without page-locked memory the copy is complete on return."""
         host = self._pinned(partial(torch.empty_like, tensor, device="cpu", pin_memory=True)) if self._can_pin else None
         return PlainCopy(self.download(tensor), self.upload) if host is None else self._copies.send(tensor, host)
 
     def settle_offloads(self) -> None:
-        """Make the computation wait for the copies of offloads under way, then free the device tensors that they read
-        or write."""
         self._copies.settle()
 
     @cached_property
     def streams(self) -> Streams:
-        """The card's streams for copies: each is made once."""
         return CudaStreams(self.torch_device)
 
     @cached_property
@@ -200,30 +200,25 @@ class CudaDevice:
         return CopyStreams(self.streams, self.torch_device)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to the host, as `download` does."""
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: the caching allocator counts every tensor on the card."""
 
     def readings(self) -> list[GpuReading]:
-        """Return NVML's reading of this card; an empty list if NVML does not find the card's UUID."""
         return read_gpus([self._uuid])
 
     def largest(self, count: int) -> list[LiveTensor]:
-        """Return an empty list: the caching allocator tracks blocks, not tensors."""
         return []
 
     def snapshot(self) -> Any:
-        """Return segments and blocks of the caching allocator, in the format of `torch.cuda.memory._dump_snapshot`."""
+        """The allocator's segments and blocks, in the format of `torch.cuda.memory._dump_snapshot`."""
         return torch.cuda.memory._snapshot(self.torch_device)
 
 
 def open_cuda(spec: RunSpec) -> CudaDevice:
-    """Check that as many cards exist as the profile asks for and that the first is free, then open the first.
-
-    Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or other processes hold memory of the first card.
-    """
+    """Open the first of the profile's cards. Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or other
+    processes hold memory of the first card."""
     table = spec.profile.device
     _require_cuda()
     indices = choose_indices(spec.limits.devices, table.count, torch.cuda.device_count())
@@ -238,8 +233,7 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
 
 
 def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> None:
-    """Call `synchronize`, which returns when the card is idle. Raises what it raises, and StuckDeviceError if it has
-    not returned after `seconds` (None: no limit)."""
+    """Raises what `synchronize` raises, and StuckDeviceError if it takes longer than `seconds` (None: no limit)."""
     within(
         seconds,
         synchronize,
@@ -268,7 +262,7 @@ def _require_cuda() -> None:
 
 
 def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
-    """Choose the indices of the `count` cards to use: the first of `asked`, or if that is empty, 0 to `count` - 1.
+    """The first `count` of `asked`, or if that is empty, 0 to `count` - 1.
 
     Raises EnvironmentProblem: fewer indices than `count`, or an index outside the `present` cards of this machine.
     """
@@ -284,8 +278,7 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
 
 
 def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
-    """Return notices about other processes on a card, an empty list if there are none. Raises DeviceBusyError if they
-    leave less than `capacity_bytes` free."""
+    """Notices about other processes on a card. Raises DeviceBusyError if they leave less than `capacity_bytes` free."""
     others = [process for process in reading.processes if process.pid != os.getpid()]
     holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
     free_bytes = reading.total_bytes - reading.used_bytes
@@ -303,7 +296,7 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
 
 
 def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
-    """Return a notice, in a list, if the card has less memory than the profile says; else an empty list."""
+    """A notice if the card has less memory than the profile says."""
     # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
     if table.memory_gib <= total_bytes / 2**30 + 0.1:
         return []

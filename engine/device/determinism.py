@@ -1,13 +1,5 @@
 """`train.deterministic`: every kernel computes the same bits from the same inputs, or the run ends with an error that
-names the operation.
-
-torch then chooses deterministic kernels, on CPUs too, and raises an error for an operation that has none; its own
-attention does likewise (scaled_dot_product_attention leaves cuDNN's kernel out). cuBLAS needs a workspace of fixed
-size, which is set in the environment (`engine.launch.environment`). Flash attention's packages have a switch that
-transformers reads from the environment at every call.
-
-Try: `python -m pytest tests/device/test_determinism.py`
-"""
+names the operation. cuBLAS needs a workspace of fixed size, set in the environment (`engine.launch.environment`)."""
 
 from __future__ import annotations
 
@@ -35,12 +27,10 @@ _NO_DETERMINISTIC_KERNEL = re.compile(r"([^\n]+) does not have a deterministic i
 
 @contextmanager
 def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
-    """Context manager: if `on`, only deterministic kernels are used inside the block; afterwards torch's former
-    settings are restored.
+    """Use only deterministic kernels inside the block, if `on`; torch's former settings are restored after it.
 
-    Raises:
-        EnvironmentProblem: on CUDA, the user's own CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic.
-        UsageError: an operation in the block has no deterministic kernel.
+    Raises EnvironmentProblem (on CUDA, the user's CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic) or UsageError
+    (an operation has no deterministic kernel).
     """
     if not on:
         yield
@@ -73,9 +63,8 @@ def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
 
 @contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """Context manager for allocations that a device must refuse: torch does not write into new memory inside the block,
-    as it does while only deterministic kernels are used. The metered device refuses an allocation after torch has made
-    it; filled, a request beyond the cap would take that much real host memory."""
+    """torch does not fill new memory inside the block, as it does under deterministic kernels. The metered device
+    refuses an allocation after torch has made it; filled, a request beyond the cap would take real host memory."""
     settings: Any = torch.utils.deterministic  # its types do not know this property
     filled = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -97,6 +86,5 @@ def _require_fixed_workspace() -> None:
 
 
 def has_deterministic_backward(flash_attention: Callable[..., Any]) -> bool:
-    """Whether a flash attention function has the switch for a deterministic backward pass (flash-attn 2.4.1 and newer).
-    For a function without it, transformers ignores the request without a warning."""
+    """Whether it has the switch (flash-attn 2.4.1 and newer); without it transformers silently ignores the request."""
     return "deterministic" in inspect.signature(flash_attention).parameters

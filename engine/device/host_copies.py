@@ -1,20 +1,10 @@
-"""Copies of device tensors in host memory, made on separate streams while the device computes.
-
-`CopyStreams` has a stream for each direction, because a GPU copies in both at once. Three rules make this correct:
-
-- A copy begins when all work that was queued before it has run. Then the tensor is computed, or the memory that is
-  copied to is no longer used by its former tensor.
-- The computation waits, on the device, for the end of a copy before its result is used or its source is released. So
-  no memory is freed while a copy reads or writes it, and the allocator may reuse freed memory at once, as always.
-- `settle` releases the tensors of all copies under way by the same rule, after a step or a failed attempt at one.
-
-At most one tensor at a time is being copied to the host, and at most one is being prefetched; the host never waits.
-
-Try: `pytest tests/device/test_host_copies.py`
-"""
+"""Copies of device tensors in host memory, made on separate streams while the device computes; and page-locked
+memory."""
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,21 +14,49 @@ import torch
 
 from engine.errors import UsageError
 
+
+class Registrar(Protocol):
+    """The two functions of `torch.cuda.cudart()` that are used here; they return a CUDA error code, 0 for success."""
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> Any:  # CUDA writes it so
+        ...
+
+    def cudaHostUnregister(self, address: int, /) -> Any:  # CUDA writes it so
+        ...
+
+
+def page_locked_copy(tensor: torch.Tensor, registrar: Registrar) -> tuple[torch.Tensor, int]:
+    """Copy `tensor` to whole pages of host memory, page-locked until the copy is freed. Returns the complete copy and
+    CUDA's error code: 0, or the reason why it is ordinary memory. torch's own allocator of page-locked memory rounds
+    tensors up to a power of two, by up to their size again. That suits batches, which come and go, but not gigabytes of
+    optimizer state (`cudaHostRegister`, CUDA Runtime API)."""
+    used_bytes = tensor.numel() * tensor.element_size()
+    size_bytes = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+    first = -pages.data_ptr() % mmap.PAGESIZE
+    copy = pages[first : first + used_bytes].view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor.detach())
+    if not used_bytes:
+        return copy, 0
+    code = int(registrar.cudaHostRegister(copy.data_ptr(), size_bytes, 0))
+    if code == 0:
+        # Of the storage, not of the tensor: views of the copy share the storage and may live longer.
+        released = weakref.finalize(copy.untyped_storage(), registrar.cudaHostUnregister, copy.data_ptr())
+        released.atexit = False  # CUDA may be shut down by then, and the process ends anyway
+    return copy, code
+
+
 LARGEST_IN_FLIGHT = 128 * 2**20
-"""Tensors of more bytes are copied among the computation: they would be held too long, and prefetching them would take
-too much memory."""
+"""Larger tensors are copied among the computation: held too long otherwise, and too large to prefetch."""
 
 
 class HostCopy(Protocol):
-    """A copy of a device tensor in host memory."""
-
     def prefetch(self) -> None:
-        """Start to copy the tensor back to the device, where that can run at the same time as the computation. Raises
-        torch.OutOfMemoryError."""
+        """Start to copy the tensor back, where that can run beside the computation. Raises torch.OutOfMemoryError."""
         ...
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with the copy's values. Raises torch.OutOfMemoryError."""
+        """A new device tensor with the copy's values. Raises torch.OutOfMemoryError."""
         ...
 
 
@@ -53,7 +71,6 @@ class PlainCopy:
         """Does nothing: there is no second stream for copies."""
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with the copy's values. Raises torch.OutOfMemoryError."""
         return self.upload(self.host)
 
 
@@ -61,7 +78,7 @@ class Stream(Protocol):
     """A queue of work on a device, such as `torch.cuda.Stream`."""
 
     def record_event(self) -> Any:
-        """Return an event that completes when the work queued on this stream so far has run."""
+        """An event that completes when the work queued on this stream so far has run."""
         ...
 
     def wait_event(self, event: Any) -> None:
@@ -70,8 +87,7 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of a device: that of the computation (`compute`), one for copies to the host (`out`) and one for
-    copies to the device (`back`)."""
+    """The streams of a device: computation (`compute`), copies to the host (`out`) and to the device (`back`)."""
 
     out: Stream
     back: Stream
@@ -81,7 +97,7 @@ class Streams(Protocol):
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Context manager: inside the block, operations are queued on `stream`."""
+        """Operations inside the block are queued on `stream`."""
         ...
 
     def wait_on_host(self, stream: Stream) -> None:
@@ -90,28 +106,24 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a CUDA card. Implements `Streams`."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.out: Stream = torch.cuda.Stream(device)
         self.back: Stream = torch.cuda.Stream(device)
 
     def compute(self) -> Stream:
-        """The current stream of the calling thread."""
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Context manager: inside the block, `stream` is the current CUDA stream."""
         return torch.cuda.stream(stream)
 
     def wait_on_host(self, stream: Stream) -> None:
-        """Wait on the host until the work queued on `stream` has run; its errors are raised here."""
+        """Errors of the queued work are raised here."""
         stream.record_event().synchronize()
 
 
 class NoStream:
-    """A stream on which all work has run by the time it is queued. Implements `Stream`."""
+    """A stream on which all work has run by the time it is queued."""
 
     def record_event(self) -> None:
         """Return None: there is nothing to wait for."""
@@ -121,17 +133,15 @@ class NoStream:
 
 
 class NoStreams:
-    """The streams of a device that runs every operation at once: the CPU. Implements `Streams`."""
+    """The streams of a device that runs every operation at once: the CPU."""
 
     out: Stream = NoStream()
     back: Stream = out
 
     def compute(self) -> Stream:
-        """The one stream that there is."""
         return self.out
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Context manager that does nothing."""
         return nullcontext()
 
     def wait_on_host(self, stream: Stream) -> None:
@@ -139,8 +149,8 @@ class NoStreams:
 
 
 class _Leaving(NamedTuple):
-    """A tensor that is being copied to the host: the tensor, its version counter when the copy began (which shows
-    changes in place), and the event that completes when the copy is done."""
+    """A tensor that is being copied to the host, its version counter when the copy began (which shows changes in
+    place), and the event that completes with the copy."""
 
     tensor: torch.Tensor
     version: int
@@ -148,8 +158,14 @@ class _Leaving(NamedTuple):
 
 
 class CopyStreams:
-    """Copies device tensors to host memory and back on streams of its own, at the same time as the computation. The
-    module's docstring says who waits for what; callers need not synchronise."""
+    """Copies device tensors to the host and back on streams of its own; callers need not synchronise.
+
+    Three rules make this correct. A copy begins when all work queued before it has run: then the tensor is computed, or
+    the memory copied to is no longer used by its former tensor. The computation waits, on the device, for the end of a
+    copy before its result is used or its source released, so no memory is freed while a copy uses it. `settle` releases
+    by the same rule, after a step or a failed attempt. At most one tensor is being copied to the host, and one
+    prefetched.
+    """
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams, self._device = streams, device
@@ -157,8 +173,8 @@ class CopyStreams:
         self._coming: StreamCopy | None = None
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor) -> StreamCopy:
-        """Start to copy `tensor` to `host`, a page-locked tensor of its shape and dtype; returns the host copy. Before
-        that, the tensor sent last is released (`_let_go`).
+        """Start to copy `tensor` to `host`, page-locked and of its shape and dtype, after the tensor sent last is
+        released.
 
         Raises UsageError: the tensor sent last was changed in place while it was copied.
         """
@@ -177,8 +193,7 @@ class CopyStreams:
         return StreamCopy(self, host, done)
 
     def _let_go(self) -> None:
-        """Make the computation wait for the copy of the tensor that was sent last, then drop the reference to the
-        tensor, so that its memory can be freed. Raises UsageError if it was changed in place meanwhile."""
+        """Release the tensor sent last once its copy is done. Raises UsageError if it changed in place meanwhile."""
         leaving, self._leaving = self._leaving, None
         if leaving is None:
             return
@@ -190,7 +205,7 @@ class CopyStreams:
             )
 
     def begin(self, copy: StreamCopy) -> None:
-        """Start to copy `copy` back to the device. Raises torch.OutOfMemoryError."""
+        """Raises torch.OutOfMemoryError."""
         compute, back = self._streams.compute(), self._streams.back
         arriving = torch.empty_like(copy.host, device=self._device, pin_memory=False)
         back.wait_event(copy.sent)
@@ -200,15 +215,14 @@ class CopyStreams:
         copy.arriving, copy.arrived = arriving, back.record_event()
 
     def prefetch(self, copy: StreamCopy) -> None:
-        """Start to copy `copy` back to the device, unless it is larger than LARGEST_IN_FLIGHT bytes or another copy is
-        being prefetched. Raises torch.OutOfMemoryError."""
+        """Start to copy back, unless `copy` is larger than LARGEST_IN_FLIGHT or another one is being prefetched. Raises
+        torch.OutOfMemoryError."""
         if self._coming is None and not _is_large(copy.host):
             self.begin(copy)
             self._coming = copy
 
     def take(self, copy: StreamCopy) -> torch.Tensor:
-        """Return the device tensor of `copy`; the copying is started if it was not prefetched. The computation waits
-        for the end of the copying, the host does not."""
+        """Copying starts now if it was not prefetched; the computation waits for its end, the host does not."""
         if copy.arriving is None:
             self.begin(copy)
         arriving, arrived = copy.arriving, copy.arrived
@@ -220,8 +234,8 @@ class CopyStreams:
         return arriving
 
     def settle(self) -> None:
-        """Make the computation wait for the copies under way in both directions, then drop the references to their
-        device tensors. The host copies remain valid. Raises UsageError as `send` does."""
+        """Release the device tensors of copies under way in both directions; host copies remain valid. Raises
+        UsageError as `send` does."""
         if self._coming is not None:
             self.take(self._coming)
         self._let_go()
@@ -229,24 +243,19 @@ class CopyStreams:
 
 @dataclass(eq=False)
 class StreamCopy:
-    """A host copy of `CopyStreams`. Implements `HostCopy`."""
-
     copies: CopyStreams
     host: torch.Tensor
     sent: Any
     """The event that completes when `host` has the tensor's values."""
     arriving: torch.Tensor | None = None
-    """The device tensor that is being filled by a prefetch; None if none is under way."""
+    """The device tensor that a prefetch is filling; None if none is under way."""
     arrived: Any = None
 
     def prefetch(self) -> None:
-        """Start to copy the tensor back to the device, unless it is large or another copy is being prefetched. Raises
-        torch.OutOfMemoryError."""
         self.copies.prefetch(self)
 
     def fetch(self) -> torch.Tensor:
-        """Return a new device tensor with the copy's values. The computation waits for the copying, the host does not.
-        Raises torch.OutOfMemoryError."""
+        """The computation waits for the copying, the host does not."""
         return self.copies.take(self)
 
 

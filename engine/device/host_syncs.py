@@ -1,12 +1,6 @@
-"""Finds the places where the host waits for the device, by the operations that cause it.
-
-On a CUDA card the host queues operations and runs ahead of them. An operation whose result the host has to read, such
-as `item()`, or whose output size depends on values, such as `nonzero`, makes it wait until all queued work is done;
-the card then idles while the host queues the next operations. Which operations these are does not depend on the
-device, so they can be counted on a CPU as well.
-
-Try: `pytest tests/train/test_host_syncs.py`
-"""
+"""Finds host-device synchronisations by the operations that cause them: their result is read (`item()`) or their output
+size depends on values (`nonzero`), so the host waits and the card then idles. They do not depend on the device, so they
+can be counted on a CPU."""
 
 from __future__ import annotations
 
@@ -35,14 +29,13 @@ READ_BACK = frozenset(
 """Operations that read values back to the host, on any device."""
 
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
-"""Operations that call `nonzero` for each mask among their indices."""
+"""They call `nonzero` for each mask among their indices."""
 
 COPIES = frozenset({aten._to_copy, aten.copy_})
 
 
 class HostSyncs(TorchDispatchMode):
-    """Context manager that lists the operations inside the block for which the host waits for the device, backward
-    passes included."""
+    """Lists the operations inside the block for which the host waits for the device, backward passes included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -56,10 +49,10 @@ class HostSyncs(TorchDispatchMode):
 
 
 def host_syncs(action: Callable[[], object]) -> list[str]:
-    """Run `action`; return the operations in it for which the host waits for the device, with where they were called.
+    """Run `action`; return the operations for which the host waits for the device, with where they were called.
 
-    Copies to or from a CUDA card count unless they are asynchronous. Not seen: what a kernel launcher does inside one
-    operation, and on a CPU `tolist()` of several numbers, which is a copy only on a card.
+    Copies to or from a CUDA card count unless asynchronous. Not seen: what a kernel launcher does inside one operation,
+    and on a CPU `tolist()` of several numbers, which is a copy only on a card.
     """
     mode = HostSyncs()
     with mode:
@@ -79,7 +72,7 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _between_devices(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a copy is synchronous and has the host on one side and a CUDA card on the other."""
+    """Whether a synchronous copy has the host on one side and a CUDA card on the other."""
     if func.overloadpacket is aten._to_copy:
         target, source, non_blocking = kwargs.get("device"), args[0], kwargs.get("non_blocking", False)
         target = args[0].device if target is None else torch.device(target)
@@ -91,6 +84,6 @@ def _between_devices(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _caller() -> str:
-    """`FILE:LINE` of the innermost Python call that is not in torch's own files; "torch" if there is none."""
+    """`FILE:LINE` of the innermost Python call outside torch; "torch" if there is none."""
     frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename.replace("\\", "/")]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "torch"

@@ -1,21 +1,14 @@
 """Observes allocations for the metered device, wherever torch creates, resizes or replaces a storage on the host.
 
-- A dispatch mode intercepts every operation of its thread, including backward and recomputation. Views and in-place
-  operations cannot allocate and pass through; new tensors in a result are counted; for `out=`, `resize_` and `set_`
-  sizes before and after are compared. An operation that exceeds the limit has already run, but its result is dropped,
-  or the tensor it wrote to is restored, before the caller sees them.
-- `UntypedStorage.resize_`, with which FSDP2 frees and refills its buffers, bypasses the dispatcher. It is patched while
-  a meter is active; the patch refuses an allocation before the storage grows.
-- Dispatch modes are per thread. `Thread.start` is patched, so that a thread started while a meter is active gets its
-  own mode, in the same state as the mode of the thread that starts it. A thread that was already running is not
-  observed until it enters `activate()`.
-- A forked worker inherits the mode but must not count: its memory is host memory, and its tracker is a copy.
+A dispatch mode intercepts every operation of its thread, backward and recomputation included. One that exceeds the
+limit has already run: its result is dropped, or the tensor it wrote to restored, before the caller sees it. FSDP2 frees
+and refills buffers by `UntypedStorage.resize_`, past the dispatcher; the patch refuses before the storage grows. A
+thread that runs before the meter does is observed once it enters `active()`. A forked worker inherits the mode but must
+not count: its memory is host memory, its tracker a copy.
 
-Workspace inside an operation is not observed. Memory that torch receives without an operation (`frombuffer`,
-memory-mapped safetensors) is not observed either, but `adopt` counts it. Peaks in backward may be too high: under any
-dispatch mode, autograd sums gradients of the same tensor out of place, which briefly allocates one more gradient.
-
-Try: `pytest tests/device/test_meter.py`.
+Not observed: workspace inside an operation, and memory that torch receives without one (`frombuffer`, memory-mapped
+safetensors), which `adopt` counts. Peaks in backward may be too high: under any dispatch mode autograd sums gradients
+of one tensor out of place, which briefly allocates one more.
 """
 
 from __future__ import annotations
@@ -33,16 +26,56 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from engine.device.allocation_tracker import AllocationTracker
 from engine.device.co_tenant import SharedByteCount
-from engine.device.operations import (
-    DECOMPOSE,
-    NOTHING,
-    ONE,
-    RESIZES,
-    WRAPPERS_OF_EXISTING_MEMORY,
-    behaviour,
-    behaviours,
-    written_tensors,
-)
+
+NOTHING = "allocates nothing that outlives it"
+ONE = "returns one tensor"
+MANY = "returns several values"
+RESIZES = "may resize or swap the storage of a tensor it writes to"
+DECOMPOSE = "is made of other operations"
+
+behaviours: dict[int, str] = {}
+"""Keyed by `id` of the overload, as hashing one runs Python code; `_kept_alive` holds them so that no id is reused."""
+_kept_alive: list[Any] = []
+
+_SWAPPERS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"}
+# By their schema they return views, but the storage is new: torch.tensor() and from_numpy() call them.
+_FRESH_DESPITE_SCHEMA = {"aten::lift_fresh", "aten::lift"}
+WRAPPERS_OF_EXISTING_MEMORY = {*_FRESH_DESPITE_SCHEMA, "aten::set_"}
+"""Operations that return a tensor over memory which was allocated before, outside of torch's operations."""
+
+
+def behaviour(func: Any) -> str:
+    """NOTHING, ONE (one new tensor), MANY (several values), RESIZES (may change the storage of a tensor it writes to)
+    or DECOMPOSE (made of other operations)."""
+    does = behaviours[id(func)] = _read(func)
+    _kept_alive.append(func)
+    return does
+
+
+def _read(func: Any) -> str:
+    schema = func._schema
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU"):
+        return DECOMPOSE
+    native = func.namespace == "aten"
+    writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if schema.name in _SWAPPERS or any(argument.is_out for argument in writes) or (writes and not native):
+        return RESIZES
+    aliases = all(value.alias_info is not None for value in schema.returns)
+    if native and aliases and schema.name not in _FRESH_DESPITE_SCHEMA:
+        return NOTHING
+    if len(schema.returns) == 1 and str(schema.returns[0].type) in ("Tensor", "Optional[Tensor]"):
+        return ONE
+    return MANY
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            candidates = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (item for item in candidates if isinstance(item, torch.Tensor))
+
 
 COUNTING, HOST, OFF = 0, 1, 2
 _PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -50,7 +83,7 @@ _c_resize = torch.UntypedStorage.resize_
 
 
 class _CountingMode(TorchDispatchMode):
-    """The dispatch mode that counts allocations of one thread. `state` is COUNTING, HOST (in a host region) or OFF."""
+    """Counts the allocations of one thread. `state` is COUNTING, HOST (in a host region) or OFF."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -106,9 +139,7 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def count_new(self, storage: torch.UntypedStorage, func: Any, tensor: torch.Tensor) -> None:
-        """Count `storage`, which is not counted yet, as device memory, unless it is host memory or on another device.
-        `tensor`, a result of the operation `func`, describes it in reports. Raises torch.OutOfMemoryError above the
-        cap."""
+        """Count `storage` unless it is host memory or elsewhere. Raises torch.OutOfMemoryError above the cap."""
         tracker = self.tracker
         kinds = ("meta", "cpu") if tracker.counts_fake_tensors else ("cpu",)  # a simulation also has a few real tensors
         if storage._cdata in tracker.host or storage.device.type not in kinds:
@@ -120,8 +151,7 @@ class _CountingMode(TorchDispatchMode):
             tracker.add(storage, size_bytes, func, tensor.shape, tensor.dtype)
 
     def count_result(self, func: Any, result: Any) -> None:
-        """Count every new tensor in `result`, the result of the operation `func`, which may be nested lists, tuples and
-        dicts."""
+        """Count every new tensor in `result`, which may be nested lists, tuples and dicts."""
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if storage._cdata not in self.live:
@@ -134,8 +164,7 @@ class _CountingMode(TorchDispatchMode):
                 self.count_result(func, item)
 
     def run_resizing(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that may resize or replace a tensor's storage; returns its result. If the new size is
-        refused, the tensor is restored and torch.OutOfMemoryError raised."""
+        """Run an operation that may resize; if refused, restore the tensor and raise torch.OutOfMemoryError."""
         states = [_StorageState(tensor) for tensor in written_tensors(func, args, kwargs)]
         result = func(*args, **kwargs)
         try:
@@ -149,8 +178,7 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def recount(self, func: Any, tensor: torch.Tensor) -> None:
-        """Update the size counted for the storage of `tensor`, which the operation `func` wrote to. Raises
-        torch.OutOfMemoryError if the new size is refused."""
+        """Update the size counted for the storage of `tensor`. Raises torch.OutOfMemoryError if it is refused."""
         storage = tensor.untyped_storage()
         entry = self.live.get(storage._cdata)
         if entry is None:
@@ -160,7 +188,7 @@ class _CountingMode(TorchDispatchMode):
 
 
 def _sums_gradients(func: Any, args: Any) -> bool:
-    """Whether `func` is the addition by which autograd sums two gradients of one tensor, outside any graph node."""
+    """Whether autograd sums two gradients of one tensor by this addition, outside any graph node."""
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node():
         return False
     left, right = args[0], args[1]
@@ -179,7 +207,7 @@ class _StorageState:
         self.offset, self.size, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def restore(self) -> None:
-        """Restore the tensor's storage, size and strides. Values that the operation wrote are not undone."""
+        """Values that the operation wrote are not undone."""
         if self.storage.nbytes() > self.size_bytes:
             self.tensor.set_(self.storage, self.offset, self.size, self.stride)
             _c_resize(self.storage, self.size_bytes)
@@ -201,7 +229,7 @@ class Meter:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager: count allocations of this thread and of threads started inside the block. May be nested."""
+        """Count allocations of this thread and of threads started inside the block. May be nested."""
         mode = self._thread_mode()
         with self._lock:
             self._active += 1
@@ -225,12 +253,11 @@ class Meter:
                             other.state = OFF
 
     def host_region(self) -> AbstractContextManager[None]:
-        """Context manager: storages that this thread creates inside the block are host memory, which is never counted.
-        """
+        """Storages that this thread creates inside the block are host memory, which is never counted."""
         return self._in_state(HOST, instead_of=COUNTING)
 
     def counted_region(self) -> AbstractContextManager[None]:
-        """Context manager: allocations inside the block are counted, even within a host region; `upload` uses this."""
+        """Allocations inside the block are counted, even within a host region; `upload` uses this."""
         return self._in_state(COUNTING, instead_of=HOST)
 
     @contextmanager
@@ -245,7 +272,7 @@ class Meter:
             mode.state = before
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count those storages of `tensors` that are not counted yet. Raises torch.OutOfMemoryError if refused."""
+        """Raises torch.OutOfMemoryError if refused."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.tracker.live and storage.nbytes():
@@ -260,8 +287,7 @@ class Meter:
         return mode
 
     def _active_mode(self) -> _CountingMode | None:
-        """Return this meter's dispatch mode in the calling thread, or None. In autograd's worker threads, this is the
-        mode of the thread that called backward."""
+        """This meter's mode in the thread; in autograd's worker threads, that of the thread that called backward."""
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, _CountingMode) and mode.tracker is self.tracker:
                 return mode
@@ -305,7 +331,7 @@ class Meter:
             raise
 
     def _count_in(self, thread: threading.Thread) -> None:
-        """Make `thread` count allocations from its first line on, in the same state as the thread that starts it."""
+        """Make `thread` count from its first line on, in the same state as the thread that starts it."""
         parent = self._active_mode()
         if parent is None or parent.state == OFF:
             return
@@ -328,7 +354,6 @@ class Meter:
 
 
 def _patch(owner: object, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace the method `name` of a class or an instance."""
     setattr(owner, name, replacement)
 
 

@@ -1,10 +1,5 @@
-"""Reads GPUs through NVML, the driver's library. Never raises on a machine without a GPU; does not import torch.
-
-NVML counts memory that torch cannot see: CUDA contexts, other processes and the driver's own memory. Values
-that a driver, a container or a MIG slice does not report are None.
-
-Try: `python -c "from engine.device.nvml import read_gpus; print(read_gpus())"`.
-"""
+"""Reads GPUs through NVML, which counts memory that torch cannot see: CUDA contexts, other processes and the driver's
+own. Never raises on a machine without a GPU. Values that a driver, container or MIG slice does not report are None."""
 
 from __future__ import annotations
 
@@ -20,13 +15,12 @@ Value = TypeVar("Value")
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version, or None if there is no driver."""
+    """None if there is no driver."""
     return _text(pynvml.nvmlSystemGetDriverVersion()) if _started() else None
 
 
 def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
-    """Read each GPU, in NVML's order, or in the order of `uuids` if given. GPUs that are not there or cannot be read
-    are left out; an empty list if there is no driver."""
+    """Read GPUs in NVML's order, or that of `uuids`. Those that cannot be read are left out; empty without a driver."""
     if not _started():
         return []
     if uuids is None:
@@ -37,8 +31,7 @@ def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
 
 
 def _started() -> bool:
-    """Initialise NVML; returns whether that succeeded. NVML allows repeated calls, and never shutting it down costs
-    nothing."""
+    """NVML allows repeated initialisation, and never shutting it down costs nothing."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -51,7 +44,7 @@ def _by_uuid(uuid: str) -> Any:
 
 
 def _query(call: Callable[[], Value]) -> Value | None:
-    """Return the result of an NVML call, or None if the driver, card or container does not support the call."""
+    """None if the driver, card or container does not support the call."""
     try:
         return call()
     except pynvml.NVMLError:

@@ -1,9 +1,8 @@
-"""The supervisor of a run on several devices: starts its ranks through torch's elastic agent, and restarts them after a
-failure.
+"""The supervisor of a run on several devices: starts its ranks through torch's elastic agent, and restarts them from
+the last checkpoint after a failure, at most `nodes.max_restarts` times.
 
-The supervisor holds the claim on the run and trains nothing. When a rank is killed, stops answering, or reports a
-device that is beyond repair, the agent ends all ranks and the supervisor starts a new attempt from the last checkpoint,
-at most `nodes.max_restarts` times, with the reason in the journal. Between attempts only the supervisor writes events.
+It holds the claim on the run and trains nothing. When a rank is killed, stops answering, or reports a device beyond
+repair, the agent ends all ranks. Between attempts only the supervisor writes events.
 
 Try: `tunedeck train -p demo-2 -r demo`
 """
@@ -23,16 +22,16 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from engine.config.check.hardware_rules import require_launcher
+from engine.config.load import load_run_spec
+from engine.config.schema.run import RunSpec
 from engine.errors import KILLED_CODE
 from engine.journal import control
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
-from engine.launch.on_finish import run_on_finish
+from engine.launch.followers import run_on_finish
 from engine.launch.process import ENTRY_FILE
-from engine.spec.check.devices import require_launcher
-from engine.spec.load import load_run_spec
-from engine.spec.schema.run import RunSpec
 
 LOST_CODE = 75
 """Exit code of a rank that lost another (EX_TEMPFAIL of sysexits.h): such a rank did not cause the failure."""
@@ -44,7 +43,7 @@ SECONDS_TO_LEAVE = 30
 """Time that the remaining ranks of a failed attempt have to end before the agent kills them (torch's default)."""
 
 RANK_OF = "TUNEDECK_RANK_OF"
-"""Environment variable by which a rank knows that it has a supervisor: the name of the run."""
+"""Environment variable with the name of the run, by which a rank knows that it has a supervisor."""
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): a signal for this process when its parent ends."""
@@ -56,17 +55,15 @@ def is_rank(directory: RunDirectory) -> bool:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its machine, from the environment; 0 in a run of one process."""
+    """This process's number among the ranks of its machine; 0 in a run of one process."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or 0)
 
 
 def device_count(spec: RunSpec) -> int:
-    """The number of ranks of the run: one for each device."""
     return spec.profile.device.count * spec.profile.nodes.count
 
 
 def own_device(spec: RunSpec, local_rank: int) -> int:
-    """The index of the device that belongs to rank `local_rank` of this machine."""
     if spec.limits.devices:
         return spec.limits.devices[local_rank]
     # With Slurm's --gpus-per-task or torchrun's --virtual-local-rank each process sees only its own GPU.
@@ -75,7 +72,6 @@ def own_device(spec: RunSpec, local_rank: int) -> int:
 
 
 def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
-    """The run spec with one device: that of rank `local_rank` of this machine."""
     if spec.profile.device.count == 1:
         return spec
     device = spec.profile.device.model_copy(update={"count": 1})
@@ -88,13 +84,10 @@ def spec_of_rank(spec: RunSpec, local_rank: int) -> RunSpec:
 
 
 def run_supervised(directory: Path, *, resume: bool = False, from_step: int | None = None) -> int:
-    """Train the run in `directory` on all its devices, or with `resume` continue it from its newest checkpoint, with
-    `from_step` from the newest one of that step or before; returns the exit code.
+    """Train the run on all its devices, or `resume` it from its newest checkpoint (of `from_step` or before); returns
+    the exit code.
 
-    Raises:
-        EnvironmentProblem: another process has claimed the run.
-        SpecError: its run.toml is invalid.
-        UsageError: its profile has several machines.
+    EnvironmentProblem: another process has claimed the run. SpecError: invalid run.toml. UsageError: several machines.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     place = RunDirectory(directory)
@@ -123,7 +116,7 @@ def supervise(spec: RunSpec, directory: RunDirectory, *, resume: bool, from_step
 
 
 def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: int | None) -> str:
-    """Start all ranks and wait for their end; returns what went wrong, as a sentence."""
+    """What went wrong, as a sentence."""
     arguments = ["_engine", str(directory.path)]
     arguments += ["--resume"] if resume else []
     arguments += ["--from", str(from_step)] if from_step is not None else []
@@ -131,8 +124,7 @@ def _attempt(spec: RunSpec, directory: RunDirectory, resume: bool, from_step: in
 
 
 def start_ranks(spec: RunSpec, directory: RunDirectory, arguments: list[str]) -> str:
-    """Start Tunedeck with the command-line `arguments` once for each device, as ranks of the run in `directory`, and
-    wait for their end; returns what went wrong, as a sentence, or an empty text."""
+    """Start Tunedeck once for each device, as ranks of the run, and wait; returns what went wrong, empty if nothing."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.profile.device.count)))
     os.environ[RANK_OF] = directory.name
     config = LaunchConfig(
@@ -153,8 +145,7 @@ def start_ranks(spec: RunSpec, directory: RunDirectory, arguments: list[str]) ->
 
 
 def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
-    """A sentence on why an attempt with `size` ranks failed: it names the ranks that were killed or crashed, else those
-    that did not answer."""
+    """Names the ranks that were killed or crashed, else those that did not answer."""
     killed_by_agent = _killed_by_agent(failures)
     causes = [
         f"rank {rank} {_manner(failure.exitcode)}"
@@ -170,8 +161,7 @@ def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
 
 
 def _killed_by_agent(failures: dict[int, ProcessFailure]) -> set[int]:
-    """Ranks that the agent killed, because they had not ended in time after another rank failed (torch 2.13 reports
-    them)."""
+    """Ranks that had not ended in time after another failed (torch 2.13 reports them, too)."""
     first = min((failure.timestamp for failure in failures.values()), default=0)
     return {
         rank
@@ -237,8 +227,7 @@ class _relaying_signals:
 
 
 def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
-    """Have this process killed when the supervisor ends; on every rank but 0, redirect output to the rank's own log
-    (rank 0's is engine.log)."""
+    """Have this process killed when the supervisor ends; on ranks but 0, redirect output to a log of their own."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if rank:
@@ -251,8 +240,7 @@ def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
 
 
 def exit_without_cleanup(code: int) -> NoReturn:
-    """End this process with exit code `code` and without cleanup, because with another rank gone, closing gloo's
-    connections can take half a minute."""
+    """With another rank gone, closing gloo's connections can take half a minute."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,9 @@
-"""Sums the gradients of replicated ranks in one buffer, allocated once, over all trainable parameters in a fixed order.
+"""Gradient all-reduce: sums the gradients of replicated ranks in one buffer, allocated once, over all trainable
+parameters in a fixed order.
 
-The model is not wrapped, so a micro-batch runs without any collective and ranks may differ in how many they need. A
-parameter without a gradient on one rank counts as zero there; one without a gradient on every rank keeps None, because
-an optimizer treats zero and None differently (AdamW decays on zero).
-
-Try: `pytest tests/distributed/test_ranks.py`
+The model is not wrapped, so micro-batches run without collectives and ranks may differ in how many they need. A
+parameter without a gradient on one rank counts as zero there; one without a gradient anywhere keeps None, because an
+optimizer treats the two differently (AdamW decays on zero).
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.distributed.host_gather import raising_lost_rank
-
-BUCKET_BYTES = 32 * 2**20
-"""Large enough that the network's latency (20 us a message) vanishes beside the transfer, small beside a model."""
+from engine.budget.predict.parallel_layout import BUCKET_BYTES
+from engine.distributed.votes import raising_lost_rank
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class GradientAllReduce:
     """Sums gradients over all ranks. Every rank makes one, with the same parameters in the same order."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Allocate the buffer in which gradients are summed. Raises torch.OutOfMemoryError."""
+        """Allocate the buffer. Raises torch.OutOfMemoryError."""
         self._parameters = list(parameters)
         counts = [parameter.numel() for parameter in self._parameters]
         capacity = max(1, min(sum(counts), bucket_bytes // 4))
@@ -45,8 +42,7 @@ class GradientAllReduce:
         self._present_here = self._present.numpy()
 
     def agree(self) -> list[int]:
-        """Indices of parameters that have a gradient on another rank and none here. All ranks call this. Allocates
-        nothing. Raises LostRankError."""
+        """Parameters with a gradient on another rank and none here. Allocates nothing. All ranks call this."""
         here = [parameter.grad is not None for parameter in self._parameters]
         self._present_here[:] = here
         with raising_lost_rank():
@@ -54,18 +50,12 @@ class GradientAllReduce:
         return [index for index, mine in enumerate(here) if self._present_here[index] and not mine]
 
     def fill(self, missing: Sequence[int]) -> None:
-        """Give the parameters at the indices `missing` a zero gradient. Raises torch.OutOfMemoryError, after which the
-        call may be repeated."""
+        """Give the `missing` a zero gradient. Raises torch.OutOfMemoryError, after which the call may be repeated."""
         for index in missing:
             self._parameters[index].grad = torch.zeros_like(self._parameters[index])
 
     def sum(self) -> None:
-        """Replace every gradient by its sum over all ranks; afterwards all ranks hold the same gradients. Allocates
-        nothing.
-
-        Raises:
-            LostRankError: a rank is gone.
-        """
+        """Replace every gradient by its sum over all ranks. Allocates nothing. LostRankError: a rank is gone."""
         for bucket in self._buckets:
             pieces = [(self._gradient(piece), piece) for piece in bucket if self._present_here[piece.index]]
             if not pieces:
@@ -87,7 +77,7 @@ class GradientAllReduce:
 
 
 def _cut(counts: Sequence[int], capacity: int) -> list[list[_Piece]]:
-    """Assign parameters, in order, to buckets of `capacity` elements; a parameter may be split over several buckets."""
+    """Parameters, in order, in buckets of `capacity` elements; a parameter may be split over several."""
     buckets: list[list[_Piece]] = [[]]
     used = 0
     for index, count in enumerate(counts):

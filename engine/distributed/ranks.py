@@ -1,20 +1,14 @@
-"""Who else works on this run: this process's rank, the number of ranks, and three ways to exchange values on the host.
-
-`all_gather_object` is a vote of all ranks, bounded in time. `broadcast_object` gives all of them rank 0's value.
-`run_on_rank0` lets rank 0 work alone for as long as it takes (tokenising, evaluating, writing a checkpoint); the other
-ranks wait while rank 0 gives signs of life, and meanwhile run what it requests of all ranks, such as gathering weights.
-A run of one process uses `SINGLE_PROCESS`, where the same calls return at once.
-
-Try: `pytest tests/distributed/test_ranks.py`
-"""
+"""Who else works on this run: this process's rank, the number of ranks, ways to exchange values on the host, and which
+sequences of a step each rank gets."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,10 +21,24 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from engine.distributed.host_gather import HostGather, LostRankError, raising_lost_rank
-from engine.distributed.interface import settle_interface
-from engine.distributed.rendezvous import rendezvous_store
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.rendezvous import rendezvous_store, settle_interface
+from engine.distributed.votes import HostGather, LostRankError, VotedGroup, raising_lost_rank
+
+
+def assign_samples(lengths: Sequence[int] | NDArray[np.int32], ranks: int) -> list[list[int]]:
+    """For each rank the positions in `lengths` of its sequences, ascending; each position goes to exactly one rank.
+
+    Longest first, each to the rank with the fewest tokens so far (Graham 1969, list scheduling: at worst a third above
+    the best assignment), among equals the one with fewer sequences, then the lower rank.
+    """
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    waiting = [(0, 0, rank) for rank in range(ranks)]
+    for position in sorted(range(len(lengths)), key=lambda index: (-int(lengths[index]), index)):
+        tokens, count, rank = heapq.heappop(waiting)
+        hands[rank].append(position)
+        heapq.heappush(waiting, (tokens + int(lengths[position]), count + 1, rank))
+    return [sorted(hand) for hand in hands]
+
 
 MESSAGE_POLL_SECONDS = 0.05
 """Longest pause between two checks whether rank 0 is done; the first pauses are shorter."""
@@ -39,7 +47,7 @@ LIFE_SECONDS = 5.0
 """Interval of rank 0's signs of life while it works alone; a quarter of the time limit of votes if that is shorter."""
 
 COUNTS_AT_ONCE = 4000
-"""Numbers of up to 14 digits, as JSON, that fit one exchange (`engine.distributed.host_gather.SLOT_BYTES`)."""
+"""Numbers of up to 14 digits, as JSON, that fit one exchange (`engine.distributed.votes.SLOT_BYTES`)."""
 
 COLLECTIVE_PATIENCE = 2
 """Collectives on the device time out this many times later than votes, so that a vote finds a lost rank first."""
@@ -47,18 +55,16 @@ COLLECTIVE_PATIENCE = 2
 
 @dataclass(eq=False)
 class Ranks:
-    """One process's view of the ranks of its run."""
-
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     """This rank's number among the ranks of its machine."""
     host_gather: HostGather | None = None
-    """Exchanges small values between all ranks; None in a run of one process."""
+    """None in a run of one process."""
     store: Store | None = None
-    """torch's key-value store that all ranks reach, for messages of rank 0; None in a run of one process."""
+    """torch's key-value store, for messages of rank 0; None in a run of one process."""
     patience_seconds: float = 600.0
-    """How long other ranks wait for rank 0 without a sign of life from it, before they raise LostRankError."""
+    """How long other ranks wait without a sign of life from rank 0, before they raise LostRankError."""
     host_region: Callable[[], AbstractContextManager[None]] = nullcontext
     """The device's context for host allocations, so that buffers of votes do not count as device memory."""
     handlers: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -67,25 +73,21 @@ class Ranks:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0, which writes events, checkpoints and results."""
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Exchange `value` (JSON) with all ranks; returns every rank's value, in the order of ranks. All ranks call
-        this. Raises LostRankError."""
+        """Every rank's `value` (JSON), by rank. All ranks call this. Raises LostRankError."""
         if self.host_gather is None:
             return [value]
         with self.host_region():
             return self.host_gather.gather(value)
 
     def sums(self, values: list[float]) -> list[float]:
-        """The sum over all ranks of each of `values`, a list of the same length on every rank. All ranks call this.
-        Raises LostRankError."""
+        """The sums over all ranks of lists of the same length. All ranks call this. Raises LostRankError."""
         return [sum(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     def sum_of_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sum over all ranks of an array of counts, which has the same shape on every rank; sent in pieces that fit
-        one exchange. Raises LostRankError."""
+        """The sum over all ranks of arrays of one shape, sent in pieces that fit one exchange. Raises LostRankError."""
         if self.size == 1:
             return counts
         flat = counts.ravel()
@@ -94,21 +96,20 @@ class Ranks:
         return np.concatenate(sums).reshape(counts.shape)
 
     def voted_group(self) -> VotedGroup:
-        """Return a group of all ranks that vote before each collective, for collectives that a rank may be unable to
-        join because it ran out of memory."""
+        """All ranks, voting before each collective, which one may be unable to join for want of memory."""
         assert self.host_gather is not None
         return VotedGroup(self.host_gather.group, self.host_region)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's `value` (JSON) on every rank. All ranks call this. Raises LostRankError."""
+        """Rank 0's `value` (JSON) on every rank. All ranks call this. Raises LostRankError."""
         return self.all_gather_object(value if self.is_rank0 else None)[0]
 
     def run_on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0; returns its result (JSON) on all ranks. All ranks call this; meanwhile the other
-        ranks run what rank 0 requests.
+        """`action`'s result (JSON), from rank 0, on all ranks; the others wait and run what it requests. All ranks call
+        this.
 
-        An error of `action` is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of
-        the run, or has given no sign of life for `patience_seconds`.
+        Its error is raised on rank 0 alone; the others get LostRankError once rank 0 has recorded the end of the run,
+        or has given no sign of life for `patience_seconds`.
         """
         if self.store is None:
             return action()
@@ -121,8 +122,7 @@ class Ranks:
         return message["result"]
 
     def request(self, handler: str, **details: Any) -> Any:
-        """On rank 0, inside `run_on_rank0`: run the handler named `handler` with the arguments `details` on all ranks,
-        rank 0 included; returns the handler's result on rank 0."""
+        """On rank 0, inside `run_on_rank0`: run a handler on all ranks; returns rank 0's result."""
         if self.store is not None:
             self._post(self.store, {"handler": handler, "details": details})
         return self.handlers[handler](**details)
@@ -165,7 +165,7 @@ class Ranks:
             self.store.set(f"error/{self.rank}", json.dumps(error))
 
     def noted_error(self) -> dict[str, Any] | None:
-        """The error that another rank left with `note_error`; None if no rank did."""
+        """The error that another rank left; None if no rank did."""
         if self.store is None:
             return None
         with raising_lost_rank():
@@ -177,8 +177,7 @@ class Ranks:
 
 @contextmanager
 def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
-    """While the block runs, a thread increments a counter in the store every `every_seconds`. It shows waiting ranks
-    that this process is not stopped."""
+    """While the block runs, a thread shows waiting ranks that this process is not stopped: it increments a counter."""
     over = threading.Event()
 
     def count() -> None:
@@ -197,17 +196,13 @@ def signs_of_life(store: Store, every_seconds: float) -> Iterator[None]:
 
 
 SINGLE_PROCESS = Ranks()
-"""A run of one process."""
+"""A run of one process: the same calls return at once."""
 
 
 @contextmanager
 def process_group(timeout_seconds: float, device_type: str, device_index: int = 0) -> Iterator[Ranks]:
-    """Context manager: join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, …), yield this
-    process's `Ranks`, and leave the ranks at the end. `timeout_seconds` bounds each vote and the wait for signs of
-    life.
-
-    Raises LostRankError when not all ranks come within the time limit.
-    """
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, …) and leave them at the end.
+    `timeout_seconds` bounds each vote and the wait for signs of life. LostRankError: not all ranks come in time."""
     limit = timedelta(seconds=timeout_seconds)
     with raising_lost_rank():
         store, rank, size = next(rendezvous("env://", timeout=limit))

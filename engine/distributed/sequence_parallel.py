@@ -1,16 +1,12 @@
 """Sequence parallelism: a rank holds some positions of every row, and around attention ranks exchange them for heads.
 
-Attention is the one operation that mixes positions, and it does not mix heads. So before attention every rank sends the
-queries, keys and values of its positions for the heads that other ranks compute, and receives those of its own heads at
-all positions; after attention the outputs are sent back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509). That is one
-all-to-all each way, and one each way in backward, with a vote before each (`engine.distributed.voted_group`). Where
-there are fewer key heads than ranks, a key head is sent to several ranks.
+Attention mixes positions, but not heads. So before it every rank sends queries, keys and values of its positions for
+the heads of other ranks, and receives those of its own heads at all positions; then the outputs are sent back (Ulysses;
+Jacobs et al. 2023, arXiv 2309.14509). That is one all-to-all each way, also in backward, with a vote before each
+(`engine.distributed.votes`). With fewer key heads than ranks, a key head is sent to several.
 
 Shapes: B rows, P places (ranks of the group), S positions of one place, T = P·S all positions, H heads, h heads of one
 place, D values of a head, F values sent per position, all heads of a place together.
-
-Which attention runs in between is up to `engine.model.ulysses_attention`. Try: `pytest
-tests/distributed/test_sequence.py`
 """
 
 from __future__ import annotations
@@ -24,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed.host_gather import raising_lost_rank
 from engine.distributed.ranks import COLLECTIVE_PATIENCE, Ranks
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.votes import VotedGroup, raising_lost_rank
 
 
 @dataclass(eq=False)
@@ -39,13 +34,10 @@ class SequenceGroup:
     group: dist.ProcessGroup
 
     def exchange(self, sent: Tensor) -> Tensor:
-        """All-to-all: send part p of `sent` [P, ...] to place p; returns a tensor whose part p came from place p. Frees
-        the memory of `sent`.
+        """All-to-all: send part p of `sent` [P, ...] to place p; part p of the result came from there. Frees `sent`.
 
-        Raises:
-            torch.OutOfMemoryError: no room for the result.
-            PeerFailedError: another rank failed before this exchange.
-            LostRankError: a rank is gone.
+        torch.OutOfMemoryError: no room for the result. PeerFailedError: another rank failed before. LostRankError: one
+        is gone.
         """
         received = torch.empty_like(sent)
         self.voted_group.ready()
@@ -56,11 +48,8 @@ class SequenceGroup:
 
 
 def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
-    """Divide the ranks into groups of `size` consecutive ranks; returns this rank's group. All ranks of the run call
-    this. If `size` is the number of all ranks, the existing group of all ranks is used, because each additional NCCL
-    group takes memory.
-
-    `voted_group` votes before collectives; without one, the ranks of the group vote among themselves.
+    """This rank's group of `size` consecutive ranks. All ranks call this. If that is all of them, the existing group is
+    used: each additional NCCL group takes memory. `voted_group` votes before collectives; default: the group's ranks.
     """
     if size == ranks.size:
         assert dist.group.WORLD is not None
@@ -79,15 +68,14 @@ def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None 
 
 
 def to_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Turn tensors of all heads at this place's positions [B, H, S, D] into tensors [B, h, T, D] of this place's heads
-    at all positions. Differentiable. Raises the errors of `SequenceGroup.exchange`, in backward too."""
+    """[B, H, S, D] of all heads at this place's positions → [B, h, T, D] of this place's heads at all positions.
+    Differentiable. Raises the errors of `SequenceGroup.exchange`, in backward too."""
     tensors_BhTD: tuple[Tensor, ...] = _apply(_ToHeads, group, *tensors_BHSD)
     return tensors_BhTD
 
 
 def to_positions(group: SequenceGroup, tensor_BhTD: Tensor) -> Tensor:
-    """Turn a tensor of this place's heads at all positions [B, h, T, D] into one [B, H, S, D] of all heads at this
-    place's positions. Differentiable. Raises the errors of `SequenceGroup.exchange`, in backward too."""
+    """The inverse of `to_heads`, for one tensor. Raises the same errors, in backward too."""
     tensor_BHSD: Tensor = _apply(_ToPositions, group, tensor_BhTD)
     return tensor_BHSD
 
@@ -119,8 +107,8 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _scatter_heads(group: SequenceGroup, tensors_BHSD: Sequence[Tensor]) -> list[Tensor]:
-    """Send every place its heads of all tensors, in one buffer; returns a tensor [B, h, T, D] for each. Positions are
-    the outermost dimension of the buffer, so the results are views of what was received."""
+    """Send every place its heads of all tensors, in one buffer; [B, h, T, D] for each. Positions are the buffer's
+    outermost dimension, so the results are views of what was received."""
     shares = [_share(tensor.shape[1], group.size) for tensor in tensors_BHSD]
     widths = [heads * tensor.shape[-1] for (heads, _), tensor in zip(shares, tensors_BHSD, strict=True)]
     received_TBF = group.exchange(_packed_heads(tensors_BHSD, shares, widths, group.size)).flatten(0, 1)
@@ -140,9 +128,7 @@ def _packed_heads(
 
 
 def _gather_heads(group: SequenceGroup, tensors_BhTD: Sequence[Tensor], all_heads: Sequence[int]) -> list[Tensor]:
-    """Undo `_scatter_heads`: send every place its positions of all tensors; returns a tensor [B, H, S, D] for each.
-    `all_heads` has the number of heads H of each tensor. The copies of a head that was sent to several places are
-    summed."""
+    """Undo `_scatter_heads`: [B, H, S, D] for each, H in `all_heads`. A head sent to several places is summed."""
     widths = [tensor.shape[1] * tensor.shape[-1] for tensor in tensors_BhTD]
     received_PSBF = group.exchange(_packed_positions(tensors_BhTD, widths, group.size))
     joined = [
@@ -162,9 +148,8 @@ def _packed_positions(tensors_BhTD: Sequence[Tensor], widths: Sequence[int], pla
 
 
 def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
-    """Join what all ranks of the group sent, [P, S, B, h, D], into [B, H, S, D]; always a copy. In memory, positions
-    come before heads, as linear layers expect. `times`: the number of ranks that hold copies of the same head, which
-    are summed."""
+    """[P, S, B, h, D] from all ranks as [B, H, S, D], always a copy, with positions before heads in memory as linear
+    layers expect. `times`: ranks that hold copies of a head, which are summed."""
     if times > 1:
         received_PSBhD = received_PSBhD.unflatten(0, (-1, times)).sum(1)
     by_row = received_PSBhD.permute(2, 1, 0, 3, 4).clone(memory_format=torch.contiguous_format)
@@ -172,12 +157,10 @@ def _joined(received_PSBhD: Tensor, times: int) -> Tensor:
 
 
 def _free(buffer: Tensor) -> None:
-    """Free a buffer's memory at once, because gloo's thread keeps a reference to the buffer for some time after the
-    operation."""
+    """At once: gloo's thread keeps a reference to the buffer for some time after the operation."""
     buffer.untyped_storage().resize_(0)
 
 
 def _share(heads: int, places: int) -> tuple[int, int]:
-    """(the number of heads that one place computes, the number of places that compute the same heads), for a tensor of
-    `heads` heads."""
+    """(heads that one place computes, places that compute the same heads)."""
     return (heads // places, 1) if heads >= places else (1, places // heads)

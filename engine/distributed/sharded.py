@@ -1,19 +1,18 @@
-"""Shards a model's weights over ranks with torch's `fully_shard`: groups, votes before collectives, recovery.
+"""Shards a model's weights over ranks with torch's `fully_shard` (FSDP2): groups, votes before collectives, recovery.
 
-Every decoder layer, the embedding, the head, and each small module beside them is a group of its own. Its weights are
-gathered for their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2). The head, which comes
-last in forward and first in backward, is kept either way; a head tied to the embedding is one group with it, kept for
-the whole pass. Gradients are reduced after each micro-batch, in fp32: if they were kept until the last micro-batch,
-they would take the memory of the whole model's gradients. Sums over micro-batches have the dtype of the weights, as on
-one device (docs/measurements.md says what that costs in bf16).
+Every decoder layer, the embedding, the head, and each small module beside them is a group. Its weights are gathered for
+their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2), as the head's always are; a head
+tied to the embedding is one group with it, kept for the whole pass. Gradients are reduced after each micro-batch, in
+fp32: kept until the last, they would take the memory of the whole model's. Sums over micro-batches have the dtype of
+the weights, as on one device (docs/measurements.md says what that costs in bf16).
 
-The two collectives, all-gather and reduce-scatter, vote on the host after their buffers are allocated and before they
-are launched, so that memory that runs out on one rank ends the attempt of all at the same collective. Where ranks vote
-once for a whole micro-batch (`engine.distributed.micro_batch_votes`), a rank that failed joins the others in the rest
-of its collectives with `join_others`. `recover` then puts the model back.
+All-gather and reduce-scatter vote on the host after their buffers are allocated and before they are launched, so that
+memory that runs out on one rank ends the attempt of all at the same collective. Where ranks vote once per micro-batch
+(`engine.distributed.votes`), a rank that failed joins the rest of its collectives with `join_others`.
+`recover` then puts the model back.
 
 This is the only file that uses private parts of torch; KNOWN_TORCH in `engine.budget.predict.shards` names the versions
-that it was written for; with other versions nothing is recovered. Try: `pytest tests/distributed/test_sharded_model.py`
+it was written for; with others nothing is recovered.
 """
 
 from __future__ import annotations
@@ -40,12 +39,9 @@ from torch.nn import Parameter
 
 from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
 from engine.device.base import Device
-from engine.device.catch_oom import free_failed_graph, retry_on_oom
-from engine.device.oom import OutOfMemory
-from engine.distributed.host_gather import LostRankError, raising_lost_rank
-from engine.distributed.micro_batch_votes import Collective, MicroBatchVotes
-from engine.distributed.own_rows import own_rows
-from engine.distributed.voted_group import VotedGroup
+from engine.device.oom import OutOfMemory, free_failed_graph, retry_on_oom
+from engine.distributed.votes import Collective, LostRankError, MicroBatchVotes, VotedGroup, raising_lost_rank
+from engine.distributed.weight_exchange import own_rows
 from engine.errors import MemoryExhaustedError
 
 ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
@@ -60,7 +56,7 @@ class VotingAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Launch the all-gather after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
+        """Raises the errors of `MicroBatchVotes.launching`."""
         collective = Collective(ALL_GATHER, self._index, output_tensor.numel(), output_tensor.dtype)
         with self._votes.launching(collective), raising_lost_rank():
             return super().__call__(
@@ -77,7 +73,7 @@ class VotingReduceScatter(DefaultReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work:
-        """Launch the reduce-scatter after a vote, if one is due. Raises the errors of `MicroBatchVotes.launching`."""
+        """Raises the errors of `MicroBatchVotes.launching`."""
         collective = Collective(REDUCE_SCATTER, self._index, input_tensor.numel(), input_tensor.dtype)
         with self._votes.launching(collective), raising_lost_rank():
             return super().__call__(
@@ -88,11 +84,12 @@ class VotingReduceScatter(DefaultReduceScatter):
 def groups_of(
     model: nn.Module, embedding: nn.Module, head: nn.Module, layer_kinds: Collection[str]
 ) -> list[list[nn.Module]]:
-    """Groups of modules whose parameters are gathered together, inner modules first: layers (by class name), other
-    modules with parameters, the embedding, the head.
+    """Modules whose parameters are gathered together, inner ones first: layers (by class name), others, embedding,
+    head.
 
-    An embedding and a head with tied weights are one group. A module that learns in another dtype than the rest of its
-    layer is a group of its own, because torch reduces the gradients of a group in one dtype."""
+    Embedding and head with tied weights are one group. A module that learns in another dtype than the rest of its layer
+    is a group of its own, because torch reduces a group's gradients in one dtype.
+    """
     ends = {id(parameter) for end in (embedding, head) for parameter in end.parameters()}
     taken = set(ends)
     groups: list[list[nn.Module]] = []
@@ -111,8 +108,7 @@ def groups_of(
 
 
 def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer with trainable parameters of another dtype than most of the layer's trainable parameters,
-    such as bf16 copies beside fp32 adapters."""
+    """Modules trained in another dtype than most of the layer, such as bf16 copies beside fp32 adapters."""
     counts = Counter(parameter.dtype for parameter in layer.parameters() if parameter.requires_grad)
     most = counts.most_common(1)[0][0] if counts else None
     return [
@@ -123,7 +119,7 @@ def _learning_otherwise(layer: nn.Module) -> list[nn.Module]:
 
 
 def _untaken(parameters: Iterator[Parameter], taken: set[int]) -> bool:
-    """Add the `id`s of `parameters` to the set `taken`; returns whether any of them was not in the set."""
+    """Add the `id`s of `parameters` to `taken`; returns whether any was new."""
     free = {id(parameter) for parameter in parameters} - taken
     taken |= free
     return bool(free)
@@ -145,13 +141,9 @@ class ShardedModel:
         fill: Callable[[Sequence[nn.Module]], AbstractContextManager[None]],
         host_region: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Shard `root`, which holds `model` and `head`, over the ranks of `mesh`, group by group; `voted_group` votes
-        before collectives.
-
-        `fill` loads a group's weights around its sharding, so that at most one group is in memory in full.
-        With `drops_weights` (ZeRO-3) gathered weights are freed after forward, except the head's. `host_region` is the
-        device's context for host allocations.
-        """
+        """Shard `root`, which holds `model` and `head`, over `mesh`. `fill` loads a group's weights around its
+        sharding, so that at most one group is in memory in full. `drops_weights` is ZeRO-3: gathered weights are freed
+        after forward, except the head's."""
         self.model, self.voted_group, self.votes = model, voted_group, MicroBatchVotes(voted_group)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._kept: list[tuple[FSDPModule, bool]] = []
@@ -174,7 +166,7 @@ class ShardedModel:
             self._present = torch.zeros(len(self._learning), dtype=torch.uint8)
             self._squares = torch.zeros(1, dtype=torch.float64)
         self._squares_here = self._squares.numpy()
-        """NumPy view of `_squares`: writing into a tensor allocates memory, writing into this view does not."""
+        """Writing into a tensor allocates memory, writing into this NumPy view does not."""
         self._present_here = self._present.numpy()
         """Whether a parameter had a gradient on this rank; after `sync_gradients`, on any rank."""
         self._in_dummy = False
@@ -182,8 +174,7 @@ class ShardedModel:
             group.post_backward = self._noting_gradients(group)
 
     def _voting_groups(self) -> list[Any]:
-        """Replace the collectives of all groups of parameters by those that vote, and set that gradients are summed
-        over ranks, not averaged, also where a parameter was not used; returns torch's groups, in one order."""
+        """Make all collectives vote, and sum gradients instead of averaging; returns torch's groups, in one order."""
         for module in [module for module in cast(nn.Module, self._root).modules() if isinstance(module, FSDPModule)]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -198,30 +189,24 @@ class ShardedModel:
         return groups
 
     def local_parameters(self) -> dict[str, Parameter]:
-        """This rank's part of every trainable parameter, by name, in the model's order. The optimizer updates parts in
-        place; a part may be empty."""
+        """This rank's parts by name, in the model's order. The optimizer updates them in place; a part may be empty."""
         by_id = {id(p.sharded_param): part for p, part in zip(self._learning, self._local_parameters, strict=True)}
         return {name: by_id[id(p)] for name, p in self.model.named_parameters() if id(p) in by_id}
 
     def full_parameters(self) -> dict[str, DTensor]:
-        """Every trainable parameter as a DTensor with its full shape, by the same names as in `local_parameters`."""
+        """As DTensors with their full shapes, by the names of `local_parameters`."""
         learning = {id(p.sharded_param) for p in self._learning}
         return {name: cast(DTensor, p) for name, p in self.model.named_parameters() if id(p) in learning}
 
     def first_elements(self) -> dict[str, int]:
-        """By parameter name, as in `local_parameters`: the flat index in the whole parameter at which this rank's part
-        begins."""
+        """By name: the flat index in the whole parameter at which this rank's part begins."""
         return {
             name: own_rows(whole).start * math.prod(whole.shape[1:]) for name, whole in self.full_parameters().items()
         }
 
     def sync_gradients(self) -> None:
-        """After the last backward: give every local parameter its part of the gradient summed over ranks. A parameter
-        that has a gradient on no rank keeps None, because an optimizer treats zero and None differently. Allocates
-        nothing; all ranks call it.
-
-        Raises LostRankError.
-        """
+        """After the last backward: give every part its gradient summed over ranks; None where no rank has one, which
+        optimizers treat differently from zero. Allocates nothing. All ranks call this. Raises LostRankError."""
         with raising_lost_rank():
             dist.all_reduce(self._present, op=dist.ReduceOp.MAX, group=self.voted_group.group)
         for met, parameter, part in zip(self._present_here, self._learning, self._local_parameters, strict=True):
@@ -229,11 +214,7 @@ class ShardedModel:
             part.grad = gradient.to_local() if met and gradient is not None else None
 
     def global_norm(self, norm_here: float) -> float:
-        """Combine the gradient norms of all ranks' parts (`norm_here` on this rank) into the norm of the whole
-        gradients, on every rank.
-
-        Raises PeerFailedError if another rank failed before this call.
-        """
+        """The norm of the whole gradients, from all ranks' parts. PeerFailedError: another rank failed."""
         self._squares_here[0] = norm_here**2
         self.voted_group.ready()
         with raising_lost_rank():
@@ -252,14 +233,11 @@ class ShardedModel:
         return recovers_with(torch.__version__)
 
     def recover(self) -> None:
-        """Free all weights that a failed attempt gathered and all gradients that it computed, including those in
-        flight. Allocates nothing.
+        """Free all weights that a failed attempt gathered and all its gradients, including those in flight. Allocates
+        nothing.
 
-        torch's own reset does not free the gradients of gathered weights, nor the memory of an all-gather that failed
-        while its result was copied out.
-
-        Raises:
-            LostRankError: recovery is not known for this version of torch; all ranks must restart.
+        torch's own reset does not free the gradients of gathered weights, nor an all-gather that failed while its
+        result was copied out. LostRankError: recovery is not known for this torch; all ranks must restart.
         """
         if not self.recovers:
             raise LostRankError(
@@ -276,11 +254,11 @@ class ShardedModel:
         self.drop_gradients()
 
     def join_others(self, device: Device, report_retry: Callable[[OutOfMemory, str, int], None]) -> None:
-        """After this rank failed in a micro-batch: launch the collectives that the other ranks launch before their next
-        vote. They receive this rank's part of the weights, and zeros as its gradients; what it receives is dropped.
+        """After this rank failed in a micro-batch: launch the others' collectives up to their next vote, with its part
+        of the weights and zeros as gradients; what it receives is dropped.
 
         Frees the failed attempt first. An allocation that fails here is tried again and passed to `report_retry` with
-        the remedy and the number of the attempt. Raises LostRankError if it fails each time.
+        the remedy and the attempt's number; LostRankError if it fails each time.
         """
         if self.votes.due is None:
             return
@@ -312,12 +290,9 @@ class ShardedModel:
 
     @contextmanager
     def forward_only(self, *, gathers_head: bool = False) -> Iterator[None]:
-        """Context manager for forward passes without a backward: the weights of each group are freed after use, those
-        of the head at the end.
-
-        With `gathers_head` the head's weights are gathered throughout, for passes that call the model directly. Raises
-        PeerFailedError if another rank cannot take part in an all-gather.
-        """
+        """For passes without a backward: each group's weights are freed after use, the head's at the end.
+        `gathers_head` keeps these throughout, for passes that call the model directly. PeerFailedError: another rank
+        cannot take part."""
         for module, _ in self._kept:
             module.set_reshard_after_forward(True, recurse=False)
         try:
@@ -333,7 +308,7 @@ class ShardedModel:
 
     @contextmanager
     def dummy_micro_batch(self) -> Iterator[None]:
-        """Context manager for a dummy micro-batch: its zero gradients do not count as gradients in `sync_gradients`."""
+        """A dummy micro-batch: its zero gradients do not count as gradients in `sync_gradients`."""
         self._in_dummy = True
         try:
             yield
@@ -341,8 +316,7 @@ class ShardedModel:
             self._in_dummy = False
 
     def _noting_gradients(self, group: Any) -> Callable[..., None]:
-        """Return a replacement for torch's `post_backward` of `group`, which first records which parameters have
-        gradients: torch adds zeros for the rest."""
+        """`group`'s `post_backward`, first recording which parameters have gradients: torch adds zeros for the rest."""
         post_backward = group.post_backward
         inside = set(map(id, group.fsdp_params))
         mine = [(index, parameter) for index, parameter in enumerate(self._learning) if id(parameter) in inside]

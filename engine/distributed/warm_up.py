@@ -1,17 +1,13 @@
 """Makes the communicators of the device's collectives before anything else takes memory, and explains why they cannot
 be made.
 
-NCCL makes a communicator at the first collective of a group and allocates its buffers then, outside torch's allocator
-and its cap (0.7 to 1.6 GB, according to reports by others). Without a warm-up, a failure of this allocation happens in
-the middle of the first step, where it looks as if a rank was lost. Every kind of collective is run once, because some
-allocate more at their first use.
+NCCL makes a communicator at a group's first collective and allocates its buffers then, outside torch's allocator and
+its cap (0.7 to 1.6 GB, according to reports by others): a failure in the first step would look like a lost rank. Every
+kind of collective is run once, because some allocate more at their first use.
 
-Binding groups to a device (`init_process_group(device_id=...)`) would make communicators early, too, but is not
-possible: torch then splits the communicator of all ranks for every later group. For a later gloo group only the ranks
-outside it would do so, and would wait for the ranks inside it for ever (`_new_process_group_helper` of torch 2.13;
-pytorch issue 145376).
-
-Try: `pytest tests/distributed/test_warm_up.py`
+Binding groups to a device (`init_process_group(device_id=...)`) would make communicators early, too, but torch then
+splits the communicator of all ranks for every later group; for a gloo group only the ranks outside it would do so, and
+would wait for ever (`_new_process_group_helper` of torch 2.13; pytorch issue 145376).
 """
 
 from __future__ import annotations
@@ -26,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.device.base import Device
-from engine.device.bounded import within
+from engine.device.base import Device, within
 from engine.device.oom import classify
-from engine.distributed.host_gather import LostRankError, raising_lost_rank
+from engine.distributed.votes import LostRankError, raising_lost_rank
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, TunedeckError
 
 VALUES = 256
@@ -45,12 +40,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def warm_up(device: Device, seconds: float, group: dist.ProcessGroup | None = None) -> None:
-    """Run every kind of collective once on device tensors, in `group` or among all ranks; all of them call this.
+    """Run every kind of collective once on the device, in `group` or among all ranks; all of them call this.
 
-    Raises:
-        EnvironmentProblem: NCCL found no room in /dev/shm, or a collective gave a wrong result.
-        MemoryExhaustedError: NCCL found no room on the device.
-        LostRankError: another rank failed, or did not come within `seconds`.
+    EnvironmentProblem: no room in /dev/shm, or a wrong result. MemoryExhaustedError: no room on the device.
+    LostRankError: another rank failed, or did not come within `seconds`.
     """
 
     def run() -> None:
@@ -69,12 +62,11 @@ def run_each_collective(
     ready: Callable[[], None] = lambda: None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Run every kind of collective that training uses and check the results; returns the seconds of each kind. All
-    ranks of the group run all of them, also after a wrong result.
+    """Run every kind of collective that training uses, all of them also after a wrong result; returns the seconds of
+    each.
 
-    Each rank sends `values` elements to each rank. `ready` is called before each collective, and `synchronize` to wait
-    for the device before and after it. Raises EnvironmentProblem for a wrong result on this rank; errors of NCCL or
-    gloo are raised unchanged.
+    Each rank sends `values` elements to each rank. `ready` is called before each collective, `synchronize` waits for
+    the device around it. EnvironmentProblem: a wrong result on this rank; errors of NCCL or gloo pass unchanged.
     """
     seconds, wrong = dict[str, float](), []
 
@@ -100,16 +92,14 @@ def run_each_collective(
 
 
 class _Numbers:
-    """The values that this rank sends: small whole numbers, plus its rank, a slot of `values` for each rank."""
+    """What this rank sends: small whole numbers, plus its rank, a slot of `values` for each rank."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, values: int) -> None:
         self.group, self.size, self.rank, self.values = group, dist.get_world_size(group), dist.get_rank(group), values
         self.plain = (torch.arange(self.size * values, device=device) % PERIOD).float()
         self.slot = slice(self.rank * values, (self.rank + 1) * values)
-        """This rank's slot."""
 
     def sent(self) -> Tensor:
-        """What this rank sends."""
         return self.plain + self.rank
 
     def total(self) -> Tensor:
@@ -159,13 +149,12 @@ KINDS: dict[str, Callable[[_Numbers, Timed], tuple[Tensor, Tensor]]] = {
     "all-to-all": _exchanged,
     "broadcast": _broadcast,
 }
-"""Every kind of collective that training uses: a function that runs it and returns (result, expected result)."""
+"""By kind: a function that runs it and returns (result, expected result)."""
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Inside the block, turn errors of communicators into errors with a cause and advice, as `explain` does; errors
-    that `explain` does not know are raised as LostRankError."""
+    """Inside the block, `explain` errors of communicators; unknown ones become LostRankError."""
     try:
         with raising_lost_rank():
             yield
@@ -177,8 +166,7 @@ def _explained() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> TunedeckError | None:
-    """The error to raise when a communicator could not be made: EnvironmentProblem if /dev/shm is full,
-    MemoryExhaustedError if the device is; None for any other cause."""
+    """EnvironmentProblem if /dev/shm is full, MemoryExhaustedError if the device is; None for any other cause."""
     text = str(error)
     if _SHARED_MEMORY.search(text) and "No space left on device" in text:
         return EnvironmentProblem(

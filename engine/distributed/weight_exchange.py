@@ -1,10 +1,8 @@
-"""Puts sharded tensors together on many ranks at once: in each round every rank receives one whole tensor.
+"""Puts sharded tensors together to save them: in each round every rank that writes a file receives one whole tensor.
 
-To save a model whose weights are spread over ranks, whole tensors are dealt out to the ranks, and each writes its own.
-So no rank receives the whole model, and none holds more than one tensor and its parts of those of the round. Tensors
-are moved through host memory.
-
-Try: `pytest tests/distributed/test_sharded_saving.py`
+No rank receives the whole model, and none holds more than one tensor and its parts of those of the round, all in host
+memory. `torch.distributed.checkpoint` would not hold to that: it sends no parts, but has every rank write its own, and
+reads all of them again to join them; 0-dimensional tensors become zeros on the way.
 """
 
 from __future__ import annotations
@@ -17,17 +15,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.device.base import Device
-from engine.distributed.host_gather import raising_lost_rank
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.votes import VotedGroup, raising_lost_rank
+
+
+def own_rows(whole: DTensor) -> slice:
+    """The rows (first dimension) of the whole tensor that this rank's shard holds; empty if there are fewer rows than
+    ranks. torch gives each rank as many rows, the last ones fewer or none."""
+    first, length = 0, len(whole)
+    for dimension, placement in enumerate(whole.placements):
+        if placement.is_shard():
+            most = -(-len(whole) // whole.device_mesh.size(dimension))
+            first = min(most * whole.device_mesh.get_local_rank(dimension), len(whole))
+            length = min(most, len(whole) - first)
+    return slice(first, first + length)
+
+
+def part_of(whole: DTensor, part: Tensor) -> DTensor:
+    """`part` as this rank's shard of a tensor that is sharded like `whole`."""
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def exchange(
     rounds: Iterable[Sequence[Tensor]], ranks: Ranks, voted_group: VotedGroup, device: Device
 ) -> Iterator[Tensor]:
-    """For each of `rounds`, a list with a tensor for each rank: yield this rank's tensor, whole and in host memory. In
-    the last rounds there may be fewer tensors than ranks; the ranks without one take part and yield nothing. A tensor
-    that is not sharded is copied on its rank. All ranks must iterate to the end, over the same rounds.
+    """For each of `rounds`, which holds a tensor for each of the first ranks: yield this rank's tensor, whole and in
+    host memory; nothing on a rank without one. A tensor that is not sharded is copied on its rank. All ranks must
+    iterate to the end, over the same rounds.
 
     Raises PeerFailedError, LostRankError.
     """
@@ -57,15 +73,14 @@ def _one_round(tensors: Sequence[Tensor], ranks: Ranks, voted_group: VotedGroup,
 
 
 def _bytes_here(tensor: Tensor, device: Device) -> Tensor:
-    """The bytes of this rank's part of a sharded tensor; none of a tensor that every rank has."""
+    """This rank's part of a sharded tensor as bytes, because gloo does not know every dtype; none of any other."""
     if not isinstance(tensor, DTensor):
         return torch.empty(0, dtype=torch.uint8)
     return device.staged(tensor.to_local()).contiguous().view(-1).view(torch.uint8)
 
 
 def _sizes_of_parts(tensor: Tensor | None, ranks: int) -> list[int]:
-    """Bytes of each rank's part of `tensor`. torch splits the first dimension into equal parts, of which the last ones
-    may be smaller or empty."""
+    """Bytes of each rank's part of `tensor` (see `own_rows`)."""
     if not isinstance(tensor, DTensor):
         return [0] * ranks
     rows = -(-len(tensor) // ranks)

@@ -1,28 +1,188 @@
-"""Generates the answers of an evaluation: several at once, fewer after an out-of-memory error. No answer is generated
-twice.
-
-Answers are kept as soon as they are generated, in the KeptAnswers that the caller gives (`engine.evaluate.kept`).
-
-Try: `pytest tests/evaluate/test_scoring.py`
-"""
+"""The answers of an evaluation: generated as many at once as are predicted to fit, fewer after an out-of-memory error,
+and kept by hashes of what was scored, so that an interrupted evaluation goes on and no answer is generated twice."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.budget.architecture.facts import from_config
+from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
+from engine.budget.predict.parallel_layout import on_one_device
+from engine.budget.trace.memory_config import memory_config_of
+from engine.config.schema.run import RunSpec
+from engine.data.store import hash_text
 from engine.data.tokens import TokenData
-from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass, decode, retries_unchanged
-from engine.evaluate.kept import KeptAnswers
+from engine.device.base import Device
+from engine.errors import UnknownArchitectureError
+from engine.evaluate.context import (
+    EvaluationContext,
+    EvaluationStopped,
+    FailedPass,
+    decode,
+    retries_unchanged,
+)
+from engine.journal.checkpoints_on_disk import MANIFEST
+from engine.model.config import model_config_dict
+from engine.model.reference import find_starting_weights
+
+
+def data_fingerprint(data: TokenData) -> str:
+    """Hash the samples: which rows of which sources, and their images. The tokenizer does not matter."""
+    columns, documents = data.columns, data.documents
+    rows = np.stack([columns.sources[documents].astype(np.int64), columns.origins[documents]])
+    return hash_text(*data.source_fingerprints, rows.tobytes().hex(), _image_digests(data))
+
+
+def tokens_hash(data: TokenData) -> str:
+    """Hash the tokens of all samples, where their answers are, and their images."""
+    columns, documents = data.columns, data.documents
+    pieces = [columns.ids[columns.offsets[document] : columns.offsets[document + 1]] for document in documents]
+    bounds = np.stack([columns.answer_starts[documents], columns.answer_ends[documents]])
+    lengths = columns.lengths[documents]
+    return hash_text(*(array.tobytes().hex() for array in (np.concatenate(pieces), bounds, lengths)),
+                     _image_digests(data))  # fmt: skip
+
+
+def _image_digests(data: TokenData) -> str:
+    """The images' digests, in order, as one text."""
+    found = data.columns.images
+    if found is None:
+        return ""
+    spans = [found.digests[found.offsets[document] : found.offsets[document + 1]] for document in data.documents]
+    return np.concatenate(spans).tobytes().hex()
+
+
+def weights_identity(spec: RunSpec, folder: Path | None) -> str:
+    """Hash the weights in `folder`, or, if None, of the model that the run starts from."""
+    start = find_starting_weights(spec.recipe.model)
+    adapter = Path(start.adapter) if start.adapter else None
+    parts = [spec.recipe.model.model_dump_json(), str(spec.recipe.train.seed), _of_files(start.folder)]
+    return hash_text(*parts, _of_files(adapter), _of_files(folder))
+
+
+def _of_files(folder: Path | None) -> str:
+    """The checkpoint manifest's hash of the weights, else name, size and time of change of each file."""
+    if folder is None or not folder.is_dir():
+        return ""
+    manifest = folder.parent / MANIFEST
+    if folder.name == "weights" and manifest.is_file():
+        files = json.loads(manifest.read_text("utf-8"))["files"]
+        return hash_text(json.dumps({name: facts for name, facts in files.items() if name.startswith("weights/")}))
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    facts = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+    return hash_text(json.dumps(facts))
+
+
+class KeptAnswers:
+    """Answers by the sample's number, in the file `path`, or in memory alone if None."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self.texts: dict[int, str] = {int(row["sample"]): str(row["answer"]) for row in _rows(path)}
+
+    def add(self, texts: Mapping[int, str]) -> None:
+        """Raises OSError if they cannot be written."""
+        self.texts |= texts
+        _append(self._path, [{"sample": sample, "answer": text} for sample, text in texts.items()])
+
+
+class KeptLosses:
+    """Sums of token losses by group of samples, in the file `path`, or in memory alone if None."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._sums: dict[tuple[int, ...], float] = {}
+        taken: set[int] = set()
+        for row in _rows(path):
+            samples = tuple(map(int, row["samples"]))
+            if not taken & set(samples):  # two processes cannot write at once, but a copied file may hold a group twice
+                self._sums[samples] = float(row["loss"])
+                taken |= set(samples)
+
+    def add(self, samples: Sequence[int], loss: float) -> None:
+        """Raises OSError if it cannot be written."""
+        self._sums[tuple(samples)] = loss
+        _append(self._path, [{"samples": list(samples), "loss": loss}])
+
+    def among(self, count: int) -> dict[tuple[int, ...], float]:
+        """The groups whose samples are all among the first `count`."""
+        return {samples: loss for samples, loss in self._sums.items() if max(samples, default=0) < count}
+
+
+def _rows(path: Path | None) -> Iterator[dict[str, Any]]:
+    """Complete lines only; nothing if there is no file."""
+    if path is None or not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:  # the rest of a torn line, and the line that was appended to it
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Waits until the rows are on the disk."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        torn = file.tell() and not _ends_with_newline(file.fileno(), file.tell())
+        file.write(("\n" if torn else "").encode() + "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ends_with_newline(descriptor: int, size: int) -> bool:
+    return os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+FILLED = 0.97
+"""Share of the free memory that answers may fill; predictions of generation are at most 1 % too low."""
+
+
+def planned_rows(spec: RunSpec, device: Device) -> Callable[[int], int]:
+    """A function from a prompt's length in tokens to the answers that fit at once, 1 to GENERATION_ROWS; it measures
+    free memory. Always GENERATION_ROWS without a closed form of the architecture."""
+    try:
+        arch = from_config(model_config_dict(spec))
+    except UnknownArchitectureError:
+        return lambda prompt: GENERATION_ROWS
+    config = memory_config_of(arch, on_one_device(spec))
+
+    def rows(prompt: int) -> int:
+        free_bytes = FILLED * (device.available_bytes - device.memory().allocated_bytes)
+        fitting = GENERATION_ROWS
+        while fitting > 1:
+            needed_bytes = generation_bytes(arch, config, rows=fitting, prompt=prompt, generate=spec.recipe.generate)
+            if needed_bytes <= free_bytes:
+                break
+            fitting //= 2
+        return fitting
+
+    return rows
+
 
 Answer = dict[str, str]
 """Prompt, answer and reference of one sample, as text; white space around answer and reference is trimmed."""
 
 
 def answer_first(context: EvaluationContext, data: TokenData, count: int, kept: KeptAnswers) -> list[Answer]:
-    """Return prompt, generated answer and reference of the first `count` samples, in data order. Answers in `kept` are
-    not generated again; new ones are added to `kept`. Answers to the longest prompts are generated first.
+    """Answers of the first `count` samples, in data order. Those in `kept` are not generated again; new ones are added.
+    Longest prompts first.
 
-    Raises:
-        MemoryExhaustedError: memory does not suffice even for one answer at a time.
-        EvaluationStopped: `context.should_stop` returned True.
+    Raises MemoryExhaustedError when one answer at a time does not fit, EvaluationStopped when `context.should_stop`
+    does.
     """
     questions = [data.split_question(index) for index in range(count)]
     waiting = sorted(
@@ -53,8 +213,7 @@ def answer_first(context: EvaluationContext, data: TokenData, count: int, kept: 
 
 
 def _parts(waiting: list[int], rows: int, shares: int) -> list[list[int]]:
-    """Divide the first of the samples `waiting` among `shares` ranks: a list of samples for each rank, at most `rows`
-    each, of equal length if there are enough samples; the first list is the longest. Empty lists are left out."""
+    """At most `rows` of the samples `waiting` for each rank, evenly if possible, longest first; none is empty."""
     rows = min(rows, -(-len(waiting) // shares))
     parts = (waiting[first : first + rows] for first in range(0, rows * shares, rows))
     return [part for part in parts if part]

@@ -1,10 +1,5 @@
-"""What a pass of an evaluation needs, how it is attempted, and what to do when memory runs out in it.
-
-A pass runs some samples through the model: `evaluate` for their loss, `generate` for their answers. Evaluation learns
-its own micro-batch budget, separate from training's. The training loop and `tunedeck eval` use this file.
-
-Try: `pytest tests/evaluate/test_scoring.py`
-"""
+"""What a pass of an evaluation needs, how it is attempted, and what to do when memory runs out in it. Evaluation learns
+a micro-batch budget of its own; the training loop and `tunedeck eval` share this."""
 
 from __future__ import annotations
 
@@ -17,20 +12,17 @@ import numpy as np
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
+from engine.budget.predict.inference import GENERATION_ROWS
+from engine.config.schema.recipe import Generate
 from engine.data.batch import collate
 from engine.data.tokens import TokenData
 from engine.device.base import Device
-from engine.device.catch_oom import ATTEMPTS, catch_oom
-from engine.device.oom import OutOfMemory
+from engine.device.oom import ATTEMPTS, OutOfMemory, catch_oom
 from engine.errors import MemoryExhaustedError
 from engine.evaluate.generation import generate
-from engine.model.documents import takes_starts
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.spec.schema.recipe import Generate
-
-GENERATION_ROWS = 64
-"""The largest number of answers that one device generates at once."""
+from engine.model.positions import takes_starts
 
 
 class FailedPass(NamedTuple):
@@ -51,11 +43,9 @@ class GenerationBatchSize:
     rows: int = GENERATION_ROWS
     largest_success: int = 0
     smallest_failure: int | None = None
-    """The smallest number of rows that ran out of memory. A failure is not recorded if as many rows had succeeded
-    before."""
+    """Smallest number of rows that ran out of memory, unless as many had succeeded before."""
 
     def halve(self, failed: int) -> None:
-        """Set `rows` to half of `failed`, the number of rows that ran out of memory, but at least 1."""
         if failed > self.largest_success:
             self.smallest_failure = min(failed, self.smallest_failure or failed)
         self.rows = max(1, failed // 2)
@@ -68,7 +58,7 @@ class GenerationBatchSize:
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Everything that an evaluation needs. `budget` and `batch_size` learn during evaluations; training has its own."""
+    """What an evaluation needs. `budget` and `batch_size` learn during evaluations; training has its own."""
 
     device: Device
     loaded: LoadedModel
@@ -77,25 +67,24 @@ class EvaluationContext:
     budget: MicroBatchBudget
     generate: Generate
     report: Callable[[FailedPass, str, Any, Any], None]
-    """Called for each OOM with the failed pass, the remedy's name, and the setting before and after the remedy."""
+    """Called for each OOM with the failed pass, the remedy's name, and the setting before and after it."""
     should_stop: Callable[[], bool] = lambda: False
-    """Called before each micro-batch; if it returns True, the evaluation ends early."""
+    """Called before each micro-batch; True ends the evaluation early."""
     batch_size: GenerationBatchSize = field(default_factory=GenerationBatchSize)
     planned_rows: Callable[[int], int] = lambda prompt: GENERATION_ROWS
-    """Given the length of a prompt in tokens, returns how many answers to such prompts are predicted to fit into memory
-    at once (`engine.evaluate.rows`)."""
+    """Maps a prompt's length in tokens to the number of answers predicted to fit at once
+    (`engine.evaluate.answers`)."""
     shares: int = 1
     """Number of ranks that each take samples of their own in a pass."""
     run_on_all_ranks: Callable[[str, list[list[int]]], Any] | None = None
-    """Runs a pass on every rank; called with a key of `PASSES` and the sample indices of each share. Returns what
-    `attempt` returns. If None, passes run in this process only."""
+    """Runs a pass on every rank, given a key of `PASSES` and the sample indices of each share; returns what `attempt`
+    does. None: this process only."""
     all_ended: Callable[[bool], bool] | None = None
-    """For ranks that generate together: called after each token with whether this rank's answers have ended; returns
-    whether those of all ranks have. None if this process generates alone."""
+    """For ranks that generate together: maps whether this rank's answers have ended to whether all ranks' have."""
 
     def attempt(self, kind: str, data: TokenData, parts: Sequence[Sequence[int]]) -> list[Any] | FailedPass:
-        """Run the pass `PASSES[kind]` over the samples of each of `parts`, at most `shares` lists of indices; returns
-        the result of each part, or a FailedPass if memory ran out in any of them."""
+        """Run `PASSES[kind]` over each of `parts`, at most `shares` lists of sample indices; returns their results, or
+        a FailedPass if memory ran out."""
         indices = [[int(member) for member in part] for part in parts]
         if self.run_on_all_ranks is not None:
             found: list[Any] | FailedPass = self.run_on_all_ranks(kind, indices)
@@ -108,12 +97,11 @@ class EvaluationContext:
 def retries_unchanged(
     context: EvaluationContext, failed: FailedPass, failures: int, *, proven: bool, rows: int
 ) -> bool:
-    """Whether to repeat the failed pass with the same number of samples, `rows`. `failures` is how often it has failed
-    in a row. A repetition is reported through `context.report`.
+    """Whether to repeat the failed pass with the same number of samples, after `failures` in a row; a repetition is
+    reported.
 
-    If this number succeeded before (`proven`), the pass is repeated once. With a single sample, or when host memory ran
-    out, a smaller batch is impossible or does not help: the pass is repeated, and MemoryExhaustedError is raised when
-    it has failed ATTEMPTS times in a row.
+    A size that succeeded before (`proven`) is repeated once. A single sample, or exhausted host memory, gains nothing
+    from a smaller batch: repeated, until MemoryExhaustedError after ATTEMPTS failures in a row.
     """
     stuck = rows == 1 or failed.failure.kind != "device"
     if stuck and failures >= ATTEMPTS:
@@ -130,7 +118,6 @@ def retries_unchanged(
 
 
 def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> float:
-    """Compute the sum of the token losses of the samples `chosen`."""
     device = context.device
     with device.host_region():
         with_starts = takes_starts(context.loaded.attention)
@@ -140,8 +127,7 @@ def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int])
 
 
 def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
-    """Generate an answer for each of the samples `chosen`, from its tokens before the last answer; returns the answers
-    as text."""
+    """Generate answers as text, each from its sample's tokens before the last answer."""
     prompts = [data.split_question(index)[0] for index in chosen]
     images = partial(data.images_of, chosen)
     answers = generate(context.loaded, prompts, chosen, context.generate, images, context.all_ended)
@@ -149,7 +135,6 @@ def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequen
 
 
 def decode(context: EvaluationContext, ids: list[int]) -> str:
-    """The text of the token ids, without special tokens."""
     return str(context.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 

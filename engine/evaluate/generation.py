@@ -1,10 +1,4 @@
-"""Generates answers to prompts, greedily or by sampling, as the recipe's [generate] table says.
-
-A sampled token depends on the seed, the sample and the token's position alone: the same sample gets the same answer in
-any batch, on any rank and after an out-of-memory error. Shapes: B rows, S tokens, V vocabulary, T new tokens.
-
-Try: `tunedeck eval builtin:tiny -p demo -r demo --set generate.temperature=0.7`
-"""
+"""Generates answers to prompts, greedily or by sampling, as the recipe's [generate] table says."""
 
 from __future__ import annotations
 
@@ -26,17 +20,41 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.budget.architecture.positions import table_of_positions
+from engine.config.attention import FLASH_KERNELS
+from engine.config.schema.recipe import Generate
+from engine.data.chat_template import end_of_turn, special_ids
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.loaded import LoadedModel
-from engine.spec.attention_kernels import FLASH_KERNELS
-from engine.spec.schema.recipe import Generate
+
+
+def within_positions(settings: Generate, facts: Mapping[str, Any], data: TokenData) -> tuple[Generate, str | None]:
+    """Lower max_new_tokens so that prompt and answer fit the model's positions, and say so; unchanged and None if they
+    fit.
+
+    `facts` are the model's config. No prompt in `data` may be longer than the model's positions. One limit for the
+    whole data set: no answer depends on the prompts generated with it.
+    """
+    positions = table_of_positions(facts)
+    if positions is None:
+        return settings, None
+    longest = int(data.columns.answer_starts[data.documents[data.row_offsets[:-1]]].max())
+    room = max(1, positions - longest)
+    if settings.max_new_tokens <= room:
+        return settings, None
+    note = (
+        f"answers end after {room} tokens, not {settings.max_new_tokens} (generate.max_new_tokens): the model has "
+        f"{positions} positions, and the longest prompt takes {longest}; a lower data.max_length leaves more room"
+    )
+    return settings.model_copy(update={"max_new_tokens": room}), note
+
 
 NO_TOKEN = 2**31 - 1
 """A token id beyond every vocabulary: an end that is never generated. For None, transformers takes the model's own."""
 
 DRAW_BITS = 23
-"""Random bits of a drawn number in [0, 1): one fewer than fp32's significand has, so that the number times a sum is
-always less than the sum."""
+"""Random bits of a number in [0, 1): one fewer than fp32's significand, so that number times sum is below the sum."""
 
 
 def generate(
@@ -47,12 +65,11 @@ def generate(
     images: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
     all_ended: Callable[[bool], bool] | None = None,
 ) -> list[list[int]]:
-    """Generate an answer to each of `prompts` (token ids); returns the answers' token ids. `samples` are the prompts'
-    numbers in their data set, on which sampling depends.
+    """Token ids of an answer to each of `prompts`. Sampling depends on `samples`, the prompts' numbers in their data
+    set.
 
-    Prompts are padded on the left, so that all end at the same position. `images`, called with the padded tokens
-    [B, S], returns the model's inputs for the prompts' images. With `all_ended` several ranks generate together: it is
-    called after each token with whether all answers here have ended, and returns whether this is so on all ranks.
+    Prompts are padded on the left, to end at the same position. `images` returns the model's inputs for the images of
+    the padded tokens [B, S]. `all_ended`: see EvaluationContext.
     """
     width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
     pad_id = int(tokenizer.pad_token_id)
@@ -65,9 +82,9 @@ def generate(
         seen = images(ids_BS) if images is not None else {}
     shown = {name: device.upload(tensor) for name, tensor in seen.items()}
     ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
-    config = generation_config(settings, tokenizer.eos_token_id if all_ended is None else NO_TOKEN, pad_id)
+    end_ids = end_tokens(loaded)
+    config = generation_config(settings, (end_ids or None) if all_ended is None else NO_TOKEN, pad_id)
     options: dict[str, Any] = {"logits_processor": LogitsProcessorList(sampling(settings, samples, width, device))}
-    end_ids = _end_ids(loaded)
     if all_ended is not None:
         options["stopping_criteria"] = StoppingCriteriaList([EndTogether(end_ids, width, all_ended)])
     made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, **options, **shown)
@@ -76,31 +93,32 @@ def generate(
 
 
 class EndTogether(StoppingCriteria):
-    """Ends the generation of answers when those of all ranks have ended: a rank that stopped earlier would be missing
-    from the next all-gather of weights."""
+    """Ends generation with the answers of all ranks: one that stopped earlier would miss the next all-gather of
+    weights."""
 
     def __init__(self, end_ids: Sequence[int], width: int, all_ended: Callable[[bool], bool]) -> None:
-        """`end_ids`: the tokens that end an answer. `width`: tokens of the padded prompts. `all_ended`: see `generate`.
-        """
+        """`width`: tokens of the padded prompts."""
         self._end_ids, self._width, self._all_ended = end_ids, width, all_ended
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """Whether generation ends with the last of the tokens [B, S + T], for each row: true for all or for none."""
+        """bool[B] for tokens [B, S + T]: true for all rows or for none."""
         answers = input_ids[:, self._width :].tolist()
         ended_here = all(not set(answer).isdisjoint(self._end_ids) for answer in answers)
         return input_ids.new_full((len(input_ids),), self._all_ended(ended_here), dtype=torch.bool)
 
 
-def _end_ids(loaded: LoadedModel) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, or, if it has none, the model's own."""
-    found = loaded.tokenizer.eos_token_id
-    if found is None:
-        found = getattr(loaded.base.generation_config, "eos_token_id", None)
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+def end_tokens(loaded: LoadedModel) -> list[int]:
+    """Ids of all tokens that end an answer: the tokenizer's end of sequence, the chat template's end of turn, and those
+    of the model's generation config that are special tokens of this tokenizer (which may not be the model's own)."""
+    tokenizer, named = loaded.tokenizer, getattr(loaded.base.generation_config, "eos_token_id", None)
+    of_model = named if isinstance(named, list) else [named]
+    special = special_ids(tokenizer)
+    found = [tokenizer.eos_token_id, end_of_turn(tokenizer), *(token for token in of_model if token in special)]
+    return sorted({int(token) for token in found if token is not None})
 
 
 def _until_end(answer: list[int], end_ids: Sequence[int]) -> list[int]:
-    """The answer's tokens up to the first that ends it, which is included."""
+    """The answer's tokens up to and including the first that ends it."""
     return next((answer[: at + 1] for at, token in enumerate(answer) if token in end_ids), answer)
 
 
@@ -111,16 +129,14 @@ def generate_tokens(
     config: GenerationConfig,
     **options: Any,
 ) -> Tensor:
-    """Generate an answer to each prompt of `ids_BS`, whose padding `mask_BS` marks with 0; returns the token ids of
-    each prompt followed by its answer, [B, S + T]. `options` are passed on to transformers' `generate`."""
+    """Token ids of each prompt and its answer, [B, S + T]; `mask_BS` is 0 at padding. `options`: transformers' own."""
     run = cast(Callable[..., Tensor], loaded.model.generate)
     with half_precision_for_flash(loaded):
         return run(input_ids=ids_BS, attention_mask=mask_BS, generation_config=config, **options)
 
 
 def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """Return a context manager around generation. For fp32 weights that are computed in half precision with flash
-    attention, which takes nothing else, it turns on autocast; for all other models it does nothing.
+    """Autocast around generation, for fp32 weights with flash attention, which takes only half precision; else nothing.
 
     Autocast's cache is off: it would keep a half-precision copy of every trained weight until the last token.
     """
@@ -129,23 +145,21 @@ def half_precision_for_flash(loaded: LoadedModel) -> AbstractContextManager[obje
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype, cache_enabled=False)
 
 
-def generation_config(settings: Generate, eos_id: int | None, pad_id: int) -> GenerationConfig:
-    """Create transformers' settings for greedy generation; sampling is done by the processors of `sampling`. The
-    model's own sampling settings are ignored, so scores are reproducible."""
+def generation_config(settings: Generate, end_ids: list[int] | int | None, pad_id: int) -> GenerationConfig:
+    """Greedy; `sampling` draws. The model's own sampling settings are ignored, so scores are reproducible."""
     return GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=False,
         repetition_penalty=settings.repetition_penalty,
-        eos_token_id=eos_id,
+        eos_token_id=end_ids,
         pad_token_id=pad_id,
         use_cache=True,
     )
 
 
 def sampling(settings: Generate, samples: Sequence[int], width: int, device: Device) -> list[LogitsProcessor]:
-    """Create the logits processors that turn greedy generation into sampling: temperature, top_k and top_p as in
-    transformers, then the random draw. Empty for temperature 0. `samples` are the prompts' numbers in their data set,
-    `width` is the length of the padded prompts in tokens."""
+    """Logits processors that make greedy generation sample: temperature, top_k and top_p as in transformers, then the
+    draw. Empty for temperature 0. `width` is the length of the padded prompts."""
     if settings.temperature == 0.0:
         return []
     chain: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
@@ -157,8 +171,8 @@ def sampling(settings: Generate, samples: Sequence[int], width: int, device: Dev
 
 
 class KeyedDraw(LogitsProcessor):
-    """Draws one token per row from the distribution of its scores, with a random number keyed by (seed, sample,
-    position)."""
+    """Draws one token per row, with a random number keyed by (seed, sample, position). So a sample gets the same answer
+    in any batch, on any rank and after an out-of-memory error."""
 
     def __init__(self, seed: int, samples: Sequence[int], width: int, new_tokens: int, device: Device) -> None:
         self._width = width
@@ -171,7 +185,7 @@ class KeyedDraw(LogitsProcessor):
         self._draws_BT = device.upload(draws_BT)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Set the scores [B, V] to minus infinity, except for the drawn token of each row; returns the scores."""
+        """Set the scores [B, V] to minus infinity, except for the drawn token of each row."""
         sums_BV = scores.float().softmax(-1).cumsum(-1)
         draw_B1 = self._draws_BT[:, input_ids.shape[1] - self._width, None] * sums_BV[:, -1:]
         # The first token whose sum exceeds the draw: the probability of a token is its part of the sum.

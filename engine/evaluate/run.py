@@ -1,7 +1,4 @@
-"""Scores the checkpoints of a run, or any other model, on a recipe's validation data.
-
-Try: `tunedeck eval last --checkpoint best`.
-"""
+"""Scores the checkpoints of a run, or any other model, on a recipe's validation data."""
 
 from __future__ import annotations
 
@@ -12,45 +9,44 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.batching.cost import micro_batch_cost, with_largest_image
+from engine.batching.budget import micro_batch_cost, with_largest_image
 from engine.budget.architecture.positions import refuse_long_sequences, table_of_positions
 from engine.budget.predict.parallel_layout import on_one_device
-from engine.data.cache import hash_text
+from engine.config.load import load_run_spec, override
+from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
 from engine.data.prepare import prepare_data, prepare_sources
+from engine.data.store import hash_text
 from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import DataError, UsageError
-from engine.evaluate.answer_length import within_positions
+from engine.evaluate.answers import (
+    KeptAnswers,
+    KeptLosses,
+    data_fingerprint,
+    planned_rows,
+    tokens_hash,
+    weights_identity,
+)
 from engine.evaluate.context import EvaluationContext, FailedPass
-from engine.evaluate.identity import data_fingerprint, tokens_hash, weights_identity
-from engine.evaluate.kept import KeptAnswers, KeptLosses
-from engine.evaluate.rows import planned_rows
-from engine.evaluate.scorer import load_scorer
-from engine.evaluate.scores import Kept, Scorer, Scores, evaluate
+from engine.evaluate.generation import within_positions
+from engine.evaluate.scores import Kept, Scorer, Scores, evaluate, load_scorer
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.model.config import check_packing, model_config_dict
-from engine.model.image_processor import load_image_processor
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import make_loss
+from engine.model.packing import require_separation
 from engine.model.reference import find_run_weights, refuse_removed
-from engine.model.tokenizer import load_tokenizer
-from engine.spec.load import load_run_spec, override
-from engine.spec.schema.run import RunSpec
+from engine.model.tokenizer import load_image_processor, load_tokenizer
 
 Notify = Callable[[str], None]
-"""Shows a sentence on the progress."""
 
 
 def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkpoint]:
-    """Return the checkpoints that `--checkpoint` selects: a step, "best", "all", or None for the newest.
-
-    Raises:
-        UsageError: no such checkpoint, or a selected checkpoint is damaged.
-    """
+    """`wanted`: a step, "best", "all", or None for the newest. Raises UsageError: missing or damaged."""
     found = find_checkpoints(place.checkpoints)
     chosen: list[Checkpoint]
     if wanted == "all":
@@ -77,12 +73,8 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
 
 
 def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int, Path]]:
-    """Return (step, folder with weights) of each checkpoint that `--checkpoint` selects. For a stage whose checkpoints
-    were removed at the end of its run, that is the stage's result alone.
-
-    Raises:
-        UsageError: no such checkpoint, it was removed, or it is damaged.
-    """
+    """(step, folder with weights) of what `--checkpoint` selects; for a stage whose checkpoints were removed at the
+    end, its result. Raises UsageError: missing, removed or damaged."""
     removed = removed_checkpoints(place.checkpoints)
     if removed is None:
         return [(checkpoint.step, checkpoint.weights) for checkpoint in checkpoints_to_score(place, wanted)]
@@ -107,16 +99,13 @@ def score_run(
     overrides: Sequence[str] = (),
     scorer: str | None = None,
 ) -> list[tuple[int, Scores]]:
-    """Score the checkpoints of a run that `wanted` (`--checkpoint`) selects on its validation data; returns (step,
-    scores) for each. `notify` is called with sentences on the progress.
+    """Score the checkpoints that `wanted` (`--checkpoint`) selects; returns (step, scores) for each.
 
-    Scores are appended to the run's `evaluations.jsonl`. Answers and losses are kept in the run directory as they are
-    computed: what an interrupted scoring of the same weights and samples has computed is not computed again. `base`
-    also scores the model that the run started from, as step 0. `overrides` are `--set` for keys of SCORING_KEYS;
-    `scorer` is FILE.py:FUNCTION.
+    Scores go to the run's `evaluations.jsonl`. Answers and losses are kept as they are computed, so an interrupted
+    scoring of the same weights and samples continues. `base` also scores the starting model, as step 0. `overrides` are
+    `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION.
 
-    Raises:
-        TunedeckError: the run's spec, device, data or model cannot be opened, or memory ran out.
+    Raises TunedeckError: spec, device, data or model cannot be opened, or memory ran out.
     """
     chosen: list[tuple[int, Path | None]] = [*([(0, None)] if base else []), *weights_to_score(place, wanted)]
     spec, own = _with_overrides(load_run_spec(place.run_toml, own=True), overrides), _own_scorer(scorer)
@@ -137,20 +126,14 @@ def score_run(
 
 
 class Recorded(NamedTuple):
-    """What an evaluation scored, for its record: samples, weights, and the user's own scorer (FILE.py:FUNCTION or
-    None)."""
+    """What an evaluation scored; `scorer` is FILE.py:FUNCTION."""
 
     data: str
-    """Fingerprint of the samples."""
     weights: str
-    """Identity of the weights."""
     scorer: str | None
 
 
-def _record(
-    place: RunDirectory, step: int, scores: Scores, spec: RunSpec, data: TokenData, what: Recorded
-) -> None:
-    """Append the scores of the checkpoint of `step` to the run's `evaluations.jsonl`."""
+def _record(place: RunDirectory, step: int, scores: Scores, spec: RunSpec, data: TokenData, what: Recorded) -> None:
     generated = bool(scores.values or scores.samples or what.scorer)
     evaluation = Evaluation(
         time=now(), step=step, metrics=scores.metrics, count=scores.count, data=what.data,
@@ -162,8 +145,7 @@ def _record(
 
 
 def _kept_in(place: RunDirectory, spec: RunSpec, identity: str, tokens: str) -> Kept:
-    """The files in the run directory with answers and losses that an interrupted scoring of the same weights
-    (`identity`), tokens and settings of generation has left; they are made when the first is added."""
+    """What an interrupted scoring of the same weights, tokens and settings left; made when the first is added."""
     folder, generate = place.kept_scores, spec.recipe.generate.model_dump_json()
     answers = folder / f"answers-{hash_text(identity, tokens, generate)[:16]}.jsonl"
     losses = folder / f"losses-{hash_text(identity, tokens)[:16]}.jsonl"
@@ -175,8 +157,7 @@ SCORING_KEYS = ("evaluate.", "generate.", "data.validation.")
 
 
 def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """The run spec changed by `overrides`, a list of KEY=VALUE. Raises UsageError for a key that scoring cannot change.
-    """
+    """Raises UsageError for a key that scoring cannot change."""
     refused = [text.partition("=")[0].strip() for text in overrides if not text.strip().startswith(SCORING_KEYS)]
     if refused:
         raise UsageError(
@@ -196,11 +177,10 @@ def _own_scorer(text: str | None) -> Scorer | None:
 
 
 def score_model(spec: RunSpec, notify: Notify, *, scorer: str | None = None) -> Scores:
-    """Score the model that `spec` names, without training it, on the recipe's validation data. `notify` is called with
-    sentences on the progress, `scorer` is FILE.py:FUNCTION. Nothing is kept or recorded: there is no run directory.
+    """Score a model untrained on the recipe's validation data; nothing is kept or recorded, for there is no run
+    directory.
 
-    Raises:
-        TunedeckError: the device, the data or the model cannot be opened, or memory ran out.
+    Raises TunedeckError: the device, the data or the model cannot be opened, or memory ran out.
     """
     own = _own_scorer(scorer)
     device = open_device(spec)
@@ -220,6 +200,8 @@ def _prepare(spec: RunSpec, device: Device, notify: Notify) -> tuple[EvaluationC
         refuse_long_sequences(facts, spec.recipe)
     notify("loading model")
     loaded = load_model(spec, device, tokenizer)
+    if spec.recipe.data.packing:
+        require_separation(loaded)
     spec = with_largest_image(spec, data, images)
     return _make_context(spec, device, loaded, data, notify), data
 
@@ -230,7 +212,7 @@ def _data_to_score_on(
     images: ImageProcessor | None,
     notify: Notify,
 ) -> TokenData:
-    """The data of evaluate.sources, else the recipe's validation set. Raises DataError if there is neither."""
+    """evaluate.sources, else the recipe's validation set. Raises DataError if there is neither."""
     if spec.recipe.evaluate.sources:
         return prepare_sources(spec, spec.recipe.evaluate.sources, tokenizer, images, notify=notify)
     prepared = prepare_data(spec, tokenizer, images, notify=notify)

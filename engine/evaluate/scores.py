@@ -1,16 +1,13 @@
-"""Evaluates a model: loss and perplexity, scores of generated answers, and sample answers to read.
-
-After an OOM the failed samples are repeated in smaller micro-batches; only completed micro-batches count, so no sample
-counts twice. Logits are not collected. The training loop and `tunedeck eval` use this file.
-
-Try: `tunedeck eval last`
-"""
+"""Evaluates a model: loss and perplexity, scores of generated answers (also by a user's own function), and sample
+answers."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +16,59 @@ from numpy.typing import NDArray
 from engine.batching.micro_batches import plan_micro_batches
 from engine.data.tokens import TokenData
 from engine.device.base import Device
-from engine.evaluate.answers import Answer, answer_first
+from engine.errors import UsageError
+from engine.evaluate.answers import Answer, KeptAnswers, KeptLosses, answer_first
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass, retries_unchanged
-from engine.evaluate.kept import KeptAnswers, KeptLosses
-from engine.evaluate.label_scores import ACCURACY, score_labels
-from engine.evaluate.rouge import MOST_LOST, lost_letters
-from engine.evaluate.text_scores import TEXT_SCORES
+from engine.evaluate.metrics import ACCURACY, MOST_LOST, TEXT_SCORES, lost_letters, score_labels
 from engine.model.decoder import eval_mode
 
+EXPECTED = "FILE.py:FUNCTION, a function of (answers, references), two lists of texts, that returns scores by name"
+
+
+def load_scorer(text: str) -> Scorer:
+    """Raises UsageError: no such file or function, or the file cannot be imported. The function runs in this process
+    with the user's rights; a recipe cannot name one, because recipes come from other people."""
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    if not name or not path.is_file():
+        raise UsageError(f"--scorer {text}: no file {file or text}", expected=EXPECTED, fix="correct the path")
+    spec = importlib.util.spec_from_file_location(f"tunedeck_scorer_{path.stem}", path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--scorer {text}: {path.name} is not a Python file", expected=EXPECTED)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # of any kind: the file is the user's
+        raise UsageError(f"--scorer {text}: {type(error).__name__}: {error}", fix=f"correct {path.name}") from error
+    function: Callable[[list[str], list[str]], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"--scorer {text}: {path.name} has no function {name}", expected=EXPECTED)
+    return lambda answers, references: _checked(text, function, answers, references)
+
+
+def _checked(
+    text: str, function: Callable[[list[str], list[str]], Any], answers: list[str], references: list[str]
+) -> dict[str, float]:
+    """Raises UsageError if the user's function fails, or does not return a dict of finite numbers."""
+    try:
+        found = function(answers, references)
+    except Exception as error:  # of any kind: the function is the user's
+        raise UsageError(f"--scorer {text}: {type(error).__name__}: {error}", fix="correct the function") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+        for name, value in found.items()
+    ):
+        raise UsageError(f"--scorer {text}: returned {found!r:.200}", expected=EXPECTED)
+    return {name: float(value) for name, value in found.items()}
+
+
 Scorer = Callable[[list[str], list[str]], dict[str, float]]
-"""A function of a user: from answers and references, in the same order, to scores by name."""
+"""Maps answers and references, in the same order, to scores by name."""
 
 
 @dataclass
 class Kept:
-    """What an evaluation has computed so far, answers and losses; by default kept in memory alone."""
+    """Answers and losses computed so far; by default in memory alone."""
 
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     losses: KeptLosses = field(default_factory=KeptLosses)
@@ -51,7 +86,7 @@ class Scores:
     values: dict[str, list[float]] = field(default_factory=dict)
     """The value of each sample, in data order, for metrics that are a mean over samples."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
-    """For the metric accuracy: by label of the references, its precision, recall, f1 and count."""
+    """Precision, recall, f1 and count by label of the references, for the metric accuracy."""
 
 
 def evaluate(
@@ -64,16 +99,15 @@ def evaluate(
     kept: Kept | None = None,
     scorer: Scorer | None = None,
 ) -> Scores:
-    """Score the first `limit` samples of `data` (None: all) by `metrics`; the result includes the first `samples`
-    answers, for the user to read.
+    """Score the first `limit` samples (None: all) by `metrics`, and keep the first `samples` answers for the user to
+    read.
 
-    `loss` is the mean over target tokens, `perplexity` its exponential. For scores of text (`TEXT_SCORES`, accuracy and
-    `scorer`), answers are generated from the tokens before the last answer, as the recipe's [generate] says, and
-    compared with it, with white space trimmed. What is in `kept` is not computed again.
+    `loss` is the mean over target tokens, `perplexity` its exponential. For scores of text, answers are generated from
+    the tokens before the last answer and compared with it, white space trimmed. What is in `kept` is not computed
+    again.
 
-    Raises:
-        MemoryExhaustedError: memory does not suffice even for one sample at a time.
-        EvaluationStopped: `context.should_stop` returned True.
+    Raises MemoryExhaustedError when one sample at a time does not fit, EvaluationStopped when `context.should_stop`
+    does.
     """
     count, kept = min(len(data), limit or len(data)), kept or Kept()
     result = Scores({}, count=count)
@@ -90,7 +124,6 @@ def evaluate(
 
 
 def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], scorer: Scorer | None) -> None:
-    """Compute the scores of generated answers that `metrics` and `scorer` ask for, and add them to `result`."""
     chosen = [name for name in TEXT_SCORES if name in metrics]
     for name in chosen:
         scores = [TEXT_SCORES[name](answer["answer"], answer["reference"]) for answer in answers]
@@ -109,8 +142,7 @@ def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], 
 
 
 def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: KeptLosses) -> float:
-    """Compute the mean loss per target token of the first `count` samples. Sums in `kept` are not computed again; new
-    ones are added to it."""
+    """Mean loss per target token. Sums in `kept` are not computed again; new ones are added."""
     device, budget = context.device, context.budget
     held_bytes = device.memory().allocated_bytes
     failures, clean = 0, True
@@ -145,7 +177,7 @@ def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: Ke
 def _planned(
     context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """Divide the samples `indices` into micro-batches; returns (sample indices, predicted bytes) for each."""
+    """(sample indices, predicted bytes) of each micro-batch."""
     if not len(indices):
         return []
     patches = None if data.patches is None else data.patches[indices]
@@ -155,12 +187,11 @@ def _planned(
 
 
 def _measured(device: Device, held_bytes: int) -> int:
-    """Return the peak bytes since the last reset minus `held_bytes`; 0 on the plain CPU, which cannot measure a
-    peak."""
+    """0 on the plain CPU, which cannot measure a peak."""
     return 0 if device.kind == "cpu" else max(0, device.memory().peak_bytes - held_bytes)
 
 
 def scores_as_json(scores: Scores) -> dict[str, Any]:
-    """The scores as a dict for JSON, without the values of single samples."""
+    """Without the values of single samples."""
     found = {"metrics": scores.metrics, "count": scores.count, "samples": scores.samples, "notes": scores.notes}
     return found | ({"classes": scores.classes} if scores.classes else {})

@@ -1,2 +1,1 @@
-"""Writes models from finished runs: merges an adapter into its base model, and assembles dense models into a mixture of
-experts."""
+"""Writes models from finished runs: merged adapters, and dense models assembled into a mixture of experts."""

@@ -1,11 +1,5 @@
-"""Assembles dense models of the same shape into a mixture of experts, by copying tensors between safetensors files.
-
-No model is built and no device is used. Every expert's feed-forward weights are copied as they are; all other weights
-are those that the experts share. Where they differ, they are taken from the first expert or averaged, as the recipe
-says. Names and configs of the families are in `engine.budget.architecture.assembled`.
-
-Try: `tunedeck train` with a recipe that has a stage of kind = "assemble".
-"""
+"""Assembles dense models of the same shape into a mixture of experts: tensors copied between safetensors files, and
+router rows from hidden states."""
 
 from __future__ import annotations
 
@@ -32,9 +26,83 @@ from engine.budget.architecture.assembled import (
     assembled_config,
     problems_of_experts,
 )
-from engine.errors import EnvironmentProblem, UsageError
+from engine.config.name_patterns import compile_patterns
+from engine.config.schema.run import RunSpec
+from engine.data.prepare import prepare_data
+from engine.data.tokens import TokenData
+from engine.device import open_device
+from engine.device.oom import classify
+from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.model.load import LoadedModel, load_model
 from engine.model.reference import ADAPTER_CONFIG
-from engine.spec.name_patterns import compile_patterns
+from engine.model.tokenizer import load_tokenizer
+
+SAMPLES = 64
+"""Most samples of each expert's data; more would change the mean of thousands of tokens very little."""
+
+
+def hidden_router_rows(
+    base: RunSpec, experts: Sequence[RunSpec], notify: Callable[[str], None]
+) -> Callable[[int], Tensor]:
+    """Run `base` over samples of each expert's data. Returns a function from a layer's number to its router weights,
+    fp32 [experts, hidden]: the mean input of its feed-forward block per expert, minus the mean over experts, scaled to
+    length 1.
+
+    If all experts have equal data all rows are zero: the router then has to learn everything. Raises
+    MemoryExhaustedError when one sample does not fit.
+    """
+    device = open_device(base)
+    with device.activate():
+        tokenizer = load_tokenizer(base.recipe.model, trust_remote_code=base.limits.trust_remote_code)
+        with device.host_region():
+            data = [prepare_data(expert, tokenizer, notify=notify).train for expert in experts]
+        notify("loading model")
+        loaded = load_model(base, device, tokenizer)
+        means = []
+        for number, samples in enumerate(data, 1):
+            notify(f"hidden states of expert {number} of {len(data)}")
+            means.append(_layer_means(loaded, samples))
+    means_ELH = torch.stack(means)
+    centred_ELH = means_ELH - means_ELH.mean(dim=0, keepdim=True)
+    rows_ELH = centred_ELH / centred_ELH.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return lambda layer: rows_ELH[:, layer]
+
+
+def _layer_means(loaded: LoadedModel, data: TokenData) -> Tensor:
+    """Mean input of each layer's feed-forward block over up to SAMPLES samples: fp32 [layers, hidden], on the host."""
+    decoder = loaded.base.get_decoder()
+    layers = decoder.layers
+    sums_LH = torch.zeros(len(layers), loaded.base.config.get_text_config().hidden_size)
+    tokens = 0
+
+    def add(layer: int, hidden_BSH: Tensor) -> None:
+        sums_LH[layer] += hidden_BSH.detach().float().sum(dim=(0, 1)).cpu()
+
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _module, inputs, index=index: add(index, inputs[0]))
+        for index, layer in enumerate(layers)
+    ]
+    was_training = loaded.model.training
+    loaded.model.eval()
+    try:
+        with torch.no_grad():
+            for row in range(min(SAMPLES, len(data))):
+                ids_BS = torch.as_tensor(data[row].input_ids, dtype=torch.long).unsqueeze(0)
+                decoder(input_ids=ids_BS.to(loaded.device.torch_device))
+                tokens += ids_BS.shape[1]
+    except (RuntimeError, MemoryError) as error:
+        if classify(error) is None:
+            raise
+        raise MemoryExhaustedError(
+            "one sample of an expert does not fit beside the model while hidden states are collected",
+            fix='lower data.max_length, or set router = "random" in the stage that assembles',
+        ) from error
+    finally:
+        loaded.model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return sums_LH / max(tokens, 1)
+
 
 FEED_FORWARD = re.compile(r"^(model\.layers\.(\d+)\.)mlp\.(gate_proj|up_proj|down_proj)\.weight$")
 """A tensor of the dense model that becomes a tensor of each expert."""
@@ -44,7 +112,7 @@ COPIED_FILES = (
     *TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-"""Files that are copied from the first expert's folder to the mixture's, where they exist."""
+"""Copied from the first expert's folder, where they exist."""
 
 
 @dataclass(frozen=True)
@@ -57,41 +125,34 @@ class Expert:
 
 @dataclass
 class Difference:
-    """The largest difference between the experts' versions of a parameter that they should share. `relative` is the
-    largest absolute difference divided by the largest absolute value in the first expert."""
+    """The largest difference between experts in a shared parameter: largest absolute difference divided by the first
+    expert's largest absolute value."""
 
     parameter: str = ""
     relative: float = 0.0
     averaged: list[str] = field(default_factory=list)
-    """Parameters that differ and were averaged."""
 
     def note(self, parameter: str, relative: float) -> None:
-        """Record `parameter` and its relative difference, if no larger one has been recorded."""
         if relative > self.relative:
             self.parameter, self.relative = parameter, relative
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What to assemble: the experts, how many of them each token goes to (`per_token`), and where all other weights
-    come from."""
-
     experts: Sequence[Expert]
     per_token: int
     shared: Sequence[str]
     """Glob patterns of parameters to take from the first expert where the experts differ; others are averaged."""
     seed: int
     router_rows: Callable[[int], Tensor] | None = None
-    """Function from a layer's number to its router weights, fp32 [experts, hidden]. None: random weights."""
+    """Maps a layer's number to its router weights, fp32 [experts, hidden]; None: random weights."""
 
 
 def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], None]) -> Difference:
-    """Write the mixture to the folder `target`, which appears complete or not at all. `notify` gets sentences on the
-    progress. Returns how much the experts differ in the parameters that they should share.
+    """Write the mixture to `target`, which appears complete or not at all; returns how much the experts' shared weights
+    differ.
 
-    Raises:
-        UsageError: the experts cannot be assembled; every reason is named.
-        EnvironmentProblem: the folder cannot be written.
+    Raises UsageError with every reason why the experts cannot be assembled; EnvironmentProblem: `target` not writable.
     """
     config = _checked_config(mixture)
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
@@ -117,7 +178,7 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
 
 
 def _flush(path: Path) -> None:
-    """Write the file or folder `path` from the operating system's memory to the disk (fsync)."""
+    """Write from the operating system's memory to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,8 +187,7 @@ def _flush(path: Path) -> None:
 
 
 def _checked_config(mixture: Mixture) -> dict[str, Any]:
-    """Return the config.json of the mixture as a dict. Raises UsageError with every reason why the experts cannot be
-    assembled."""
+    """The mixture's config.json. Raises UsageError with every reason why the experts cannot be assembled."""
     experts = mixture.experts
     adapters = [expert for expert in experts if (expert.folder / ADAPTER_CONFIG).is_file()]
     if adapters:
@@ -160,8 +220,7 @@ def _differing_tokenizers(experts: Sequence[Expert]) -> list[str]:
 
 
 def _differing_tensors(experts: Sequence[Expert]) -> list[str]:
-    """Return a sentence for each expert that has a tensor of another name, shape or dtype than the first expert, with
-    one such tensor. Empty if all are equal."""
+    """One sentence for each expert with a tensor of another name, shape or dtype than the first expert's."""
     first, *others = [_layout(expert.folder) for expert in experts]
     problems = []
     for expert, layout in zip(experts[1:], others, strict=True):
@@ -174,7 +233,7 @@ def _differing_tensors(experts: Sequence[Expert]) -> list[str]:
 
 
 def _layout(folder: Path) -> dict[str, str]:
-    """Map each tensor name in a folder's safetensors files to "dtype shape"; only headers are read."""
+    """Map each tensor name to "dtype shape"; only headers are read."""
     layout = {}
     for name, file in _files(folder).items():
         with safe_open(file, framework="pt") as opened:
@@ -184,7 +243,6 @@ def _layout(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Map each tensor name in a folder's safetensors files to the file that holds the tensor."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -201,9 +259,7 @@ def _read(files: dict[str, Path], name: str) -> Tensor:
 def _tensors(
     mixture: Mixture, config: dict[str, Any], difference: Difference, notify: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for every tensor of the mixture, with the names of the mixture's family; `config` is the
-    mixture's config. Differences between the experts are recorded in `difference`; `notify` gets a sentence for each
-    layer."""
+    """Every tensor of the mixture, with the names of its family."""
     files = [_files(expert.folder) for expert in mixture.experts]
     dense = json.loads((mixture.experts[0].folder / "config.json").read_text("utf-8"))
     family = MIXTURES[dense["model_type"]]
@@ -228,12 +284,9 @@ def _order(name: str) -> tuple[int, str]:
     return (int(matched[1]) if matched else -1, name)
 
 
-def _shared_tensor(
-    name: str, files: Sequence[dict[str, Path]], mixture: Mixture, difference: Difference
-) -> Tensor:
-    """Return the parameter `name`, which the experts share, for the mixture: the experts' own value where all agree,
-    else the first expert's (if `mixture.shared` matches) or the mean, computed in fp32. `files` maps the tensors of
-    each expert to their files. A difference is recorded in `difference`. Two versions are in memory at a time."""
+def _shared_tensor(name: str, files: Sequence[dict[str, Path]], mixture: Mixture, difference: Difference) -> Tensor:
+    """The experts' own value where all agree, else the first expert's (if `mixture.shared` matches) or the fp32 mean.
+    Two versions are in memory at a time."""
     first = _read(files[0], name)
     differing = [own for own in files[1:] if not torch.equal(first, _read(own, name))]
     if not differing or compile_patterns(tuple(mixture.shared)).fullmatch(name):
@@ -250,8 +303,7 @@ def _shared_tensor(
 def _layer_tensors(
     family: MixtureFamily, prefix: str, layer: int, mixture: Mixture, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of layer number `layer` that no dense model has: its router, and Qwen2-MoE's shared expert.
-    `prefix` begins the names, `dtype` is that of the tensors, `config` the mixture's config."""
+    """The tensors of `layer` that no dense model has: its router, and Qwen2-MoE's shared expert."""
     hidden, scale = int(config["hidden_size"]), float(config.get("initializer_range", 0.02))
     generator = torch.Generator().manual_seed((mixture.seed << 20) + layer)
     rows = torch.randn(len(mixture.experts), hidden, generator=generator) * scale
@@ -268,7 +320,7 @@ def _layer_tensors(
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into files of at most SHARD_BYTES; a larger tensor has a file of its own."""
+    """Files of at most SHARD_BYTES; a larger tensor has a file of its own."""
     shard: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > SHARD_BYTES:
@@ -279,7 +331,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write tensors as model-00001-of-0000N.safetensors with an index, a file at a time."""
+    """Write model-00001-of-0000N.safetensors with an index, a file at a time."""
     files: list[list[str]] = []
     total_bytes = 0
     for shard in _shards(tensors):

@@ -1,10 +1,5 @@
-"""The process of a stage with kind = "assemble": writes the mixture into the stage's `model/`, and its journal.
-
-The conductor wrote what is to be done into `assembly.json` of the stage's run directory. `run.toml` there is the recipe
-with its own [model], from which the expert "base" and the hidden states of the router come.
-
-Try: `tunedeck train` with a recipe that has a stage of kind = "assemble".
-"""
+"""The process of a stage with kind = "assemble": reads `assembly.json`, which the conductor wrote, and `run.toml` (the
+recipe with its own [model]: the expert "base", hidden states of the router); writes `model/` and the journal."""
 
 from __future__ import annotations
 
@@ -15,25 +10,23 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.load import load_run_spec
+from engine.config.schema.run import RunSpec
+from engine.config.stages import BASE
 from engine.errors import EnvironmentProblem, StoppedError, TunedeckError
 from engine.export.assemble import Expert, Mixture, assemble_experts
-from engine.journal.control import ControlInbox
+from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim
-from engine.launch.run_requests import RunRequests
-from engine.model.hub import HUB_ERRORS, loading_error
-from engine.model.library_output import silence_libraries
+from engine.journal.writer import heartbeats
+from engine.model.config import HUB_ERRORS, loading_error, silence_libraries
 from engine.model.reference import find_starting_weights
-from engine.spec.load import load_run_spec
-from engine.spec.schema.run import RunSpec
-from engine.spec.stages import BASE
 
 
 def assemble_stage(directory: Path) -> int:
-    """Assemble the mixture of the stage whose run directory is `directory`; returns the exit code of the process. How
-    it ended is written to the stage's journal."""
+    """Returns the exit code of the process; how it ended is in the stage's journal."""
     run = RunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     silence_libraries()
@@ -79,7 +72,7 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
     experts = [Expert(entry["name"], _folder_of(spec, entry)) for entry in asked["experts"]]
     rows = None
     if asked["router"] == "hidden":
-        from engine.export.router_rows import hidden_router_rows
+        from engine.export.assemble import hidden_router_rows
 
         rows = hidden_router_rows(spec, [load_run_spec(entry["run_toml"]) for entry in asked["experts"]], notify)
     mixture = Mixture(experts, asked["experts_per_token"], asked["shared"], spec.recipe.train.seed, rows)
@@ -96,17 +89,14 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
 
 
 def _folder_of(spec: RunSpec, entry: dict[str, Any]) -> Path:
-    """Return the folder with the weights of the expert `entry` of assembly.json. The recipe's own model is fetched from
-    the hub if it is not on this machine.
-
-    Raises EnvironmentProblem if its weights are created in the run, so that no folder has them, or cannot be fetched.
-    """
+    """The folder with the weights of an expert; the recipe's own model is fetched from the hub if it is missing. Raises
+    EnvironmentProblem if it cannot be fetched, or its weights are created in the run."""
     if entry["name"] != BASE:
         return Path(entry["weights"])
     start = find_starting_weights(spec.recipe.model)
     if start.folder is not None:
         return start.folder
-    if start.base.startswith("builtin:") or spec.recipe.model.init == "random":
+    if start.base.startswith(BUILTIN_PREFIX) or spec.recipe.model.init == "random":
         raise EnvironmentProblem(
             f"{start.base} with new weights exists in no folder, so it cannot be an expert",
             expected='a folder, a model on the hub, or "run:RUN" as [model] where "base" is an expert',

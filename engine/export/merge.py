@@ -1,10 +1,5 @@
-"""Merges an adapter into its base model; the resulting folder can be opened without peft.
-
-Merging uses host memory only, so the model may be larger than device memory. Free host memory and disk space are
-checked before anything is loaded; after an OOM, merging is tried again.
-
-Try: `tunedeck merge last --out merged`
-"""
+"""Merges an adapter into its base model; the result opens without peft. Uses host memory only, so the model may exceed
+device memory; free memory and disk are checked before loading."""
 
 from __future__ import annotations
 
@@ -19,13 +14,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from engine.budget.advise.stage_memory import MERGE_FACTOR
-from engine.device.catch_oom import retry_on_oom
+from engine.budget.advise.staged_plan import MERGE_FACTOR
 from engine.device.cpu import CpuDevice
-from engine.device.oom import OutOfMemory
+from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.model.config import auto_class
-from engine.model.hub import HUB_ERRORS, loading_error
+from engine.model.config import HUB_ERRORS, auto_class, loading_error
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
 Notify = Callable[[str], None]
@@ -33,13 +26,10 @@ Notify = Callable[[str], None]
 
 
 def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: bool = False) -> int:
-    """Write the merged model to `target`, which must not exist; returns its size in bytes. `adapter` is the adapter's
-    folder; `notify` gets sentences on the progress.
+    """Write the merged model to `target`, which must not exist; returns its size in bytes.
 
-    Raises:
-        UsageError: no adapter in the folder, the target exists, or the base does not fit the adapter.
-        EnvironmentProblem: the base cannot be fetched, or the disk is too small.
-        MemoryExhaustedError: the host has not enough memory.
+    Raises UsageError (no adapter, target exists, or base does not fit), EnvironmentProblem (base not fetched, disk too
+    small) or MemoryExhaustedError (host memory).
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UsageError(
@@ -100,8 +90,7 @@ def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bo
 
 
 def _require_space(base: str, folder: Path) -> None:
-    """Raise MemoryExhaustedError or EnvironmentProblem if host memory or the disk of `folder` is too small to merge
-    into a local base model. For a base model named by a hub id nothing is checked."""
+    """Raise if host memory or disk is too small for a local base; nothing is checked for a hub id."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
     if size_bytes * MERGE_FACTOR > free_bytes:

@@ -1,60 +1,53 @@
-"""Compares runs: the settings that differ, the scores, and the best run for each score.
-
-Pure functions from summaries and specs to a `Comparison`; `compare_rows.py` makes the rows of a table of it.
-
-Try: `tunedeck compare RUN RUN`
-"""
+"""Compares runs: the settings that differ, the scores, the best run for each score, and the rows of the table that
+shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations
-from engine.journal.event_text import format_number
+from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
 from engine.journal.score_groups import ScoreGroup, best_of, score_groups
 from engine.journal.summary import RunSummary, read_spec, summarise
 
 BEST = "best_"
-"""Beginning of a score's name that is the best value of a metric over the evaluations of a run, not the latest one."""
+"""Beginning of a score's name that is a metric's best value over the evaluations of a run, not the latest one."""
 
 SCORING_KEYS = ("evaluate.", "eval.")
-"""Beginnings of keys that say how a run is scored, and change nothing of what it learns."""
+"""Keys that say how a run is scored, and change nothing of what it learns."""
 
 NOT_COMPARED = ("name", "title", "notes", "schema", "kind", "provenance", "limits")
-"""Keys of a run spec's outer tables that name, describe or limit a run without changing what it does."""
+"""Outer keys that name, describe or limit a run without changing what it does."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of runs. Every list of values has one entry per run, in the order of `runs`; None where the run has
-    no such value."""
+    """Lists have one entry per run, in the order of `runs`; None where a run has no such value."""
 
     runs: list[str]
     statuses: list[str]
     scores: dict[str, list[float | None]]
-    """Maps a score's name to its values: "best_loss" (the best evaluation by checkpoint.best_metric, which may be
-    another than the loss), latest evaluation, training loss, speed, memory, time."""
+    """By name: "best_loss" (the best evaluation by checkpoint.best_metric, which may not be the loss), latest
+    evaluation, training loss, speed, memory, time."""
     settings: dict[str, list[Any]]
-    """Maps the dotted key of each setting that differs between the runs to its values."""
+    """Those that differ between the runs, by dotted key."""
     best: dict[str, list[str]]
-    """Maps a score to the best runs: several on a draw, none if fewer than two runs have the score or all are equal."""
+    """The best runs by score: several on a draw, none if fewer than two runs have the score or all are equal."""
     warnings: list[str]
     groups: list[ScoreGroup] = field(default_factory=list)
-    """Scores of `tunedeck eval`, by samples."""
     sentence: str = ""
     """Names the best run by checkpoint.best_metric over all evaluations inside training; empty if there is none, or if
     the runs have different metrics there."""
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as a JSON document."""
         return asdict(self)
 
 
 def compare(directories: Sequence[RunDirectory]) -> Comparison:
-    """Compare runs, after reading the summary and the spec of each from its directory."""
     return compare_summaries(
         [summarise(directory) for directory in directories],
         [read_spec(directory) for directory in directories],
@@ -65,8 +58,6 @@ def compare(directories: Sequence[RunDirectory]) -> Comparison:
 def compare_summaries(
     summaries: Sequence[RunSummary], specs: Sequence[dict[str, Any]], evaluations: Sequence[Sequence[Evaluation]]
 ) -> Comparison:
-    """Compare runs by their summaries, resolved specs and evaluations, each with one entry per run in the same
-    order."""
     names = [summary.run for summary in summaries]
     columns = [_scores(summary) for summary in summaries]
     scores = {key: [column.get(key) for column in columns] for key in dict.fromkeys(key for c in columns for key in c)}
@@ -90,8 +81,8 @@ def compare_summaries(
 
 
 def best_runs(summaries: Sequence[RunSummary]) -> list[RunSummary]:
-    """The runs with the best evaluation inside training by checkpoint.best_metric, several on a draw. Empty if fewer
-    than two runs have one, if all are equal, or if the runs have different metrics there."""
+    """The runs with the best evaluation inside training, several on a draw. Empty if fewer than two runs have one, all
+    are equal, or their checkpoint.best_metric differ."""
     scored = [(summary, summary.best) for summary in summaries if summary.best is not None]
     metrics = {best.metric for _, best in scored}
     if len(metrics) != 1:
@@ -122,11 +113,10 @@ def _scores(summary: RunSummary) -> dict[str, float]:
 
 
 UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
-"""Scores of which no value is best."""
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Map the dotted key of every setting that differs to its value in each run; the keys of a sweep come first."""
+    """Settings by dotted key, with a value for each run; the keys of a sweep come first."""
     swept = {key for spec in specs for key in spec.get("provenance", {}).get("sweep", {}).get("point", {})}
     flat = [dict(flatten_settings(spec)) for spec in specs]
     keys = dict.fromkeys(key for one in flat for key in one)
@@ -136,7 +126,7 @@ def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def flatten_settings(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every setting; entries of a list of tables are addressed by name, as --set does."""
+    """(dotted key, value) of every setting; entries of a list of tables are addressed by name, as --set does."""
     for key, value in table.items():
         if key in NOT_COMPARED and prefix in ("", "profile."):
             continue
@@ -161,3 +151,98 @@ def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -
     if unfinished and len({summary.step for summary in summaries}) > 1:
         warnings.append(f"not done, so compared at different steps: {', '.join(unfinished)}")
     return warnings
+
+
+LABELS = {
+    "loss": "evaluation loss",
+    "train_loss": "training loss",
+    "tokens_per_second": "tokens/s",
+    "seconds": "time",
+    "peak_bytes": "peak memory",
+    "step": "steps",
+    "backoffs": "out of memory, times",
+    "samples_lost": "samples lost",
+}
+"""Names of scores that are not their keys with spaces for underscores."""
+
+COST_KEYS = ("train_loss", "tokens_per_second", "seconds", "peak_bytes", "step", "backoffs", "samples_lost")
+"""Scores that say how the training went, not how good the model is; in the order of their rows."""
+
+
+class CompareRow(NamedTuple):
+    """A row of the table: a heading without cells, or a label and a cell for each run."""
+
+    label: str
+    cells: Sequence[str] = ()
+    best: Sequence[bool] = ()
+    """Whether each run's cell is the best of the row; empty where no value is better than another."""
+
+
+def comparison_rows(found: Comparison, metric: str | None = None) -> Iterator[CompareRow]:
+    """With `metric`, the scores on each set of samples end with rows of its value at each checkpoint."""
+    yield from setting_rows(found)
+    yield from score_rows(found, metric)
+    yield from training_rows(found)
+
+
+def setting_rows(found: Comparison) -> Iterator[CompareRow]:
+    yield CompareRow("settings that differ" if found.settings else "no setting differs")
+    for key, values in found.settings.items():
+        yield CompareRow(clean(key), [format_setting(value) for value in values])
+
+
+def score_rows(found: Comparison, metric: str | None = None) -> Iterator[CompareRow]:
+    for group in found.groups:
+        yield from _group_rows(group, found.runs, metric)
+
+
+def training_rows(found: Comparison) -> Iterator[CompareRow]:
+    """Evaluations first, then what training took."""
+    evaluated = [key for key in found.scores if key not in COST_KEYS]
+    if evaluated:
+        yield CompareRow("evaluation while training")
+        yield from (_score_row(key, found.scores[key], found.best, found.runs) for key in evaluated)
+    yield CompareRow("training")
+    yield from (_score_row(key, found.scores[key], found.best, found.runs) for key in COST_KEYS if key in found.scores)
+
+
+def _group_rows(group: ScoreGroup, runs: Sequence[str], metric: str | None) -> Iterator[CompareRow]:
+    yield CompareRow(f"scored on {clean(group.title)}")
+    yield CompareRow("checkpoint", ["-" if step is None else f"step {step:,}" for step in group.steps])
+    for name, values in group.metrics.items():
+        yield _score_row(name, values, group.best, runs, {"loss": "loss"})
+    if metric is not None:
+        for step in sorted({step for one in group.checkpoints for step in one}):
+            cells = [format_cell(metric, one.get(step, {}).get(metric)) for one in group.checkpoints]
+            yield CompareRow(f"{score_label(metric)}, {f'step {step:,}' if step else 'base'}", cells)
+
+
+def _score_row(
+    key: str, values: Sequence[float | None], best: Mapping[str, Sequence[str]], runs: Sequence[str],
+    labels: Mapping[str, str] | None = None,
+) -> CompareRow:  # fmt: skip
+    winners = best.get(key, ())
+    label = (labels or {}).get(key) or score_label(key)
+    cells = [format_cell(key.removeprefix(BEST), value) for value in values]
+    return CompareRow(label, cells, [run in winners for run in runs] if winners else ())
+
+
+def score_label(key: str) -> str:
+    """In words: "exact match", "best evaluation loss", "peak memory"."""
+    name = key.removeprefix(BEST)
+    words = LABELS.get(name) or clean(name).replace("_", " ")
+    return words if name == key else f"best {words}"
+
+
+def format_cell(key: str, value: float | None) -> str:
+    """With its unit; "-" for None."""
+    if value is None:
+        return "-"
+    if key == "seconds":
+        return format_duration(value)
+    return format_bytes(value) if key.endswith("_bytes") else format_score(key, value)
+
+
+def format_setting(value: Any) -> str:
+    """As a recipe has it; "-" for None."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

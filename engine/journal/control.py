@@ -1,32 +1,28 @@
-"""Requests to a running engine: each is a file in the run's `control/`, which the engine reads once, deletes, and
-answers with `control` events.
-
-Unlike a signal, a file can be sent from another machine that shares the disk, and its sender may end right after. The
-engine reads requests between steps and answers them; this module only stores them.
-
-Try: `tunedeck checkpoint last`
-"""
+"""Requests to a run: control files, signals and --max-hours. The training loop looks at them between steps, and answers
+with `control` events."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
-from engine.journal.directory import RunDirectory
-from engine.journal.events import utc_now
-from engine.journal.files import write_atomically
+from engine.errors import KILLED_CODE
+from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.events import EventWriter, utc_now
 
 REQUESTS = ("stop", "pause", "checkpoint")
-"""Names of the requests that an engine understands."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request to an engine: its name ("stop", "pause", …), the time at which it was sent (UTC, ISO 8601), and
-    further fields."""
+    """One request: its name ("stop", "pause", …), when it was sent (UTC, ISO 8601), and further fields."""
 
     name: str
     time: str
@@ -34,7 +30,8 @@ class Request:
 
 
 def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
-    """Send a request to the engine of this run. Raises ValueError for an unknown name, OSError on a full disk."""
+    """Send a request as a file, which unlike a signal reaches an engine on another machine that shares the disk. Raises
+    ValueError for an unknown name, OSError on a full disk."""
     if name not in REQUESTS:
         raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
     directory.control.mkdir(exist_ok=True)
@@ -45,15 +42,12 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
 
 
 def was_requested(directory: RunDirectory, name: str) -> bool:
-    """Whether request `name` was sent since `clear_requests`, even if the engine has read and deleted the request file.
-
-    A separate file records this, because no event reports a request before the engine answers it.
-    """
+    """Whether `name` was sent since `clear_requests`: no event says so before the engine's answer."""
     return (directory.control / f"{name}.asked").exists()
 
 
 def clear_requests(directory: RunDirectory) -> None:
-    """Remove all requests, so that a new engine does not read those that were sent to the one before."""
+    """Remove requests to an earlier engine, so that a new one does not read them."""
     for path in (*directory.control.glob("[0-9]*-*.json"), *directory.control.glob("*.asked")):
         path.unlink(missing_ok=True)
 
@@ -65,8 +59,7 @@ class ControlInbox:
         self._folder = directory.control
 
     def poll(self) -> list[Request]:
-        """Return the requests since the last call, oldest first, and delete their files. Lists one folder, which is
-        cheap enough for every step."""
+        """The requests since the last call, oldest first; deletes their files. Cheap enough for every step."""
         return list(self._taken())
 
     def _taken(self) -> Iterator[Request]:
@@ -82,10 +75,70 @@ class ControlInbox:
 
 
 def _parse(text: str) -> Request | None:
-    """Parse the content of a request file; returns None for text that is not a request, which is ignored."""
+    """None for text that is not a request, which is ignored."""
     try:
         found = json.loads(text)
         known = found["request"] in REQUESTS
     except (ValueError, KeyError, TypeError):
         return None
     return Request(found["request"], str(found.get("time", "")), dict(found.get("fields") or {})) if known else None
+
+
+class RunRequests:
+    def __init__(self, inbox: ControlInbox | None, writer: EventWriter | None, max_hours: float | None) -> None:
+        """`max_hours` counts from now. `inbox` and `writer`, which records the answers, are None on other ranks than 0:
+        those get their requests through `adopt`."""
+        self._inbox, self._writer = inbox, writer
+        self._deadline = time.monotonic() + max_hours * 3600 if max_hours else None
+        self._signals = 0
+        self.ending: str | None = None
+        """Either "stop" or "pause"; None while the run should go on."""
+        self.reason = ""
+        self.checkpoint = False
+        """A checkpoint was asked for; the loop clears it."""
+
+    def poll(self) -> bool:
+        """Take new requests and record whether each is accepted; True if the run should end. Fast enough for every
+        step."""
+        for request in self._inbox.poll() if self._inbox else ():
+            accepted = self.ending is None
+            if accepted and request.name == "checkpoint":
+                self.checkpoint = True
+            elif accepted:
+                self._end(request.name, "asked for")
+            reason = "after this step" if accepted else f"already ending ({self.ending})"
+            if self._writer is not None:
+                self._writer.write("control", request=request.name, accepted=accepted, reason=reason)
+        if self._signals and self.ending is None:
+            self._end("stop", "signal")
+        if self._deadline is not None and time.monotonic() > self._deadline and self.ending is None:
+            self._end("stop", "max_hours reached")
+        return self.ending is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """Rank 0 broadcasts it to the other ranks (`adopt`)."""
+        return {"ending": self.ending, "reason": self.reason, "checkpoint": self.checkpoint}
+
+    def adopt(self, requests: dict[str, Any]) -> bool:
+        """Replace this rank's requests by rank 0's; True if the run should end."""
+        self.ending, self.reason, self.checkpoint = requests["ending"], requests["reason"], requests["checkpoint"]
+        return self.ending is not None
+
+    def _end(self, how: str, reason: str) -> None:
+        self.ending, self.reason = how, reason
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Inside the block, SIGTERM and SIGINT request a stop, SIGHUP (a closed terminal) nothing. Main thread only."""
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(KILLED_CODE)

@@ -1,9 +1,5 @@
-"""The run directory: the paths inside it, and how a new one is created.
-
-The console, the command line and the engine share nothing but this folder. Events are read and written elsewhere.
-
-Try: `ls runs/*/`
-"""
+"""The run directory: the paths inside it, how a new one is created, and small files that are written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -12,6 +8,9 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -19,7 +18,33 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EnvironmentProblem
-from engine.journal.files import write_atomically
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Raises OSError; no
+    temporary file is left."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(temporary, path)
+    except BaseException:  # an interrupt, too, leaves no temporary file
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
+    """Hold the lock file `path` inside the block; a negative timeout waits without a limit. The kernel releases the
+    lock when the process ends for any reason; forked children do not hold it. Raises TimeoutError, or other OSErrors if
+    the file cannot be locked."""
+    from filelock import FileLock  # imported here: it takes longer than most commands that never lock
+
+    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, mode=0o644, thread_local=False):
+        yield
 
 
 @dataclass(frozen=True)
@@ -30,124 +55,113 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The directory's name, which is how a run is addressed."""
+        """A run is addressed by it."""
         return self.path.name
 
     @property
     def run_toml(self) -> Path:
-        """The file with the resolved run spec."""
         return self.path / "run.toml"
 
     @property
     def plan_json(self) -> Path:
-        """The file with the plan, the prediction of memory that was made before the start."""
         return self.path / "plan.json"
 
     @property
     def events(self) -> Path:
-        """The journal of the run, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
     def log(self) -> Path:
-        """The file with everything the engine process printed, tracebacks included."""
+        """Everything the engine process printed, tracebacks included."""
         return self.path / "engine.log"
 
     @property
     def lock(self) -> Path:
-        """The lock file, which the engine locks as long as it works on the run."""
+        """Locked by the engine as long as it works on the run."""
         return self.path / "engine.lock"
 
     @property
     def engine(self) -> Path:
-        """The file with the identity of the engine process: pid, start time, host."""
+        """Pid, start time and host of the engine process."""
         return self.path / "engine.json"
 
     @property
     def launch(self) -> Path:
-        """The file that names the launcher's job that works on the run, if a launcher started its ranks."""
+        """The launcher's job that works on the run, if a launcher started its ranks."""
         return self.path / "launch.json"
 
     @property
     def control(self) -> Path:
-        """The folder of requests to the engine, one file each."""
+        """Requests to the engine, one file each."""
         return self.path / "control"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints `step-00000100`; a checkpoint appears there when it is complete."""
+        """Checkpoints `step-00000100`; one appears when it is complete."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint of one step, whether it exists or not."""
         return self.checkpoints / f"step-{step:08d}"
 
     @property
     def experts(self) -> Path:
-        """The folder of expert utilisation matrices, one for each evaluation of a mixture-of-experts model."""
+        """Expert utilisation, a matrix for each evaluation of a mixture-of-experts model."""
         return self.path / "experts"
 
     def expert_matrix(self, step: int) -> Path:
-        """The file with the expert utilisation matrix of the evaluation after one step."""
         return self.experts / f"step-{step:08d}.json"
 
     @property
     def evaluations(self) -> Path:
-        """The file with the scores of checkpoints, one JSON object per line."""
         return self.path / "evaluations.jsonl"
 
     @property
     def kept_scores(self) -> Path:
-        """The folder of what scoring keeps: answers, losses, and the values of single samples."""
+        """Answers, losses, and the values of single samples, kept by scoring."""
         return self.path / "evaluations"
 
     @property
     def trackers(self) -> Path:
-        """The folder of experiment trackers: what each has of the run (`NAME.json`), its files and its log."""
+        """What each tracker has of the run (`NAME.json`), its files and its log."""
         return self.path / "trackers"
 
     @property
     def oom(self) -> Path:
-        """The folder of out-of-memory reports."""
         return self.path / "oom"
 
     @property
     def adapter(self) -> Path:
-        """The folder of the trained adapter, which is the result of a LoRA run."""
+        """The result of a LoRA run."""
         return self.path / "adapter"
 
     @property
     def model(self) -> Path:
-        """The folder of the model that a full fine-tuning produces."""
+        """The result of full fine-tuning."""
         return self.path / "model"
 
     @property
     def assembly(self) -> Path:
-        """The file that says from which models a stage assembles a mixture of experts; absent in other stages and
-        runs."""
+        """From which models a stage assembles a mixture of experts; absent elsewhere."""
         return self.path / "assembly.json"
 
     @property
     def merged(self) -> Path:
-        """The folder of the model that a LoRA run's result was merged into."""
+        """The model that a LoRA run's result was merged into."""
         return self.path / "merged"
 
     @property
     def stages(self) -> Path:
-        """The folder of a staged run's stages: `01-NAME`, each a run directory."""
+        """Stages of a staged run: `01-NAME`, each a run directory."""
         return self.path / "stages"
 
     def exists(self) -> bool:
-        """Whether this is a run directory: it contains a run spec."""
+        """A run directory contains a run spec."""
         return self.run_toml.is_file()
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
-    """Create the run directory `TIMESTAMP-NAME` (with `-2` and so on if the name is taken), with `run.toml` and
-    `plan.json`; the directory appears complete or not at all.
-
-    Raises EnvironmentProblem where `runs_dir` cannot be written.
-    """
+    """Create `TIMESTAMP-NAME` (`-2` and so on if taken) with `run.toml` and `plan.json`, complete or not at all. Raises
+    EnvironmentProblem where `runs_dir` cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -165,9 +179,8 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
 def create_stage_directory(
     stage: RunDirectory, run_toml_text: str, plan: dict[str, Any], assembly: dict[str, Any] | None = None
 ) -> None:
-    """Create the run directory of a stage, inside its run, with `run.toml` and `plan.json`; the directory appears
-    complete or not at all. `assembly` is the content of `assembly.json`, for a stage that assembles a mixture of
-    experts; None for others. Raises OSError."""
+    """Create a stage's run directory inside its run, complete or not at all. `assembly` is the content of
+    `assembly.json`, for a stage that assembles a mixture of experts. Raises OSError."""
     stage.path.parent.mkdir(exist_ok=True)
     draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
     _fill(draft, run_toml_text, plan)
@@ -189,10 +202,7 @@ def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None
 
 
 def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
-    """Rename the draft to `wanted`, or to `wanted-2` and so on if the name is taken; returns the new directory.
-
-    Raises OSError, after deleting the draft, if it cannot be renamed.
-    """
+    """Rename the draft to `wanted`, `wanted-2` and so on. Raises OSError, after deleting it, if that fails."""
     for number in count(1):
         final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

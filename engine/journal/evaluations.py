@@ -1,10 +1,8 @@
 """The scores of a run: `evaluations.jsonl` in its directory, one JSON object per line, appended under a lock.
 
-Each line is one evaluation of one checkpoint. A later line for the same checkpoint, data and settings replaces the
-earlier one when the file is read, or adds its metrics if the weights were the same. The values of single samples lie in
-`evaluations/`, beside the kept answers.
-
-Try: `tunedeck eval last`, then `cat runs/*/evaluations.jsonl`
+Each line is one evaluation of one checkpoint. When the file is read, a later line for the same checkpoint, data and
+settings replaces the earlier one, or adds its metrics if the weights were the same. The values of single samples are in
+`evaluations/`.
 """
 
 from __future__ import annotations
@@ -20,58 +18,48 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, write_atomically
+from engine.journal.directory import RunDirectory, locked, write_atomically
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores of one checkpoint of a run."""
-
     time: str
-    """When the checkpoint was scored, in ISO 8601."""
     step: int
-    """Step of the checkpoint; 0 for the model that the run started from."""
+    """0 for the model that the run started from."""
     metrics: dict[str, float]
-    """Scores by name, such as "loss" or "exact_match"; shares are from 0 to 1."""
+    """By name, such as "loss" or "exact_match"; shares are from 0 to 1."""
     count: int
-    """Number of samples."""
     data: str
     """Fingerprint of the samples: equal for equal samples, whatever the tokenizer."""
     generate: dict[str, Any] | None = None
-    """The settings of generation; None if nothing was generated."""
+    """Settings of generation; None if nothing was generated."""
     samples: list[dict[str, str]] = field(default_factory=list)
-    """Some samples to read: prompt, answer, reference."""
     weights: str = ""
-    """Identity of the weights that were scored."""
     sources: list[str] = field(default_factory=list)
-    """Names of the data's sources."""
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
     """For accuracy: precision, recall, f1 and count, by label."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know about the scores, as sentences."""
     scorer: str | None = None
-    """The user's own scorer, as FILE.py:FUNCTION; None if there is none."""
+    """The user's own scorer, as FILE.py:FUNCTION."""
     values: str = ""
-    """Path of the file, relative to the run directory, with the value of each sample by metric; empty if there is
-    none."""
+    """File with the value of each sample by metric, relative to the run directory; empty if there is none."""
 
     @property
     def key(self) -> tuple[int, str, int, str]:
-        """The identity of an evaluation: step of the checkpoint, fingerprint of the samples, number of samples,
-        settings of generation as JSON. A later evaluation with the same key replaces this one."""
+        """A later evaluation with the same key replaces this one."""
         return self.step, self.data, self.count, json.dumps(self.generate, sort_keys=True)
 
 
 def now() -> str:
-    """The present time in UTC, ISO 8601 with milliseconds."""
+    """UTC, ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @contextmanager
 def scoring(directory: RunDirectory, notify: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a run's scores until the block ends. If another process holds it, call `notify` with a message
-    and wait, without a limit. Raises EnvironmentProblem if the run directory cannot be written."""
+    """Hold the lock of a run's scores inside the block; if another process holds it, `notify` and wait without a limit.
+    Raises EnvironmentProblem if the run directory cannot be written."""
     with ExitStack() as held:
         try:
             directory.kept_scores.mkdir(exist_ok=True)
@@ -90,8 +78,8 @@ def scoring(directory: RunDirectory, notify: Callable[[str], None]) -> Iterator[
 
 
 def append_evaluation(directory: RunDirectory, evaluation: Evaluation, values: dict[str, list[float]]) -> None:
-    """Append an evaluation to `evaluations.jsonl`. `values` has the value of each sample by metric and goes into a file
-    in `evaluations/`. The caller must hold the lock (`scoring`). Raises OSError."""
+    """Append to `evaluations.jsonl`; `values` (per sample, by metric) goes into a file in `evaluations/`. The caller
+    holds the lock (`scoring`). Raises OSError."""
     if values:
         path = directory.kept_scores / f"values-{zlib.crc32(json.dumps(evaluation.key).encode('ascii')):08x}.json"
         known = _read_values(path) if _merges(read_evaluations(directory), evaluation) else {}
@@ -110,9 +98,8 @@ def _merges(known: list[Evaluation], new: Evaluation) -> bool:
 
 
 def read_evaluations(directory: RunDirectory) -> list[Evaluation]:
-    """Read the evaluations of a run, sorted by data and step. Of those with the same key only the newest is returned,
-    with the metrics of earlier ones added if their weights were the same. Lines that cannot be read are left out; no
-    file is an empty list."""
+    """The evaluations of a run by data and step: of those with the same key only the newest, with the metrics of
+    earlier ones added if their weights were the same. Unreadable lines are left out; no file is an empty list."""
     try:
         lines = directory.evaluations.read_bytes().splitlines()
     except OSError:
@@ -146,8 +133,7 @@ def _decoded(line: bytes) -> Evaluation | None:
 
 
 def values_of(directory: RunDirectory, evaluation: Evaluation, metric: str) -> list[float] | None:
-    """The value of each sample for a metric, in data order; None if none are stored, as for a metric that is not a mean
-    over samples."""
+    """In data order; None if none are stored, as for a metric that is not a mean over samples."""
     found = _read_values(directory.path / evaluation.values).get(metric) if evaluation.values else None
     return found if found is not None and len(found) == evaluation.count else None
 

@@ -1,13 +1,13 @@
-"""Formats events and figures as text for people. Pure functions; no printing, no colour, no state.
-
-Everything that comes from a file (paths, model output, messages) passes `clean`: a run directory may come from someone
-else, and no text in it may move the cursor or act as markup.
-"""
+"""Events, figures and out-of-memory reports as text for people. Pure functions; no printing, no colour, no state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from engine.config.files.text import visible
 
 Event = dict[str, Any]
 
@@ -24,7 +24,7 @@ REMEDY_TEXTS = {
     "stop": "every remedy is used; the run stops after a checkpoint",
     "give_up": "every remedy is used; the run stops after a checkpoint",
 }
-"""What each remedy means for the user. {what} is an entry of RETRIED_PARTS, {size} is how a cut is described."""
+"""{what} is an entry of RETRIED_PARTS, {size} how a cut is described."""
 
 PHASE_NAMES = {
     "clip": "gradient clipping",
@@ -45,31 +45,31 @@ RETRIED_PARTS = {
     "probe_backward": "the probe",
     "loading": "loading",
 }
-"""What is redone after an out-of-memory error, by the first word of the phase; by default the step."""
+"""What is redone after an out-of-memory error, by the phase's first word; by default the step."""
 
 
 def clean(text: object) -> str:
-    """Write any value as text on one line without control, format or bidirectional characters."""
+    """Any value on one line without control, format or bidirectional characters. What comes from a file passes it: no
+    text in someone else's run directory may move the cursor."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
 
 
 def format_bytes(count: float | None) -> str:
-    """Format a number of bytes, in MiB below 10 GiB, else in GiB."""
+    """In MiB below 10 GiB, else in GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / 2**20:,.0f} MiB" if count < 10 * 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def format_share(used: float, total: float) -> str:
-    """Format two numbers of bytes in one unit, such as "6.36 of 22.50 GiB"; in MiB where `used` is below 1 GiB."""
+    """In one unit: "6.36 of 22.50 GiB"; MiB where `used` is below 1 GiB."""
     if used >= 2**30:
         return f"{used / 2**30:,.2f} of {total / 2**30:,.2f} GiB"
     return f"{used / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
 
 
 def format_number(value: object, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits; None becomes "not finite", because the journal records a loss
-    that is not finite as null."""
+    """With `digits` significant digits; None is "not finite": the journal has null for a loss that is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
     whole = isinstance(value, int) or abs(value) >= 10**digits
@@ -77,14 +77,14 @@ def format_number(value: object, digits: int = 4) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as h:mm:ss, or m:ss below an hour."""
+    """As h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def describe_event(event: Event) -> str | None:
-    """The line that is printed for an event; None for events that have no line and only change the status block."""
+    """None for events that only change the status block."""
     describe = EVENT_DESCRIPTIONS.get(event["kind"])
     text = describe(event) if describe is not None else None
     return None if text is None else clean(text)
@@ -95,7 +95,7 @@ def _scores(metrics: Event) -> str:
 
 
 def format_score(name: str, value: object) -> str:
-    """Format the value of a metric; exact_match, the share of correct answers, is shown in percent."""
+    """exact_match, a share, is shown in percent."""
     if name == "exact_match" and isinstance(value, int | float):
         return f"{100 * value:.1f} %"
     return format_number(value)
@@ -106,8 +106,7 @@ def _eval(event: Event) -> str:
 
 
 def describe_backoff(event: Event) -> str:
-    """Describe an out-of-memory error: where it happened, how much memory was allocated, the remedy, and how many
-    samples were lost."""
+    """Where an out-of-memory error happened, how much was allocated, the remedy, and how many samples were lost."""
     phase = str(event["phase"])
     where = PHASE_NAMES.get(phase, phase)
     what = RETRIED_PARTS.get(phase.split()[0] if phase else "", "the step")
@@ -126,8 +125,7 @@ def describe_backoff(event: Event) -> str:
 
 
 def _cut_size(event: Event) -> str:
-    """Describe how small micro-batches are after the remedy "cut": the new number of sequences if the event has one,
-    else "fewer than" the number that failed."""
+    """The new number of sequences if the event has one, else "fewer than" the number that failed."""
     after, before = event.get("sequences_after"), event.get("sequences_before")
     if isinstance(after, int):
         return f"with at most {after} sequence{'s' if after != 1 else ''} at a time"
@@ -156,7 +154,7 @@ def _resumed(event: Event) -> str:
 
 
 OLD_VERDICTS = {"tight": "fits_smaller"}
-"""Verdicts as earlier versions wrote them into plan.json and events, and as they are called now."""
+"""Verdicts of earlier versions' files, and as they are called now."""
 
 REMEDY_WORDS = {
     "train.gradient_checkpointing": "gradient checkpointing",
@@ -164,15 +162,12 @@ REMEDY_WORDS = {
     "train.activation_offload": "activations in host memory",
     "train.optimizer_offload": "optimizer state in host memory",
 }
-"""What a plan's remedies are called in a sentence; the micro-batch is named with its number."""
+"""Words for a plan's remedies; the micro-batch is named with its number."""
 
 
 def describe_verdict(verdict: str, micro_batch: object = None, remedies: Mapping[str, Any] | None = None) -> str:
-    """Describe a plan's verdict: "fits", "fits with micro-batch 17 in place of 64" or "does not fit".
-
-    `micro_batch` is the number of sequences in the recipe as written, `remedies` maps recipe keys to the values with
-    which the run fits. Both may be None: events of earlier versions lack them.
-    """
+    """A plan's verdict: "fits", "fits with micro-batch 17 in place of 64" or "does not fit". `micro_batch` and
+    `remedies` (recipe key = value with which the run fits) may be None: events of earlier versions lack them."""
     verdict = OLD_VERDICTS.get(verdict, verdict)
     if verdict != "fits_smaller":
         return clean(verdict).replace("_", " ")
@@ -221,7 +216,7 @@ def _stage_finished(event: Event) -> str:
 
 
 def _proof(event: Event) -> str | None:
-    """The line for a proof (a comparison of a fast computation with its reference) that failed; None if it passed."""
+    """None if the proof (a comparison of a fast computation with its reference) passed."""
     if event["passed"] is not False:
         return None
     return f"proof of {event['name']} failed: {event['detail']}; instead: {event['fallback']}"
@@ -242,10 +237,127 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
     "resumed": _resumed,
     "paused": lambda event: "paused; the device is free",
 }
-"""Maps each kind of event that is printed as a line to the function that writes the line. `phase` and `step` events
-change the status block instead."""
+"""`phase` and `step` have no line: they change the status block."""
 
 
 def describe_phase(event: Event) -> str:
-    """Describe a phase event for the status block: its name, progress and detail."""
     return clean(_phase(event))
+
+
+BAR_CHARACTERS = 30
+
+
+def read_report(path: Path) -> dict[str, Any] | None:
+    """None if the file does not exist or is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def report_lines(report: dict[str, Any], *, bar: str = "█") -> list[str]:
+    """Without line breaks. `bar` is the character that bars of memory are drawn with."""
+    return [visible(line) for line in _lines(report, bar)]
+
+
+def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
+    name = str(report.get("device"))
+    simulated = " (simulated)" if report.get("simulated") and "simulated" not in name else ""
+    place = PHASE_NAMES.get(str(report.get("phase")), str(report.get("phase")))
+    yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
+    yield f"{name}{simulated}: {report.get('text')}"
+    yield from _remedy(report)
+    yield from _suggestions(report)
+    yield ""
+    yield from _figures(report)
+    yield from _held(report, bar)
+    yield from _largest(report)
+    yield from _processes(report)
+    if report.get("snapshot"):
+        yield ""
+        yield f"the allocator's snapshot is {report['snapshot']}; open it at pytorch.org/memory_viz"
+
+
+def _figures(report: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        ("wanted", report.get("requested_bytes")),
+        ("allocated", report.get("allocated_bytes")),
+        ("reserved", report.get("reserved_bytes")),
+        ("capacity", report.get("capacity_bytes")),
+    ]
+    for name, value in rows:
+        if value is not None:
+            yield f"{name:12} {format_bytes(value)}"
+    elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
+    if report.get("available_bytes") is not None and elsewhere > 0:
+        yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by other processes on the device"
+    flight = report.get("micro_batch")
+    if flight:
+        yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
+
+
+def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
+    held = {name: int(value) for name, value in (report.get("held") or {}).items() if value}
+    if not held:
+        return
+    yield ""
+    yield "what held the memory"
+    most = max(held.values())
+    for name, value in sorted(held.items(), key=lambda item: -item[1]):
+        yield f"  {name:12} {format_bytes(value):>10}  {bar * max(1, round(BAR_CHARACTERS * value / most))}"
+
+
+def _largest(report: dict[str, Any]) -> Iterator[str]:
+    largest = report.get("largest") or []
+    if not largest:
+        return
+    yield ""
+    yield "the largest live tensors"
+    for tensor in largest:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        size, name = format_bytes(tensor["size_bytes"]), tensor["name"] or tensor["operation"]
+        yield f"  {size:>10}  {shape} {tensor['dtype']}  {name}"
+
+
+def _processes(report: dict[str, Any]) -> Iterator[str]:
+    processes = report.get("processes") or []
+    if not processes:
+        return
+    yield ""
+    yield "processes on the device"
+    for process in processes:
+        used = format_bytes(process["used_bytes"]) if process.get("used_bytes") is not None else "?"
+        yield f"  gpu {process['gpu']}  {process['pid']:>8}  {used:>10}  {process['name']}"
+
+
+def _remedy(report: dict[str, Any]) -> Iterator[str]:
+    remedy = str(report.get("remedy"))
+    done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces")
+    before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
+    yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
+
+
+def _setting(remedy: str, value: Any) -> str:
+    """For "cut" the micro-batch budget in bytes, else the value of a recipe key."""
+    return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
+
+
+def way_text(way: dict[str, Any]) -> str:
+    """A way is an item of `avoided_by`: a change that would have avoided the failure."""
+    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
+    learning = "; changes what is learned" if way["changes_learning"] else ""
+    return f"{changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
+
+
+def _suggestions(report: dict[str, Any]) -> Iterator[str]:
+    ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
+    yield ""
+    if ways:
+        yield "what would have avoided it"
+        yield from (f"  {way_text(way)}" for way in ways)
+    elif plan:
+        yield (
+            f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "
+            "memory, memory was fragmented, or the plan is wrong for this model"
+        )

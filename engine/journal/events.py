@@ -1,15 +1,8 @@
-"""The event file `events.jsonl`: one writer, any number of readers, one JSON object per line.
+"""The event file `events.jsonl`: one writer, any number of readers, one JSON object per line; and the table of event
+kinds.
 
-The fields of each kind are in `event_schema`; `journal_state` and `summary` interpret sequences of events. Every reader
-may rely on these rules:
-
-- a line is complete when it ends in a newline; bytes after the last newline are torn and do not count yet;
-- every complete line is strict JSON in ASCII: text from a model cannot break a line, and a loss that is not finite is
-  `null` (JSON has no NaN, and with strings every consumer would have to check the type of every number);
-- a writer that opens the file removes a torn tail before it appends. Completing it with a newline instead would leave a
-  line that `jq`, pandas and other readers fail on; no reader has used the torn bytes.
-
-Try: `tail -f runs/*/events.jsonl | jq .kind`
+A line is complete when it ends in a newline, and is then strict JSON in ASCII; a loss that is not finite is `null`. A
+writer removes a torn tail: completed with a newline, it would be a line on which `jq` and pandas fail.
 """
 
 from __future__ import annotations
@@ -24,10 +17,83 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import check_fields
+
+COMMON = frozenset({"seq", "time", "kind", "stage", "rank", "stage_seq"})
+"""Fields that only the writer sets: all but `stage_seq` in every event. In a staged run's journal, `stage` names the
+stage that an event comes from, and `stage_seq` is the event's `seq` in that stage's own journal."""
+
+FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
+"""Recorded in `run_finished`; queued, running and stale are recorded nowhere (`summary.status_of`)."""
+
+
+class EventKind(NamedTuple):
+    """The fields that events of one kind must have, and those that they may have."""
+
+    required: frozenset[str]
+    optional: frozenset[str]
+
+
+def _event_kind(required: str = "", optional: str = "") -> EventKind:
+    return EventKind(frozenset(required.split()), frozenset(optional.split()))
+
+
+EVENT_KINDS: dict[str, EventKind] = {
+    "run_started": _event_kind(
+        "run pid world_size versions",
+        "host device device_name simulated capacity_bytes allocator resumed seed parameters trainable",
+    ),
+    "stage_started": _event_kind(
+        "",
+        "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss"
+        " attention dtype number of from path from_start device_used_bytes device_processes stage_kind",
+    ),
+    "stage_finished": _event_kind(
+        "name status exit_code", "number steps seconds peak_bytes device_used_bytes result reason"
+    ),
+    "plan": _event_kind(
+        "predicted verdict",
+        "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget"
+        " remedies length generate_adds_bytes",
+    ),
+    "phase": _event_kind("name", "detail done total"),
+    "heartbeat": _event_kind("", "phase"),
+    "step": _event_kind(
+        "step epoch loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds"
+        " mfu micro_batches allocated_bytes reserved_bytes peak_bytes",
+        "aux_loss expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
+    ),
+    "backoff": _event_kind(
+        "step phase failed_rank cause requested_bytes allocated_bytes reserved_bytes remedy before after attempt",
+        "capacity_bytes sequences_before sequences_after samples_lost report text",
+    ),
+    "remedy_lifted": _event_kind("step remedy", "before after reason"),
+    "eval": _event_kind("step metrics", "samples seconds count"),
+    "checkpoint_saved": _event_kind("step path save_seconds size_bytes", "best reason metrics"),
+    "oom_report": _event_kind("path", "step"),
+    "gpu": _event_kind("index used_bytes utilisation_percent temperature_celsius power_watts", "name total_bytes"),
+    "control": _event_kind("request accepted reason", "step"),
+    "paused": _event_kind("", "step path reason"),
+    "resumed": _event_kind("step from", "path schedule"),
+    "warning": _event_kind("code text fix", "step"),
+    "proof": _event_kind("name passed detail fallback seconds", "cached"),
+    "run_finished": _event_kind(
+        "status exit_code result", "error reason steps seconds samples_lost measured best_step best_metric"
+    ),
+}
+
+
+def check_fields(kind: str, fields: frozenset[str]) -> None:
+    """Raise ValueError for a missing or unknown field: bugs of the code that writes the event."""
+    if kind not in EVENT_KINDS:
+        raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/events.py")
+    missing = EVENT_KINDS[kind].required - fields
+    unknown = fields - EVENT_KINDS[kind].required - EVENT_KINDS[kind].optional
+    if missing or unknown:
+        raise ValueError(f"event {kind!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+
 
 Event = dict[str, Any]
 
@@ -39,8 +105,7 @@ class EventWriter:
     """Appends events to a run's `events.jsonl`. Thread-safe; only rank 0 of the engine that holds the claim has one."""
 
     def __init__(self, directory: RunDirectory, *, stage: str = "", rank: int = 0) -> None:
-        """Open the file, remove a torn tail and continue `seq`. `stage` and `rank` are written into every event. Raises
-        OSError where the file cannot be written."""
+        """Remove a torn tail and continue `seq`. `stage` and `rank` are written into every event. Raises OSError."""
         self.stage = stage
         self._rank = rank
         self._lock = threading.Lock()
@@ -50,30 +115,25 @@ class EventWriter:
 
     @property
     def last_seq(self) -> int:
-        """`seq` of the last event in the file; 0 if there is none."""
+        """0 if the file has no event."""
         return self._seq
 
     def write(self, kind: str, **fields: Any) -> Event:
-        """Append one event and return it. Raises ValueError if the fields do not match the kind, OSError on a full
-        disk.
-
-        After an OSError the file is as it was before, so the same event can be written again later.
-        """
+        """Append one event. Raises ValueError if the fields do not match the kind, OSError on a full disk; the file is
+        then as before, so the event can be written again later."""
         check_fields(kind, frozenset(fields))
         with self._lock:
             return self._append(kind, fields)
 
     def copy(self, event: Event, stage: str) -> Event:
-        """Append an event from a stage's own journal, with its time and fields as they are, and return the appended
-        event. `stage` is the stage's name; the event's `seq` in the stage's journal becomes `stage_seq`. Raises OSError
-        as `write` does."""
+        """Append an event from the journal of `stage`, with its time and fields as they are; its `seq` there becomes
+        `stage_seq`. Raises OSError as `write` does."""
         fields = {key: value for key, value in event.items() if key not in ("seq", "kind", "stage")}
         with self._lock:
             return self._append(event["kind"], {**fields, "stage": stage, "stage_seq": event["seq"]})
 
     def write_if_quiet(self, quiet_seconds: float, kind: str, **fields: Any) -> Event | None:
-        """Like `write`, but only if nothing was written for `quiet_seconds`; otherwise writes nothing and returns
-        None."""
+        """`write`, but only if nothing was written for `quiet_seconds`; else None."""
         check_fields(kind, frozenset(fields))
         with self._lock:
             if time.monotonic() - self._last_write < quiet_seconds:
@@ -81,7 +141,7 @@ class EventWriter:
             return self._append(kind, fields)
 
     def close(self) -> None:
-        """Close the file; writing afterwards raises OSError."""
+        """Writing afterwards raises OSError."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -121,7 +181,7 @@ class EventWriter:
 
 
 def utc_now() -> str:
-    """The present time in UTC, ISO 8601 with milliseconds."""
+    """ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -135,7 +195,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """Parse one complete line; returns None for a damaged line (a power failure can leave zeros)."""
+    """None for a damaged line (a power failure can leave zeros)."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -144,7 +204,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 def _finite(value: Any) -> Any:
-    """A copy of `value` in which every NaN and infinity, also in nested tables and lists, is replaced by None."""
+    """A copy in which every NaN and infinity, also in nested tables and lists, is None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -155,7 +215,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_torn_tail(file: int) -> int:
-    """Remove the bytes after the last newline; return the `seq` of the last readable line, 0 when there is none."""
+    """Remove the bytes after the last newline; returns the `seq` of the last readable line, 0 when there is none."""
     size = os.fstat(file).st_size
     kept = b""
     start = size
@@ -176,18 +236,17 @@ def _cut_torn_tail(file: int) -> int:
 
 
 class EventTail:
-    """Reads the lines that were added to an event file since the last call. Between calls it stores a byte offset;
-    the file is closed."""
+    """Reads the lines added to an event file since the last call. The file is closed between calls."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
-        """The byte where the next complete line begins."""
+        """Where the next complete line begins."""
         self.damaged = 0
-        """The number of complete lines so far that were not events."""
+        """Complete lines so far that were not events."""
 
     def poll(self) -> list[Event]:
-        """The events completed since the last call; an incomplete last line is returned by a later call."""
+        """An incomplete last line is returned by a later call."""
         events = []
         for line in self.lines():
             event = decode_event(line)
@@ -198,7 +257,7 @@ class EventTail:
         return events
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the complete lines since the last call as bytes, newline included, and advance the offset past them."""
+        """The complete lines since the last call, newline included; advances the offset past them."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -215,7 +274,7 @@ class EventTail:
 
 
 def end_of_events(path: Path) -> int:
-    """The byte offset just after the last complete line: an EventTail from there returns new events only."""
+    """The byte just after the last complete line: an EventTail from there returns new events only."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

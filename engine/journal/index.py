@@ -1,11 +1,4 @@
-"""Lists runs, and finds the run that a RUN argument names.
-
-Every start is recorded in the user's state folder, so that a run can be named from any directory. The records are
-optional: if the state folder cannot be written, the user gets a warning, and runs are still found in the folder of
-runs.
-
-Try: `tunedeck show last`
-"""
+"""Lists runs, finds the run that a RUN argument names, and moves deleted runs into the folder `.trash/`."""
 
 from __future__ import annotations
 
@@ -15,13 +8,62 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 import tomli
 
-from engine.errors import UsageError
+from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
+from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import find_stage, stage_directories, stage_name
+
+TRASH = ".trash"
+"""The leading dot keeps the folder out of every list of runs."""
+
+
+def move_to_trash(directory: RunDirectory) -> Path:
+    """Returns the new path. Raises EnvironmentProblem if an engine works on the run, or the trash is not writable."""
+    trash = directory.path.parent / TRASH
+    try:
+        refuse_if_claimed(directory)
+        trash.mkdir(exist_ok=True)
+        for number in count(1):
+            place = trash / (directory.name if number == 1 else f"{directory.name}-{number}")
+            if not place.exists():
+                os.rename(directory.path, place)
+                return place
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{directory.path} cannot be moved to {trash}: {error.strerror or error}",
+            fix="give yourself permission to write there, or remove the folder by hand",
+        ) from error
+    raise AssertionError("count() never ends")
+
+
+def newest_in_trash(runs_dir: Path) -> Path | None:
+    """None if the trash is empty."""
+    try:
+        found = [(place.stat().st_ctime_ns, place) for place in (runs_dir / TRASH).iterdir() if place.is_dir()]
+    except FileNotFoundError:
+        return None
+    return max(found)[1] if found else None
+
+
+def restore_from_trash(place: Path) -> Path:
+    """Returns the new path. Raises EnvironmentProblem if the name is taken, or the folder cannot be written."""
+    target = place.parent.parent / place.name
+    if target.exists():
+        raise EnvironmentProblem(f"{target} exists already", fix=f"rename {place} and move it back by hand")
+    try:
+        os.rename(place, target)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{place} cannot be moved to {target}: {error.strerror or error}",
+            fix="give yourself permission to write there, or move the folder by hand",
+        ) from error
+    return target
+
 
 DIRECTORY_NAME = re.compile(r"^(\d{8}T\d{6}Z)-(.+)$")
 """TIMESTAMP-NAME, as `create_run` makes it."""
@@ -31,12 +73,12 @@ LIST_RUNS = "list them: tunedeck runs"
 
 
 def runs_folder(given: str | Path | None) -> Path:
-    """The folder of runs: `given` (the option `--runs`), else $TUNEDECK_RUNS, else ./runs. Absolute."""
+    """`given` (the option `--runs`), else $TUNEDECK_RUNS, else ./runs. Absolute."""
     return Path(given or os.environ.get("TUNEDECK_RUNS") or "runs").expanduser().absolute()
 
 
 def state_folder() -> Path:
-    """The folder in which starts of runs are recorded: $TUNEDECK_STATE, else the platform's folder for user state."""
+    """Where starts are recorded: $TUNEDECK_STATE, else the platform's folder for user state."""
     given = os.environ.get("TUNEDECK_STATE")
     if given:
         return Path(given).expanduser().absolute()
@@ -45,15 +87,14 @@ def state_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def _platform_folder(home: str | None, state: str | None) -> Path:
-    """The platform's folder for user state. Cached, because every plan asks for it; the arguments are the
-    environment variables on which the folder depends."""
+    """Cached, because every plan asks; the arguments are the variables on which the folder depends."""
     from platformdirs import user_state_dir
 
     return Path(user_state_dir("tunedeck", appauthor=False))
 
 
 def record_start(directory: RunDirectory) -> str | None:
-    """Record the start of a run. Returns a warning for the user where the state folder cannot be written, else None."""
+    """Returns a warning where the state folder cannot be written."""
     line = json.dumps({"path": str(directory.path.absolute())}) + "\n"
     folder = state_folder()
     try:
@@ -70,7 +111,7 @@ def record_start(directory: RunDirectory) -> str | None:
 
 
 def recorded_runs() -> list[RunDirectory]:
-    """List the recorded runs of this user that still exist, newest first. Empty if no record can be read."""
+    """This user's recorded runs that still exist, newest first. Empty if no record can be read."""
     try:
         lines = (state_folder() / "runs.jsonl").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -80,7 +121,7 @@ def recorded_runs() -> list[RunDirectory]:
 
 
 def list_runs(runs_dir: Path) -> list[RunDirectory]:
-    """The runs in a folder, newest first. Empty when the folder does not exist."""
+    """Newest first. Empty when the folder does not exist."""
     try:
         entries = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
@@ -89,11 +130,10 @@ def list_runs(runs_dir: Path) -> list[RunDirectory]:
 
 
 def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
-    """The run a user means by `text`: a path, a directory name, the newest run with that --name, a unique prefix of a
-    directory name, or `last`.
+    """The run that `text` means: a path, a directory name, the newest run with that --name, a unique prefix of a
+    directory name, or `last`. `runs_dir` is searched before the user's recorded runs.
 
-    `runs_dir` is searched first, the user's recorded runs next, so that a project's own runs come first. Raises
-    UsageError when no run matches, or several do.
+    Raises UsageError when no run matches, or several do.
     """
     if not text:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
@@ -116,7 +156,7 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
 
 
 def run_name(directory: RunDirectory) -> str:
-    """The run's --name, from its spec; its directory's name where the spec cannot be read."""
+    """--name of the spec; the directory's name where the spec cannot be read."""
     try:
         with directory.run_toml.open("rb") as file:
             return str(tomli.load(file)["name"])
@@ -125,8 +165,7 @@ def run_name(directory: RunDirectory) -> str:
 
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
-    """A sort key for runs by their time of creation: the time in the directory's name, then the time of `plan.json`,
-    which is never rewritten."""
+    """Sort key by creation: the time in the directory's name, then that of `plan.json`, which is never rewritten."""
     try:
         written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
     except OSError:
@@ -138,8 +177,7 @@ def start_order(directory: RunDirectory) -> tuple[str, int]:
 
 
 def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
-    """The run that `text` names among `runs`, which are newest first; None if there is no match. Raises UsageError if
-    several match."""
+    """The match among `runs`, newest first. Raises UsageError if several match."""
     if text == "last":
         return runs[0] if runs else None
     exact = [run for run in runs if run.name == text]
@@ -205,7 +243,7 @@ def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
 
 
 def _recorded_path(line: str) -> Path | None:
-    """Parse one record; returns the path of the run, or None if the record is damaged."""
+    """None if the record is damaged."""
     try:
         return Path(json.loads(line)["path"])
     except (ValueError, KeyError, TypeError):

@@ -1,10 +1,5 @@
-"""The state of a run according to its journal, computed by adding one event after the other.
-
-No other module interprets events. The summary of a run, which adds its files and its process, is in
-`engine.journal.summary`.
-
-Try: `python -m pytest tests/journal/test_summary.py`
-"""
+"""The state of a run according to its journal, computed by adding one event after the other. No other module interprets
+events; `engine.journal.summary` adds the run's files and its process."""
 
 from __future__ import annotations
 
@@ -18,24 +13,21 @@ from engine.journal.events import Event
 
 @dataclass
 class StageState:
-    """One stage of a staged run: its last `stage_started` event, and its `stage_finished` if it has ended since."""
-
     started: Event | None = None
     finished: Event | None = None
 
     @property
     def status(self) -> str:
-        """running, or the status with which the stage ended: done, failed, stopped, paused or skipped."""
+        """running, done, failed, stopped, paused or skipped."""
         return str(self.finished["status"]) if self.finished is not None else "running"
 
 
 @dataclass
 class JournalState:
-    """The state of a run according to the events so far. Of a staged run, step, losses and scores are those of the
-    stage that started last."""
+    """The state of a run so far. Of a staged run, step, losses and scores are those of the stage that started last."""
 
     stages: dict[str, StageState] = field(default_factory=dict)
-    """The stages of a staged run that have started or were skipped, by name, in that order."""
+    """Started or skipped stages by name, in that order."""
     stage: str = ""
     """The stage that started last; "" in the journal of a run without stages."""
     step: int = 0
@@ -51,7 +43,7 @@ class JournalState:
     updated: str | None = None
     running: Event | None = None
     earlier_seconds: float = 0.0
-    """Seconds of all starts before the one in `running`: each from its start to its last event."""
+    """Seconds of the starts before the one in `running`, each to its last event."""
     finished: Event | None = None
     paused: bool = False
     phase: str = ""
@@ -72,13 +64,12 @@ class JournalState:
             return None
 
     def folder_of(self, event: Event) -> str:
-        """The folder, with a slash at its end, that paths in an event are relative to: empty for the run directory, the
-        stage's folder for an event that a stage's engine wrote."""
+        """What paths in an event are relative to, with a slash at its end: empty for the run directory, the stage's
+        folder for an event that a stage's engine wrote."""
         stage = self.stages.get(event["stage"]) if "stage_seq" in event else None
         return f"{stage.started['path']}/" if stage is not None and stage.started is not None else ""
 
     def fold(self, event: Event) -> None:
-        """Update the state with one event."""
         if event["kind"] == "run_started":
             self.earlier_seconds += self.seconds or 0.0
         self.updated = event.get("time", self.updated)
@@ -87,7 +78,7 @@ class JournalState:
             handler(self, event)
 
     def fold_steps(self, first: Event | None, last: Event) -> None:
-        """Update the state with consecutive step events, of which only the first and the last were parsed."""
+        """Add consecutive step events, of which only these two were parsed."""
         if self.first_step is None:
             self.first_step = first or last
         self.fold(last)
@@ -153,7 +144,7 @@ def _paused(state: JournalState, _event: Event) -> None:
 
 
 def _resumed(state: JournalState, event: Event) -> None:
-    """Discard from the state what happened after the step from which the run is resumed."""
+    """Discard what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
         kept[:] = [earlier for earlier in kept if earlier["stage"] != event["stage"] or int(earlier["step"]) <= step]

@@ -1,11 +1,8 @@
 """Finds out which process works on a run, and whether that process is still alive.
 
-A pid alone proves nothing: pids are reused, and a zombie answers `kill -0`. Two identities are the same process when
-pid, start time and boot of the machine agree. A process that cannot be looked up from here (another host, another
-container) is judged by the age of the event file alone. A file lock prevents two engines from working on one run; the
-kernel releases the lock when the engine that holds it ends, so no crash leaves a run locked.
-
-Try: `cat runs/*/engine.json`
+Pids are reused, and a zombie answers `kill -0`: two identities are the same process when pid, start time and boot of
+the machine agree. A process that cannot be looked up from here (another host or container) is judged by the age of the
+event file alone. A file lock, which the kernel releases when its engine ends, prevents two engines on one run.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, write_atomically
+from engine.journal.directory import RunDirectory, locked, write_atomically
 
 STALE_SECONDS = 15.0
 """Silence after which a run is stale when its process does not exist on this machine: three missed heartbeats. The
@@ -34,7 +30,7 @@ REMOTE_STALE_SECONDS = 120.0
 nfs(5)), and an engine that loads a large model can hold Python's global lock for tens of seconds."""
 
 NO_FILE_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errors of flock(2) on a file system that has no file locks."""
+"""Errors of flock(2) on a file system without file locks."""
 
 ProcessState = Literal["alive", "gone", "remote"]
 
@@ -50,13 +46,13 @@ class ProcessIdentity:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of a running process on this machine; None if no process has this pid, or only a zombie."""
+    """None if no process of this machine has this pid, or only a zombie."""
     started = _started(pid)
     return None if started is None else ProcessIdentity(pid, started, platform.node())
 
 
 def identify_self() -> ProcessIdentity:
-    """The identity of this process. Raises EnvironmentProblem where the process table cannot be read."""
+    """Raises EnvironmentProblem where the process table cannot be read."""
     identity = identify(os.getpid())
     if identity is None:
         raise EnvironmentProblem("this process is not in the process table", fix="mount /proc")
@@ -64,19 +60,19 @@ def identify_self() -> ProcessIdentity:
 
 
 def process_state(identity: ProcessIdentity) -> ProcessState:
-    """Return "alive" or "gone" for a process of this machine, "remote" for a process of another machine."""
+    """Also "remote", for a process of another machine."""
     if identity.host != platform.node():
         return "remote"
     return "alive" if identify(identity.pid) == identity else "gone"
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether exactly this process is alive on this machine; False for a process of another machine."""
+    """False for a process of another machine."""
     return process_state(identity) == "alive"
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
-    """The recorded engine, which works on the run or was killed while it did. None if the last engine ended normally.
+    """The recorded engine, which works on the run or was killed while it did; None if the last one ended normally.
     Raises EnvironmentProblem if the record is damaged."""
     try:
         found = json.loads(directory.engine.read_text("utf-8"))
@@ -90,23 +86,19 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
 
 
 def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
-    """Record which process works on the run, so that others can check whether it is alive and, if need be, kill it.
-    Raises OSError if the record cannot be written."""
+    """Record who works on the run, so that others can find it and, if need be, kill it. Raises OSError."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")
 
 
 def clear_engine(directory: RunDirectory) -> None:
-    """Remove the record of the engine; called when the engine ends normally."""
+    """Called when the engine ends normally."""
     directory.engine.unlink(missing_ok=True)
 
 
 @contextmanager
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
-    """Claim the run for this process until the block ends. Raises EnvironmentProblem if another process has claimed it.
-
-    This process's identity is recorded until the block ends; if the process is killed inside the block, the record is
-    left behind.
-    """
+    """Claim the run for this process inside the block. Raises EnvironmentProblem if another process has claimed it. If
+    the process is killed inside the block, its recorded identity is left behind."""
     with _run_lock(directory):
         identity = identify_self()
         record_engine(directory, identity)
@@ -118,24 +110,22 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
 
 @contextmanager
 def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
-    """Lock the run inside the block, so that the last event of an engine that is gone can be written. Unlike
-    `claim`, this does not change which process is recorded as the run's engine. Raises EnvironmentProblem if an engine
-    or another process holds the lock."""
+    """Lock the run inside the block, to write the last event of an engine that is gone; unlike `claim`, the recorded
+    engine stays. Raises EnvironmentProblem if an engine or another process holds the lock."""
     with _run_lock(directory):
         yield
 
 
 def refuse_if_claimed(directory: RunDirectory) -> None:
-    """Raise EnvironmentProblem if a process has locked the run right now, on any machine that shares the lock."""
+    """Raise EnvironmentProblem if a process has locked the run, on any machine that shares the lock."""
     with _run_lock(directory, timeout_seconds=0.0):
         return
 
 
 @contextmanager
 def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Iterator[None]:
-    """Lock the run's lock file inside the block. Waits up to a second by default, because `refuse_if_claimed` in
-    another process may hold the lock for microseconds. Raises EnvironmentProblem if another process holds the lock
-    longer."""
+    """Waits up to a second by default: `refuse_if_claimed` elsewhere may hold the lock for microseconds. Raises
+    EnvironmentProblem if another process holds it longer."""
     lock = ExitStack()
     try:
         lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))
@@ -158,7 +148,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
 
 
 def seconds_since_change(path: Path) -> float:
-    """Seconds since the file last changed; infinite when it does not exist."""
+    """Infinite when the file does not exist."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except FileNotFoundError:
@@ -180,8 +170,8 @@ def _started(pid: int) -> str | None:
 
 
 def _started_linux(pid: int) -> str | None:
-    """The boot id, and the process's start time in clock ticks since boot (field 22 of proc(5) stat): changes of the
-    clock affect neither. None if the process does not run."""
+    """Boot id, and start time in clock ticks since boot (field 22 of proc(5) stat): changes of the clock affect
+    neither."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -1,10 +1,7 @@
 """Runs that wait for their turn: an ordered list of names beside the runs, changed under a file lock.
 
-A waiting run is an ordinary run directory whose engine has not been started (status "queued"); the queue holds only its
-name. `engine.launch.queue_worker` starts the runs one after another. The list is the only state, so a killed worker
-loses nothing.
-
-Try: `tunedeck queue add -p demo -r demo`, then `cat runs/.queue/order.json`
+A waiting run is an ordinary run directory whose engine has not been started (status "queued").
+`engine.launch.queue_worker` starts the runs; the list is the only state, so a killed worker loses nothing.
 """
 
 from __future__ import annotations
@@ -16,20 +13,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, write_atomically
+from engine.journal.directory import RunDirectory, locked, write_atomically
 from engine.journal.liveness import ProcessIdentity, is_alive
 from engine.journal.summary import summarise
 
 
 @dataclass
 class QueueState:
-    """The content of the queue's file: waiting runs in order, the running one, and the process that works the queue."""
-
     waiting: list[str] = field(default_factory=list)
     current: str | None = None
     worker: ProcessIdentity | None = None
-    """The process that takes runs from the queue; None when there is none."""
 
 
 class Queue:
@@ -41,16 +34,14 @@ class Queue:
 
     @property
     def log(self) -> Path:
-        """The queue worker's log file, one line for each thing it did."""
+        """A line for each thing the queue worker did."""
         return self.folder / "worker.log"
 
     def run(self, name: str) -> RunDirectory:
-        """The run directory with this name in the queue's folder of runs, whether it exists or not."""
         return RunDirectory(self.runs_dir / name)
 
     def read(self) -> QueueState:
-        """Read the queue, without runs that are gone or were started by hand, and without a worker that is dead; the
-        file is not changed."""
+        """Without runs that are gone or were started by hand, and without a dead worker; the file is not changed."""
         state = self._load()
         state.waiting = [name for name in state.waiting if self._still_waits(name)]
         if state.worker is not None and not is_alive(state.worker):
@@ -58,10 +49,8 @@ class Queue:
         return state
 
     def add(self, directory: RunDirectory, *, first: bool = False) -> QueueState:
-        """Put a run at the end of the queue, or at the front; returns the new state of the queue.
-
-        Raises UsageError if the run is in another folder or has been started already.
-        """
+        """Put a run at the end, or at the front. Raises UsageError if it is in another folder or has been started
+        already."""
         if directory.path.parent.resolve() != self.runs_dir.resolve():
             raise UsageError(f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of its own folder")
         if not self._still_waits(directory.name):
@@ -75,27 +64,21 @@ class Queue:
         return self.read()
 
     def remove(self, name: str) -> None:
-        """Remove a run from the queue. Raises UsageError if the run does not wait in this queue."""
+        """Raises UsageError if the run does not wait in this queue."""
         with self._transaction() as state:
             self._require_waiting(state, name)
             state.waiting.remove(name)
 
     def move(self, name: str, position: int) -> None:
-        """Move a waiting run to `position`, counted from 1; a position beyond the end means the end.
-
-        Raises UsageError if the run does not wait in this queue.
-        """
+        """Move a waiting run to `position`, counted from 1, at most to the end. Raises UsageError as `remove` does."""
         with self._transaction() as state:
             self._require_waiting(state, name)
             state.waiting.remove(name)
             state.waiting.insert(max(0, position - 1), name)
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """Make the first waiting run the current one, record `worker` as the process that works the queue, and return
-        the run. If no run waits, return None and record that no process works the queue.
-
-        Raises EnvironmentProblem when another worker is alive.
-        """
+        """Make the first waiting run the current one and `worker` the process that works the queue; None, and no
+        worker, if no run waits. Raises EnvironmentProblem when another worker is alive."""
         with self._transaction() as state:
             if state.worker is not None and state.worker != worker and is_alive(state.worker):
                 raise EnvironmentProblem(
@@ -108,7 +91,7 @@ class Queue:
             return self.run(state.current) if state.current else None
 
     def clear_worker(self) -> None:
-        """Record that no process works the queue any more; waiting runs stay in the queue."""
+        """Waiting runs stay in the queue."""
         with self._transaction() as state:
             state.worker = None
 
@@ -144,8 +127,7 @@ class Queue:
 
     @contextmanager
     def _transaction(self) -> Iterator[QueueState]:
-        """Lock the queue and yield its state; changes of the state are written if the block ends without an
-        exception."""
+        """Lock the queue and yield its state; changes are written if the block ends without an exception."""
         lock = ExitStack()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

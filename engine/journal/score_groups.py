@@ -1,10 +1,4 @@
-"""Compares the scores of runs: groups of equal samples, the gains over a reference, and the best run.
-
-Scores compare only on the same samples, so a group has the scores of one set of samples. Pure functions, but for
-`gains`, which reads the values of single samples.
-
-Try: `tunedeck compare a b --metric rougeL --against a`
-"""
+"""Compares scores of runs on equal samples: gains over a reference with bootstrap intervals, and the best run."""
 
 from __future__ import annotations
 
@@ -18,60 +12,52 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations, values_of
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""Scores whose lowest value is the best; for all other scores the highest is."""
+"""The highest of all other scores is the best."""
 
 BASE = "base"
-"""In place of a run: the model that the runs started from."""
+"""Stands for a run: the model that the runs started from."""
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
-"""Bootstrap resamples, the confidence level of an interval, and the seed of the resampling."""
 
 
 @dataclass(frozen=True)
 class ScoreGroup:
-    """The scores of several runs on the same samples. Lists have one entry per run, None for a run without scores on
-    them."""
+    """The scores of runs on the same samples. Lists have one entry per run, None for a run without scores on them."""
 
     data: str
-    """Fingerprint of the samples."""
     count: int
     sources: list[str]
     steps: list[int | None]
-    """For each run, the step of the checkpoint whose scores count: the last one that was scored."""
+    """Step of the last scored checkpoint, whose scores count."""
     metrics: dict[str, list[float | None]]
     best: dict[str, list[str]]
-    """Maps a metric to the runs with the best value."""
+    """The best runs by metric."""
     checkpoints: list[dict[int, dict[str, float]]]
-    """For each run, the metrics of each scored checkpoint by step; step 0 is the model that the run started from."""
+    """Metrics of each scored checkpoint by step; step 0 is the model that the run started from."""
 
     @property
     def title(self) -> str:
-        """The samples in words, for a heading: the names of their sources, and their number."""
         return f"{', '.join(self.sources) or 'samples'} ({self.count} samples)"
 
 
 def headline_metric(group: ScoreGroup) -> str:
-    """The name of the metric to show first: the group's first one other than loss and perplexity, which say less about
-    the task; "loss" if there is no other."""
+    """The first metric other than loss and perplexity, which say less about the task; "loss" if there is no other."""
     return next((name for name in group.metrics if name not in ("loss", "perplexity")), "loss")
 
 
 class Gain(NamedTuple):
-    """How much better a run's metric is than the reference's: the difference, negative if the run is worse."""
+    """How much better a run's metric is than the reference's; negative if the run is worse."""
 
     run: str
     value: float
     gain: float
     low: float | None
-    """Lower end of the 95 % interval of the gain, as `high` is the upper; None for a metric that is not a mean over
-    samples."""
+    """Lower end of the 95 % interval, as `high` is the upper; None for a metric that is not a mean over samples."""
     high: float | None
 
 
 @dataclass(frozen=True)
 class Gains:
-    """The gains of several runs over a reference by one metric; `sentence` names the best run."""
-
     metric: str
     against: str
     reference: float
@@ -80,7 +66,7 @@ class Gains:
 
 
 def score_groups(runs: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> list[ScoreGroup]:
-    """The groups of runs' evaluations by samples; the group with the most runs comes first."""
+    """Evaluations by samples; the group with the most runs comes first."""
     keys = dict.fromkeys((each.data, each.count) for one in evaluations for each in one)
     groups = [
         _group(runs, [[each for each in one if (each.data, each.count) == key] for one in evaluations]) for key in keys
@@ -100,7 +86,7 @@ def _group(runs: Sequence[str], evaluations: list[list[Evaluation]]) -> ScoreGro
 
 
 def _by_step(evaluations: Sequence[Evaluation]) -> dict[int, dict[str, float]]:
-    """The metrics of each checkpoint by step; where settings of generation differ, the newest value counts."""
+    """Where settings of generation differ, the newest value counts."""
     found: dict[int, dict[str, float]] = {}
     for each in sorted(evaluations, key=lambda each: each.time):
         found[each.step] = {**found.get(each.step, {}), **each.metrics}
@@ -108,14 +94,12 @@ def _by_step(evaluations: Sequence[Evaluation]) -> dict[int, dict[str, float]]:
 
 
 def last_scored(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The evaluation of the last checkpoint, the newest one if its settings of generation differ; None if no
-    checkpoint was scored."""
+    """Of the last checkpoint, the newest one if settings of generation differ; None if no checkpoint was scored."""
     return max((each for each in evaluations if each.step), key=lambda each: (each.step, each.time), default=None)
 
 
 def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """Names of the runs with the best value for `key`; empty if fewer than two runs have a value, or all values are
-    equal."""
+    """Runs with the best value; empty if fewer than two runs have a value, or all values are equal."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(set(known)) == 1:
         return []
@@ -124,7 +108,7 @@ def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> l
 
 
 class BestEvaluation(NamedTuple):
-    """The evaluation inside a run's training with the best value of its `checkpoint.best_metric`."""
+    """The evaluation inside training with the best value of `checkpoint.best_metric`."""
 
     metric: str
     value: float
@@ -132,8 +116,7 @@ class BestEvaluation(NamedTuple):
 
 
 def best_evaluation(metric: str, values: Mapping[int, float]) -> BestEvaluation | None:
-    """The step with the best value of a metric, the first one on a draw; `values` maps steps to values. None if no step
-    has a value. Step 0, the model before training, does not count, as no checkpoint is made of it."""
+    """The best of `values` (by step), the first one on a draw. Step 0, the model before training, is no checkpoint."""
     trained = {step: value for step, value in sorted(values.items()) if step}
     if not trained:
         return None
@@ -143,8 +126,7 @@ def best_evaluation(metric: str, values: Mapping[int, float]) -> BestEvaluation 
 
 
 def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
-    """The steps with the best value of a metric; `values` maps steps to values. Step 0, the model before training, does
-    not count; empty if fewer than two other steps have a value."""
+    """The best of `values` (by step), without step 0; empty if fewer than two other steps have a value."""
     trained = {step: value for step, value in values.items() if step}
     if len(trained) < 2:
         return set()
@@ -153,9 +135,8 @@ def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
 
 
 def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, resamples: int = RESAMPLES) -> Gains:
-    """The gains of runs over the run `against`, or over the model that they started from if `against` is "base": value
-    minus reference, by one metric, on the samples that most runs are scored on. Each has a 95 % bootstrap interval from
-    `resamples` resamples of the samples; none with 0.
+    """The gains of runs over the run `against` ("base": the model that they started from), by one metric, on the
+    samples that most runs are scored on, each with a 95 % bootstrap interval unless `resamples` is 0.
 
     Raises UsageError if the reference is not scored, or no run is scored by the metric on the same samples.
     """
@@ -184,8 +165,8 @@ def _scored_by(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | N
 def _reference(
     directories: Sequence[RunDirectory], evaluations: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> tuple[RunDirectory, Evaluation] | None:
-    """The run and its evaluation by `metric` that the others are compared with: the run `against` or, for "base", the
-    first run whose model before training (step 0) is scored. None if there is none."""
+    """The run `against` or, for "base", the first run whose step 0 (before training) is scored; None if there is
+    none."""
     for directory, one in zip(directories, evaluations, strict=True):
         if against == BASE:
             for each in one:
@@ -214,11 +195,8 @@ def _gain(
 
 
 def bootstrap(differences: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """The ends of the 95 % percentile interval of the mean of paired differences, by resampling samples with a fixed
-    seed.
-
-    Source: Efron 1979, "Bootstrap methods: another look at the jackknife".
-    """
+    """The 95 % percentile interval of the mean of paired differences, by resampling samples with a fixed seed (Efron
+    1979, "Bootstrap methods: another look at the jackknife")."""
     drawn, size = random.Random(SEED), len(differences)
     means = sorted(sum(drawn.choices(differences, k=size)) / size for _ in range(resamples))
     outside = round((1 - LEVEL) / 2 * resamples)
@@ -226,9 +204,8 @@ def bootstrap(differences: Sequence[float], resamples: int = RESAMPLES) -> tuple
 
 
 def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain], count: int) -> str:
-    """The sentence that names the run with the largest gain, its gain over `against`, and the interval, with a remark
-    if the interval includes 0; or that no run is better. `reference`: the value of `against`; `count`: number of
-    samples."""
+    """Names the run with the largest gain and the interval, and whether it includes 0; or says that no run is
+    better."""
     best = max(rows, key=lambda row: row.gain)
     if best.gain <= 0:
         return f"none is better than {against} by {metric}, which has {reference:.4g} on {count} samples"

@@ -1,9 +1,7 @@
 """The summary of a run: status, progress, scores and memory, from its events, its files and its process.
 
-`SummaryReader` remembers its offset in the event file, so that each refresh reads only the new lines. Opening a long
-run is fast: nearly all of its lines are steps, and of consecutive steps only the first and the last are parsed.
-
-Try: `tunedeck show last --json`
+Each refresh reads only new lines. Opening a long run is fast: nearly all of its lines are steps, and of consecutive
+steps only the first and the last are parsed.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import tomli
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import FINAL_STATUSES
-from engine.journal.events import EventTail, decode_event
+from engine.journal.events import FINAL_STATUSES, EventTail, decode_event
 from engine.journal.journal_state import JournalState, StageState, plan_digest
 from engine.journal.liveness import (
     REMOTE_STALE_SECONDS,
@@ -38,16 +35,16 @@ STEP_MARK = b'"kind":"step"'
 """A step event, as the writer spells it. A line spelled differently is parsed in full, with the same result."""
 
 PEAK = re.compile(rb'"peak_bytes":(\d+)')
-"""The field of a step whose largest value is kept; read from every step line without parsing it."""
+"""The field whose largest value is kept; read from every step line without parsing it."""
 
 QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
-"""Lines of events of which only the time matters, so that only the newest is parsed."""
+"""Events of which only the time matters, so that only the newest is parsed."""
 
 KIND_WITHIN_BYTES = 120
-"""`seq`, `time` and `kind` come first on a line, so that `kind` ends before this byte."""
+"""`seq`, `time` and `kind` come first on a line, before this byte."""
 
 LINES_PER_CLOCK_CHECK = 512
-"""Lines that are read between two checks of the clock: about a millisecond's worth."""
+"""About a millisecond's worth."""
 
 
 @dataclass
@@ -62,8 +59,7 @@ class RunSummary:
     max_steps: int | None
     metrics: dict[str, Any]
     best: BestEvaluation | None
-    """The best evaluation inside training by the recipe's checkpoint.best_metric; of a staged run, in the stage that
-    started last."""
+    """Inside training, by checkpoint.best_metric; of a staged run, in the stage that started last."""
     backoffs: int
     samples_lost: int
     predicted: dict[str, Any]
@@ -72,11 +68,11 @@ class RunSummary:
     started: str | None
     updated: str | None
     seconds: float | None
-    """Seconds from the last start of an engine to its end or, if it has not ended, to the newest event."""
+    """Seconds from the last start of an engine to its end or the newest event."""
     total_seconds: float | None
-    """The seconds of all starts together, those before a resume included."""
+    """Seconds of all starts together."""
     reason: str
-    """Why the run ended, where the engine recorded it: early stopping, a request, or --max-hours."""
+    """Why the run ended, where recorded: early stopping, a request, or --max-hours."""
     last_error: str | None
     exit_code: int | None
     model: str
@@ -89,16 +85,16 @@ class RunSummary:
     oom_reports: list[str]
     warnings: list[dict[str, Any]]
     stages: list[dict[str, Any]]
-    """Of a staged run: name, status, number, steps, peak and result of each stage that has begun or was skipped."""
+    """Name, status, number, steps, peak and result of each stage that has begun or was skipped."""
     damaged_lines: int
     stopping: bool
-    """Whether a stop was requested and the engine has not ended yet."""
+    """A stop was requested and the engine has not ended yet."""
 
 
 @dataclass
 class _UnparsedLines:
-    """Lines that are not parsed yet: the first and the last of consecutive step events, and the newest `gpu` or
-    `heartbeat` event after them, of which only the time matters."""
+    """The first and the last of consecutive step events, and the newest `gpu` or `heartbeat` event after them, of which
+    only the time matters."""
 
     first: bytes | None = None
     last: bytes | None = None
@@ -115,12 +111,12 @@ class SummaryReader:
         self._damaged = 0
 
     def refresh(self) -> RunSummary:
-        """Read all new lines and return the summary; no file is written."""
+        """Read all new lines; no file is written."""
         self.read()
         return self.summary()
 
     def summary(self) -> RunSummary:
-        """The summary of the lines read so far; lines that are not read yet may change any of its values."""
+        """Later lines may change any value."""
         return summarise_state(self.directory, self.state, self._damaged)
 
     def read(self, *, seconds: float = math.inf) -> bool:
@@ -136,8 +132,6 @@ class SummaryReader:
         return True
 
     def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
-        """Update the state with one line, or keep the line in `unparsed` for later: of consecutive step events only the
-        first and the last are parsed."""
         if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
             unparsed.first, unparsed.last, unparsed.quiet = unparsed.first or line, line, None
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
@@ -156,7 +150,6 @@ class SummaryReader:
         self.state.fold(event)
 
     def _close(self, unparsed: _UnparsedLines) -> None:
-        """Parse the lines in `unparsed` and update the state with their events; called at the end of a read."""
         self._fold_steps(unparsed)
         if unparsed.quiet is not None and (event := decode_event(unparsed.quiet)) is not None:
             self.state.fold(event)
@@ -175,17 +168,16 @@ class SummaryReader:
 
 
 _STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "stage_finished", "phase")
-"""Kinds of events whose meaning depends on earlier steps, so that unparsed step lines are folded before them."""
+"""Kinds whose meaning depends on earlier steps: unparsed step lines are folded before them."""
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
-    """The summary of a run as it is now."""
     return SummaryReader(directory).refresh()
 
 
 def status_of(directory: RunDirectory, state: JournalState) -> str:
-    """The run's status: queued, running, paused, the final status that its engine recorded, or stale: the engine is
-    gone, or not visible from this machine, and the run's files have not changed for too long."""
+    """queued, running, paused, the final status that the engine recorded, or stale: the engine is gone, or not visible
+    from here, and the run's files have not changed for too long."""
     engine = engine_process(directory)
     process = "gone" if engine is None else process_state(engine)
     if process == "alive":
@@ -207,7 +199,7 @@ def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
 
 
 def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) -> RunSummary:
-    """Make the summary of a run from its state; `damaged` is the number of lines that could not be read."""
+    """`damaged` is the number of lines that could not be read."""
     finished = state.finished or {}
     spec = read_spec(directory)
     return RunSummary(
@@ -258,8 +250,7 @@ def _stage_row(name: str, stage: StageState, state: JournalState) -> dict[str, A
 
 
 def _metrics(state: JournalState) -> dict[str, Any]:
-    """Maps names to the latest scores, training loss and speed (tokens per second); the entry `first` maps names to the
-    first scores and loss."""
+    """Latest scores, training loss and speed (tokens per second) by name; `first` has the first scores and loss."""
     metrics: dict[str, Any] = dict(state.evals[-1]["metrics"]) if state.evals else {}
     first: dict[str, Any] = dict(state.evals[0]["metrics"]) if len(state.evals) > 1 else {}
     if state.first_step is not None:
@@ -283,7 +274,7 @@ def _total_seconds(state: JournalState) -> float | None:
 
 
 def _samples_lost(state: JournalState) -> int:
-    """The number of lost samples: the engine's total if the run has finished, else the sum over its backoff events."""
+    """The engine's total if the run has finished, else the sum over its backoff events."""
     total = (state.finished or {}).get("samples_lost")
     return int(total) if total is not None else sum(int(event.get("samples_lost") or 0) for event in state.backoffs)
 
@@ -298,9 +289,7 @@ def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
 
 def read_spec(directory: RunDirectory) -> dict[str, Any]:
     """The tables of `run.toml`, unchecked, so that a newer version's file can be shown, too; empty when unreadable.
-
-    The tables are cached until the file changes, because parsing takes a millisecond: the caller must not change them.
-    """
+    Cached until the file changes (parsing takes a millisecond): the caller must not change them."""
     try:
         found = directory.run_toml.stat()
         return _parsed_spec(directory.run_toml, found.st_mtime_ns, found.st_ino)

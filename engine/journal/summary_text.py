@@ -1,28 +1,89 @@
-"""A run's summary as rows of names and values, for `tunedeck show` and the end of `train`. Pure; nothing is printed.
-
-Try: `tunedeck show last`
-"""
+"""A run's summary as text: the status block of `train` and `watch`, and the rows of `tunedeck show`. Pure functions."""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.journal.event_text import (
     clean,
+    describe_phase,
     format_bytes,
     format_duration,
     format_number,
     format_score,
     format_share,
 )
+from engine.journal.events import Event
+from engine.journal.journal_state import JournalState
 from engine.journal.summary import RunSummary
+
+ETA_STEPS = 50
+"""The time left is estimated from this many steps: enough to be steady, few enough to follow a backoff."""
+
+
+@dataclass
+class Progress:
+    title: str
+    simulated: bool
+    state: JournalState = field(default_factory=JournalState)
+    activity: str = "starting"
+    capacity_bytes: int | None = None
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))
+
+    def take(self, event: Event) -> None:
+        self.state.fold(event)
+        kind = event["kind"]
+        if kind in ("run_started", "plan"):
+            self.capacity_bytes = event.get("capacity_bytes") or self.capacity_bytes
+        if kind == "phase":
+            self.activity = describe_phase(event)
+        elif kind == "step":
+            self.activity = "training"
+            self._step_seconds.append(float(event.get("step_seconds") or 0.0))
+        elif kind == "run_finished":
+            self.activity = clean(event["status"])
+
+    def lines(self) -> list[str]:
+        """The status block: one line before the first step, two afterwards."""
+        head = f"{self.title}: {self.activity}"
+        step = self.state.last_step
+        if step is None:
+            return [head]
+        return [f"{head}, {self._position()}", f"  {self._figures(step)}"]
+
+    def line(self) -> str:
+        step = self.state.last_step
+        return self.lines()[0] if step is None else f"{self._position()}, {self._figures(step)}"
+
+    def _position(self) -> str:
+        total = self.state.max_steps
+        done = f"step {self.state.step:,}" + (f" of {total:,}" if total else "")
+        left = self.seconds_left()
+        return done + (f", {format_duration(left)} left" if left is not None else "")
+
+    def _figures(self, step: Event) -> str:
+        peak = step.get("peak_bytes")
+        memory = format_share(peak, self.capacity_bytes) if self.capacity_bytes and peak else format_bytes(peak)
+        return (
+            f"loss {format_number(step.get('loss'))}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
+            f"memory {memory}{' (simulated device)' if self.simulated else ''}"
+        )
+
+    def seconds_left(self) -> float | None:
+        """By the mean of recent steps; None if the total number of steps is not known, or no step was taken."""
+        if not self.state.max_steps or not self._step_seconds:
+            return None
+        mean = sum(self._step_seconds) / len(self._step_seconds)
+        return mean * max(0, self.state.max_steps - self.state.step)
+
 
 Rows = list[tuple[str, str]]
 
 
 def result_rows(summary: RunSummary) -> Rows:
-    """Rows that say how the run went: status, steps, scores, out-of-memory backoffs, memory, time and result."""
     total = f" of {summary.max_steps:,}" if summary.max_steps else ""
     backoffs = {0: "never", 1: "once, survived"}.get(summary.backoffs, f"{summary.backoffs} times, survived")
     rows = [
@@ -43,14 +104,12 @@ def result_rows(summary: RunSummary) -> Rows:
 
 
 def status_text(summary: RunSummary) -> str:
-    """The status, followed by a note if the device is simulated, and by the reason why the run ended, if one is
-    recorded."""
+    """With a note for a simulated device and the recorded reason why the run ended."""
     reason = f": {clean(summary.reason)}" if summary.reason else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
 
 
 def _stage_rows(summary: RunSummary) -> Rows:
-    """A row for each stage of a staged run: how it ended, its steps and its peak."""
     rows = []
     for stage in summary.stages:
         steps = f" at step {stage['steps']:,}" if stage["steps"] else ""
@@ -61,7 +120,6 @@ def _stage_rows(summary: RunSummary) -> Rows:
 
 
 def _score_rows(metrics: dict[str, Any]) -> Rows:
-    """Rows with the first and the latest value of the training loss and of each metric."""
     first, rows = metrics.get("first", {}), []
     if "train_loss" in metrics:
         rows.append(("loss", f"{format_number(first.get('train_loss'))} -> {format_number(metrics['train_loss'])}"))
@@ -87,7 +145,7 @@ def _memory_rows(summary: RunSummary) -> Rows:
 
 
 def detail_rows(summary: RunSummary) -> Rows:
-    """Rows that only `tunedeck show` prints: names, memory by component, warnings, the error and the folder."""
+    """What only `tunedeck show` prints: names, memory by component, warnings, the error and the folder."""
     rows = [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
     measured = summary.measured.get("components", {})
     predicted = (summary.measured.get("predicted") or summary.predicted).get("components") or {}
@@ -103,8 +161,7 @@ def detail_rows(summary: RunSummary) -> Rows:
 
 
 def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] | None) -> Rows:
-    """Rows with the `steps` of the checkpoints on disk, the `best` one marked, and with the micro-batch budget in the
-    newest one; `learned` is what `learned_memory` returned. Empty without checkpoints."""
+    """Checkpoints on disk, the `best` one marked, and the newest one's micro-batch budget (`learned_memory`)."""
     if not steps:
         return []
     rows = [("checkpoints", ", ".join(f"{step} (best)" if step == best else str(step) for step in steps))]
@@ -120,7 +177,6 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
 
 
 def next_steps(summary: RunSummary) -> Rows:
-    """Rows with the commands that a user may want to type next, depending on the status."""
     run = clean(summary.run)
     commands = {
         "done": [f"tunedeck show {run}", f"tunedeck eval {run}"],

@@ -1,12 +1,10 @@
-"""Writes the text of a job for several machines: a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`.
+"""Writes a job for several machines, a Slurm batch script or a SkyPilot task, from a profile's `[nodes]`; submits
+nothing.
 
-On every machine the job starts a torchrun agent, with its rendezvous on the first machine. The job says which machine
-that is and under which name or address the others reach each one: torchrun would ask what the machine's own name
-resolves to, which is often 127.0.1.1 (torch 2.13, `_matches_machine_hostname`). The agent starts one
-`tunedeck train --run-spec` for each device, and restarts all of them when a rank is lost. Pure functions of values:
-nothing here looks at the machine or submits a job.
-
-Try: `tunedeck launch -p PROFILE -r RECIPE --slurm`
+On every machine the job starts a torchrun agent, which starts one `tunedeck train --run-spec` for each device and
+restarts all of them when a rank is lost. The rendezvous is on the first machine. The job says which one that is and how
+the others reach each one: torchrun would ask what the machine's own name resolves to, which is often 127.0.1.1 (torch
+2.13, `_matches_machine_hostname`).
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config.schema.run import RunSpec
 from engine.launch.environment import export_lines
-from engine.spec.schema.run import RunSpec
 
 SECONDS_TO_SAVE = 120
-"""Time between Slurm's TERM and the end of the time limit, for the step in progress and a checkpoint."""
+"""Between Slurm's TERM and the end of the time limit, for the step in progress and a checkpoint."""
 
 REJOINING = """\
 # A machine that is started again joins the others: with a store shared between agent and ranks, torchrun (torch 2.13)
@@ -29,20 +27,16 @@ REJOINING = """\
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"""
 
 CPUS_PER_DEVICE = 4
-"""CPUs to request from Slurm for each device: its training process and data workers."""
+"""A training process and its data workers."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The values from which `slurm_script` and `skypilot_task` write a job for several machines."""
-
     spec: RunSpec
     spec_file: Path
-    """The path of the resolved run spec, in the folder of the script."""
     runs: Path
     """The folder of runs, on every machine."""
     python: str
-    """The Python interpreter that runs Tunedeck."""
     command: str
     """The path of tunedeck.py in the installation of Tunedeck."""
     setup: str = ""
@@ -50,12 +44,10 @@ class Job:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the job must request GPUs."""
         return self.spec.profile.device.kind == "cuda"
 
 
 def _slurm_options(job: Job) -> str:
-    """The #SBATCH lines of the job's batch script: what the job asks of Slurm."""
     devices, nodes = job.spec.profile.device.count, job.spec.profile.nodes
     options = {
         "job-name": job.spec.name,
@@ -76,8 +68,7 @@ def _slurm_options(job: Job) -> str:
 
 
 def slurm_script(job: Job) -> str:
-    """Return the text of a batch script that trains the job's run on several machines with `sbatch`. Nothing is written
-    or submitted."""
+    """The text of a batch script for `sbatch`."""
     devices, nodes = job.spec.profile.device.count, job.spec.profile.nodes
     return f"""\
 #!/bin/bash
@@ -128,8 +119,7 @@ srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} bash -c '
 
 
 def skypilot_task(job: Job) -> str:
-    """Return the text of a task, in YAML, that trains the job's run on several machines with `sky jobs launch`. Strings
-    are written as JSON, which is valid YAML. Nothing is written or submitted."""
+    """A task in YAML (strings as JSON, which is valid YAML) that trains the job's run with `sky jobs launch`."""
     profile, nodes = job.spec.profile, job.spec.profile.nodes
     resources = {
         "cloud": nodes.cloud,
@@ -173,8 +163,8 @@ run: |
 
 
 def _agent(job: Job, endpoint: str) -> str:
-    """Return torchrun's arguments as lines of a shell command; the last line is the command that each rank runs.
-    `endpoint` is the rendezvous address, HOST:PORT on the first machine."""
+    """torchrun's arguments as lines of a shell command, then the command of each rank. `endpoint` is the rendezvous
+    address, HOST:PORT on the first machine."""
     nodes = job.spec.profile.nodes
     lines = [
         f"--nnodes={nodes.count}",
@@ -197,8 +187,7 @@ def _setup(job: Job) -> str:
 
 
 def _mounts(job: Job) -> dict[str, str]:
-    """Return the files to copy to the job's machines, as {path on those machines: path on this one}: the run spec, and
-    the local files and folders that the recipe names."""
+    """{path on the job's machines: path on this one} of the run spec and the local files that the recipe names."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]
@@ -207,8 +196,7 @@ def _mounts(job: Job) -> dict[str, str]:
 
 
 def _folder_of_pattern(path: str) -> str:
-    """Return the folder before the first wildcard of a pattern such as `data/*.jsonl`; a path without a wildcard is
-    returned unchanged."""
+    """The folder before the first wildcard of a pattern such as `data/*.jsonl`; without one, the path itself."""
     plain = itertools.takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
     return str(Path(*plain))
 

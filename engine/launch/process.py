@@ -1,10 +1,8 @@
 """Starts an engine process, follows it, and ends it by force. No other module starts or kills an engine.
 
-The engine runs in an OS session of its own, so neither a closed terminal nor a killed follower ends it; follower and
-engine share the run directory and nothing else. A follower asks for a stop with a control request, not a signal: a
-request works from another machine, is answered by an event, and is not lost if it is sent while the engine still loads.
-
-Try: `tunedeck train -p demo -r demo`, then Ctrl-C.
+The engine runs in an OS session of its own, so neither a closed terminal nor a killed follower ends it. A follower asks
+for a stop with a control request, not a signal: a request works from another machine, is answered by an event, and is
+not lost if it is sent while the engine still loads.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from engine.config.files.machine import working_directory
 from engine.errors import KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory
@@ -38,46 +37,42 @@ from engine.journal.liveness import (
 )
 from engine.journal.stages import stage_directories
 from engine.journal.summary import read_spec
-from engine.launch.training_packages import require_training_packages
-from engine.spec.files.working_directory import working_directory
+from engine.launch.requirements import require_training_packages
 
 _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _CHECKOUT_ENTRY = _PACKAGES_FOLDER / "tunedeck.py"
 
 ENTRY_FILE = _CHECKOUT_ENTRY if _CHECKOUT_ENTRY.is_file() else _PACKAGES_FOLDER / "__init__.py"
-"""The file that fixes the import path: `tunedeck.py` in a checkout, `tunedeck/__init__.py` where Tunedeck is installed.
-Child processes start through it, with -P."""
+"""Fixes the import path: `tunedeck.py` in a checkout, `tunedeck/__init__.py` where Tunedeck is installed. Child
+processes start through it, with -P."""
 
 POLL_SECONDS = 0.25
 """How often a follower reads events; a screen is redrawn half as often."""
 
 DETACHED_CODE = 0
-"""Exit code of a follower that left while the engine goes on, as after `train --detach`."""
+"""A follower left while the engine goes on, as after `train --detach`."""
 
 LOG_LINES = 15
-"""Lines of engine.log that are shown when an engine died without recording why."""
+"""Lines of engine.log, shown when an engine died without recording why."""
 
 
 @dataclass(frozen=True)
 class FileOffsets:
-    """The byte offsets in `events.jsonl` and `engine.log` at which a new engine's output begins."""
+    """Bytes in `events.jsonl` and `engine.log` at which a new engine's output begins."""
 
     events: int = 0
     log: int = 0
 
     @classmethod
     def of(cls, directory: RunDirectory) -> FileOffsets:
-        """The current ends of `events.jsonl` and `engine.log`."""
         return cls(end_of_events(directory.events), directory.log.stat().st_size if directory.log.exists() else 0)
 
 
 def start_engine(
     directory: RunDirectory, *, resume_from: int | None = None, resume: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start an engine on this run, in an OS session of its own; returns the process. Its output goes to `engine.log`.
-    For a staged run a conductor is started, which starts the engines of its stages.
-
-    `resume`: continue the run from its newest checkpoint, or from that of step `resume_from`.
+    """Start an engine on this run, or a conductor on a staged one, in an OS session of its own; output goes to
+    `engine.log`. `resume` continues from the newest checkpoint, or from that of step `resume_from`.
 
     Raises EnvironmentProblem when another engine works on the run, packages for training are not installed, or the
     process cannot be started.
@@ -112,8 +107,6 @@ def start_engine(
 
 
 def _command_of(directory: RunDirectory) -> str:
-    """Return the hidden command of tunedeck that works on this run: `_engine`; for a run of several stages
-    `_conductor`; for a stage that assembles a mixture `_assemble`."""
     if directory.assembly.is_file():
         return "_assemble"
     recipe = read_spec(directory).get("recipe", {})
@@ -121,18 +114,16 @@ def _command_of(directory: RunDirectory) -> str:
 
 
 def _engine_folder(directory: RunDirectory) -> Path:
-    """The engine's working directory: this process's, or the run directory if this process's was deleted (MKL ends a
-    process in a deleted folder)."""
+    """The working directory, or the run directory if that was deleted (MKL ends a process in a deleted folder)."""
     cwd = working_directory()
     return cwd if cwd.is_dir() else directory.path
 
 
 def engine_environment() -> dict[str, str]:
-    """Return the environment variables of an engine: this process's, and settings that make output unbuffered and
-    silence the tokenizer's warning about forks.
+    """This process's environment, with unbuffered output and without the tokenizer's warning about forks.
 
-    PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH is left unchanged:
-    `tunedeck.py` puts its own folder before the others, and the user's data or model code may need them.
+    PYTHONSAFEPATH passes -P on to Python processes that the engine starts. A user's PYTHONPATH is left: `tunedeck.py`
+    puts its own folder first, and the user's data or model code may need the others.
     """
     # Beside another busy process OpenMP's threads use up their time slices spinning for each other: on two cores, 40
     # demo steps next to a two-thread program took over 60 s, with a bounded spin 13 s, and alone 6 s either way.
@@ -147,8 +138,7 @@ def engine_environment() -> dict[str, str]:
 def wait_until_running(
     directory: RunDirectory, process: subprocess.Popen[bytes], *, start: FileOffsets = FileOffsets()
 ) -> None:
-    """Wait until the engine has written its first event after `start`. Raises TunedeckError if `process` ends without
-    one."""
+    """Wait for the engine's first event after `start`. Raises TunedeckError if `process` ends without one."""
     tail = EventTail(directory.events, offset=start.events)
     while not tail.poll():
         try:
@@ -172,16 +162,16 @@ def follow_engine(
     """Follow an engine to its end and return its exit code.
 
     `on_event` gets each event after `start`, `on_tick` is called about four times a second, `on_notice` gets sentences
-    for the user. Ctrl-C and TERM ask the engine to stop; a second signal kills the engine, and KILLED_CODE is returned.
-    HUP, or an OSError of the callbacks because the reader of their output is gone, leaves the engine running and
-    returns DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
+    for the user. Ctrl-C and TERM ask the engine to stop; a second signal kills it, and KILLED_CODE is returned. HUP, or
+    an OSError of the callbacks because the reader of their output is gone, leaves the engine running and returns
+    DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
     """
     tail = EventTail(directory.events, offset=start.events)
     finished = False
     stops = 0
 
     def relay() -> bool:
-        """Pass new events to `on_event`; returns True once the process has ended."""
+        """Returns True once the process has ended."""
         nonlocal finished
         ended = process.poll() is not None  # before reading, so that no event written before the end is missed
         for event in tail.poll():
@@ -212,9 +202,7 @@ def follow_engine(
     return code if code >= 0 else KILLED_CODE
 
 
-def _ask_to_stop(
-    directory: RunDirectory, process: subprocess.Popen[bytes], on_notice: Callable[[str], None]
-) -> None:
+def _ask_to_stop(directory: RunDirectory, process: subprocess.Popen[bytes], on_notice: Callable[[str], None]) -> None:
     try:
         control.send_request(directory, "stop")
     except OSError:
@@ -224,8 +212,7 @@ def _ask_to_stop(
 
 
 def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole OS session of `process`, a child of this process. Its pid cannot have been reused, because
-    nobody has waited for the child yet."""
+    """Kill the whole OS session of a child, whose pid cannot have been reused, because nobody has waited for it yet."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -234,10 +221,8 @@ def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> No
 
 
 def force_stop(directory: RunDirectory) -> None:
-    """Kill the engine of this run and everything it started, and record the end in the journal.
-
-    Raises EnvironmentProblem when the engine is on another machine, or belongs to another user.
-    """
+    """Kill the engine of this run and everything it started, and record the end in the journal. Raises
+    EnvironmentProblem when the engine is on another machine, or belongs to another user."""
     identity = engine_process(directory)
     if identity is not None:
         _require_on_this_machine(identity)
@@ -247,8 +232,7 @@ def force_stop(directory: RunDirectory) -> None:
 
 
 def _force_stop_stages(directory: RunDirectory) -> None:
-    """Kill the engine of each stage of this run that is still alive: a stage's engine does not end when the conductor
-    is killed."""
+    """A stage's engine does not end when the conductor is killed."""
     for stage in stage_directories(directory):
         identity = engine_process(stage)
         if identity is not None and is_alive(identity):
@@ -290,8 +274,7 @@ def _kill(identity: ProcessIdentity) -> None:
 
 
 def _wait_until_gone(identity: ProcessIdentity) -> None:
-    """Wait for a killed process to end, which a driver may delay by seconds. Raises EnvironmentProblem after half a
-    minute."""
+    """A driver may delay the end by seconds. Raises EnvironmentProblem after half a minute."""
     deadline = time.monotonic() + 30.0
     while is_alive(identity):
         if time.monotonic() > deadline:
@@ -303,8 +286,7 @@ def _wait_until_gone(identity: ProcessIdentity) -> None:
 
 
 def record_forced_stop(directory: RunDirectory) -> None:
-    """Write the journal's last event for an engine that was killed. The run's lock is held meanwhile, so that no new
-    engine writes at the same time."""
+    """Write a killed engine's last event, with the run locked so that no new engine writes at the same time."""
     control.clear_requests(directory)
     with lock_after_engine(directory), EventWriter(directory) as writer:
         clear_engine(directory)
@@ -312,8 +294,7 @@ def record_forced_stop(directory: RunDirectory) -> None:
 
 
 def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> TunedeckError:
-    """Return the error for an engine that ended with exit code `code` without recording why: it has the exit code and
-    the end of the run's log, after byte `log_start`."""
+    """The error for an engine that did not record why it ended, with its exit code and the end of the log."""
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(
@@ -333,8 +314,7 @@ def _exit_text(code: int) -> str:
 
 
 def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES) -> list[str]:
-    """Return the last `lines` lines of `engine.log` that lie after byte `start` and within its last 64 KiB; empty
-    without a log."""
+    """The last lines of `engine.log` after byte `start`, within its last 64 KiB; empty without a log."""
     try:
         with directory.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -347,10 +327,8 @@ def log_tail(directory: RunDirectory, *, start: int = 0, lines: int = LOG_LINES)
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list to which INT, TERM and HUP are appended by number, as they arrive, instead of ending this process.
-
-    INT and HUP are not collected if they were ignored before: `nohup` and a shell's `&` start a process in this way.
-    """
+    """Collect INT, TERM and HUP by number instead of ending this process. INT and HUP stay ignored if they were before:
+    `nohup` and a shell's `&` start a process in this way."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -368,7 +346,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _sleep_until_signal_or_end(process: subprocess.Popen[bytes], received: list[int]) -> None:
-    """Sleep for POLL_SECONDS, or until `process` ends or `received` has a new signal."""
+    """Sleeps at most POLL_SECONDS."""
     before = len(received)
     deadline = time.monotonic() + POLL_SECONDS
     while len(received) == before and time.monotonic() < deadline:

@@ -1,10 +1,8 @@
-"""The queue worker: a small process that starts the waiting runs one after another, each as an engine process.
+"""The queue worker: a process that starts the waiting runs one after another, each as an engine process, until none
+waits.
 
-The worker uses no device and has no state: if it is killed, the queue is unchanged and the run that it started goes on.
-A run that fails is logged, one that cannot be started is marked failed, and the next one is started. The worker ends
-when no run waits.
-
-Try: `tunedeck queue start`, then `cat runs/.queue/worker.log`
+It has no state: if it is killed, the queue is unchanged and the run that it started goes on. A run that cannot be
+started is marked failed.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
 
 POLL_SECONDS = 0.25
-"""Seconds between two looks at the present run, or at the worker."""
 
 
 def start_queue_worker(runs_dir: Path) -> int:
-    """Start a worker in an OS session of its own, unless another worker is running already; returns the worker's
-    pid."""
+    """Start a worker in an OS session of its own, unless one is running already; returns its pid."""
     queue = Queue(runs_dir)
     worker = queue.read().worker
     if worker is not None:
@@ -59,8 +55,8 @@ def start_queue_worker(runs_dir: Path) -> int:
 
 
 def follow_queue(queue: Queue, pid: int) -> Iterator[tuple[str, int]]:
-    """Follow the worker process `pid` until it ends. Yields (sentence, 0) when a run starts, and (sentence, exit code
-    of the run) when it ends."""
+    """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker
+    ends."""
     current: str | None = None
     alive = True
     while alive:
@@ -83,8 +79,7 @@ def _ending(directory: RunDirectory) -> tuple[str, int]:
 
 
 def run_queue(runs_dir: Path) -> None:
-    """Start the waiting runs one after another until the queue is empty. TERM ends the worker; the current run goes
-    on."""
+    """Work the queue until it is empty. TERM ends the worker; the current run goes on."""
     queue = Queue(runs_dir)
     own = identify_self()
     signal.signal(signal.SIGTERM, _raise_terminated)
@@ -121,12 +116,8 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
 
 
 def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
-    """Record in the run's journal why its engine could not be started, so that the run is shown as failed and not as
-    queued.
-
-    If another engine works on the run, or the journal cannot be written either, the reason is written to the worker's
-    log alone.
-    """
+    """Show the run as failed, not as queued. If another engine works on the run, or the journal cannot be written
+    either, the reason goes to the worker's log alone."""
     known = error if isinstance(error, TunedeckError) else TunedeckError(f"{type(error).__name__}: {error}")
     text = f"the engine could not be started: {known.render()}"
     _log(f"{directory.name}: {text}")

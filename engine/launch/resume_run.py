@@ -1,44 +1,164 @@
-"""Prepares a run to be resumed: checks the changed spec and writes it into the run directory.
-
-Starting the engine is in `engine.launch.process`; which keys may change is in `engine.launch.resume_changes`.
-
-Try: `tunedeck resume last --set train.max_steps=200`
-"""
+"""Prepares a run to be resumed: which keys may change, the checks of the changed spec, and its writing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advise.strategy import settle_parallel
+from engine.budget.advise.gate import refusals
+from engine.budget.advise.parallel import settle_parallel
+from engine.budget.advise.staged_plan import RunFacts, find_run_facts
+from engine.config.check.hardware_rules import require_matching_devices
+from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
+from engine.config.schema.recipe import Recipe, Stage
+from engine.config.schema.run import RunSpec
+from engine.config.stages import dependants, stage_recipe
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
-from engine.journal.directory import RunDirectory
-from engine.journal.files import write_atomically
+from engine.journal.directory import RunDirectory, write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import stage_directories, stage_name
 from engine.journal.summary import summarise
 from engine.launch.create_run import drop_untrusted_limits
-from engine.launch.resume_changes import (
-    STAGES_KEY,
-    UNFELT_KEYS,
-    Changes,
-    comparable,
-    enables_stage,
-    find_changes,
-    makes_longer,
-    notices_of,
-    refused_changes,
+from engine.trackers.tracker import require_trackers
+
+FREELY_CHANGEABLE = (
+    "name",
+    "limits.*",
+    "provenance.*",
+    "profile.*",
+    "recipe.name",
+    "recipe.title",
+    "recipe.notes",
+    "recipe.profile",
+    "recipe.parallel.*",
+    "recipe.train.epochs",
+    "recipe.train.max_steps",
+    "recipe.train.micro_batch",
+    "recipe.train.gradient_checkpointing",
+    "recipe.train.activation_offload",
+    "recipe.train.optimizer_offload",
+    "recipe.train.loss",
+    "recipe.train.compile",
+    "recipe.train.deterministic",
+    "recipe.train.log_every_steps",
+    "recipe.model.attention",
+    "recipe.data.workers",
+    "recipe.checkpoint.*",
+    "recipe.eval.*",
+    "recipe.evaluate.*",
+    "recipe.generate.*",
+    "recipe.backoff.*",
+    "recipe.moe.watch_experts",
+    "recipe.trackers.*",
+    "recipe.finish.*",
+    "recipe.stages.*.enabled",
 )
-from engine.spec.check.devices import require_matching_devices
-from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.load import Resolved, dump_run_spec, load_run_spec, override
-from engine.spec.schema.run import RunSpec
-from engine.spec.stages import dependants
-from engine.trackers.packages import require_trackers
+"""Keys that do not alter what a step learns, beyond the rounding of another kernel: a resumed run must lead
+to the same steps as those already taken."""
+
+CHANGEABLE_WITH_NOTICE = (
+    "recipe.train.learning_rate",
+    "recipe.train.min_learning_rate",
+    "recipe.train.scheduler",
+    "recipe.train.restarts",
+    "recipe.train.warmup_*",
+    "recipe.train.weight_decay",
+    "recipe.train.betas*",
+    "recipe.train.eps",
+    "recipe.train.momentum",
+    "recipe.train.max_grad_norm",
+    "recipe.train.label_smoothing",
+    "recipe.moe.aux_loss_weight",
+)
+"""Keys that alter what is learned from the resumed step on, so the user is told."""
+
+
+STAGES_KEY = "recipe.stages"
+STAGE_OF_KEY = re.compile(r"^recipe\.stages\.[a-z0-9][a-z0-9._-]*?\.(?=(?:" + "|".join(Recipe.model_fields) + r")\b)")
+"""A stage's name may contain dots."""
+
+UNFELT_KEYS = ("enabled", "name", "title", "notes")
+"""Keys of a stage that is done which may change: they have no effect on what it trained."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""Dotted key = (value before, value after)."""
+
+
+def comparable(spec: RunSpec) -> dict[str, Any]:
+    """As nested dicts for `find_changes`. A staged run's recipe is replaced by the complete recipe of each stage, so
+    that a change counts only for the stages that it affects."""
+    data = spec.model_dump(by_alias=True)
+    if spec.recipe.stages:
+        data["recipe"] = {"stages": {stage.name: _comparable_stage(spec, stage) for stage in spec.recipe.stages}}
+    return data
+
+
+def _comparable_stage(spec: RunSpec, stage: Stage) -> dict[str, Any]:
+    own = stage.model_dump(by_alias=True, include={"enabled", "from_", "experts_per_token", "shared", "router"})
+    return {**stage_recipe(spec.recipe, stage).model_dump(by_alias=True), **own, "stage_kind": stage.kind}
+
+
+def find_changes(before: Any, after: Any, key: str = "") -> Changes:
+    """Every key whose value differs; a list counts as one value. `key` is the prefix of the keys."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found: Changes = {}
+        for name in {**before, **after}:
+            found |= find_changes(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+        return found
+    return {} if before == after else {key: (before, after)}
+
+
+def refused_changes(changes: Changes) -> list[str]:
+    """A line for each change that is not allowed when a run is resumed."""
+    return [
+        f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; a run keeps its model, data, seed and batch"
+        for key, (old, new) in changes.items()
+        if not _matches(key, FREELY_CHANGEABLE) and not _matches(key, CHANGEABLE_WITH_NOTICE)
+    ]
+
+
+def notices_of(changes: Changes) -> list[str]:
+    """A sentence for each change that alters what is learned from the resumed step on."""
+    return [
+        f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}: the steps to come learn differently"
+        for key, (old, new) in changes.items()
+        if _matches(key, CHANGEABLE_WITH_NOTICE)
+    ]
+
+
+def enables_stage(changes: Changes) -> bool:
+    """Whether a stage that was disabled is enabled."""
+    return any(
+        key.startswith(f"{STAGES_KEY}.") and key.endswith(".enabled") and new is True
+        for key, (_, new) in changes.items()
+    )
+
+
+def makes_longer(changes: Changes) -> bool:
+    """Whether the run gets more steps; no limit counts as more than any limit."""
+    for key, (old, new) in changes.items():
+        if _of_any_stage(key) not in ("recipe.train.epochs", "recipe.train.max_steps"):
+            continue
+        if old is not None and (new is None or new > old):
+            return True
+        if old is None and new is not None and key.endswith("epochs") and new > 1:
+            return True
+    return False
+
+
+def _matches(key: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(_of_any_stage(key), glob) for glob in globs)
+
+
+def _of_any_stage(key: str) -> str:
+    """Gives "recipe.train.eps" for "recipe.stages.NAME.train.eps"."""
+    return STAGE_OF_KEY.sub("recipe.", key)
 
 
 def prepare_resume(
@@ -52,9 +172,8 @@ def prepare_resume(
 ) -> list[str]:
     """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
-    `overrides` are KEY=VALUE; `profile` replaces the run's profile. `limits` maps names of the [limits] table
-    (max_hours, devices, …) to the values on this command line; all others stay as they were at the last start.
-    `from_stage` names a stage that is done again from its start, with all stages that start from it.
+    `overrides` are KEY=VALUE; `limits` has the names of the [limits] table that this command line sets, all others stay
+    as they were at the last start. `from_stage` is done again from its start, with all stages that start from it.
 
     Raises:
         UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
@@ -65,15 +184,13 @@ def prepare_resume(
     _refuse_other_runs_option(directory, from_step, from_stage)
     _refuse_without_checkpoints(directory)
     _require_checkpoint(directory, from_step)
-    notices = change_spec(
-        directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage
-    )
+    notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage)
     warning = record_start(directory)
     return [*notices, *([warning] if warning else [])]
 
 
 def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, from_stage: str | None) -> None:
-    """Raise UsageError for --from (`from_step`) on a staged run, and for --from-stage on any other run."""
+    """Raise UsageError for --from on a staged run, and for --from-stage on any other."""
     stages = [stage.name for stage in load_run_spec(directory.run_toml).recipe.stages]
     if stages and from_step is not None:
         raise UsageError(
@@ -89,8 +206,7 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
 
 
 def _refuse_without_checkpoints(directory: RunDirectory) -> None:
-    """Raise UsageError for a stage whose checkpoints were removed when its run was done: the stage could only be
-    trained again from its start."""
+    """Raise UsageError for a stage whose checkpoints were removed: it could only be trained again from its start."""
     removed = removed_checkpoints(directory.checkpoints)
     if removed is not None:
         run, name = directory.path.parent.parent.name, stage_name(directory)
@@ -102,8 +218,7 @@ def _refuse_without_checkpoints(directory: RunDirectory) -> None:
 
 
 def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
-    """Return the names of the stages to be done again: `from_stage`, and all stages that start from it. Empty if
-    `from_stage` is None. Raises UsageError if `from_stage` is disabled."""
+    """`from_stage` and all stages that start from it. Raises UsageError if it is disabled."""
     if from_stage is None:
         return set()
     if not any(stage.name == from_stage and stage.enabled for stage in spec.recipe.stages):
@@ -116,8 +231,8 @@ def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
 
 
 def set_stages_aside(directory: RunDirectory, names: set[str]) -> None:
-    """Move the directories of the stages `names` to `stages/.old-N/`. Raises EnvironmentProblem, and moves none, if an
-    engine works on one of them."""
+    """Move directories of stages to `stages/.old-N/`. Raises EnvironmentProblem, and moves none, if an engine works on
+    one."""
     begun = [stage for stage in stage_directories(directory) if stage_name(stage) in names]
     for stage in begun:
         refuse_if_claimed(stage)
@@ -130,8 +245,7 @@ def set_stages_aside(directory: RunDirectory, names: set[str]) -> None:
 
 
 def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: set[str]) -> list[str]:
-    """Return one line for each refused change: one that affects a stage that is done, unless the stage is in `again`,
-    the names of those that are done again."""
+    """A line for each change that affects a stage which is done and not in `again`."""
     done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"} - again
     begun = {stage_name(stage) for stage in stage_directories(directory)}
     refused = []
@@ -144,7 +258,6 @@ def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: se
 
 
 def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
-    """Raise UsageError if the run has no checkpoint of the step that `--from` names; does nothing if `step` is None."""
     if step is None or directory.checkpoint(step).is_dir():
         return
     steps = sorted(checkpoint.step for checkpoint in find_checkpoints(directory.checkpoints))
@@ -164,15 +277,13 @@ def change_spec(
     from_step: int | None = None,
     from_stage: str | None = None,
 ) -> list[str]:
-    """Write the changed spec into the run directory, with a copy of the old one as run.N.toml, and set the stages aside
-    that are done again; returns notices for the user. For the parameters see `prepare_resume`.
-
-    Raises UsageError for a change that is not allowed; the run directory is then left as it was.
-    """
+    """Write the changed spec, keep the old one as run.N.toml, and set the stages aside that are done again (see
+    `prepare_resume`). Raises UsageError for a change that is not allowed; the directory is then left as it was."""
     before = load_run_spec(directory.run_toml)
     resolved = override(before, overrides, profile=profile)
+    facts = find_run_facts(resolved.spec)
     if profile is not None:  # on the same devices the run keeps the number that was decided at its start
-        spec, settled = settle_parallel(resolved.spec)
+        spec, settled = settle_parallel(resolved.spec, facts)
         resolved = Resolved(spec, [*resolved.notices, *settled])
     changes = find_changes(comparable(before), comparable(resolved.spec))
     again = _stages_done_again(resolved.spec, from_stage)
@@ -181,18 +292,36 @@ def change_spec(
             "resume cannot change what the run has already learned from:\n  " + "\n  ".join(refused),
             fix="start a new run with: tunedeck train",
         )
-    refuse_unsupported(resolved.spec)
     require_trackers(resolved.spec.recipe)
     longer = makes_longer(changes)
     if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)
     spec, notices = _with_limits(directory, resolved.spec, limits)
+    _refuse(_without_done_stages(directory, spec, again), facts)
     set_stages_aside(directory, again)
     if changes:
         write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
     if changes or spec.limits != load_run_spec(directory.run_toml, own=True).limits:
         write_atomically(directory.run_toml, dump_run_spec(spec))
     return [*resolved.notices, *notices, *notices_of(changes), *([_schedule_notice(spec)] if longer else [])]
+
+
+def _refuse(spec: RunSpec, facts: RunFacts) -> None:
+    """Raise what the gate says of the changed run, except of the model that its first stage started from: that may be
+    gone, because a later stage starts from the weights of an earlier one."""
+    gone = [of_model.reason for of_model in facts.models.values()]
+    for error in refusals(spec, facts):
+        if not any(error is reason for reason in gone):
+            raise error
+
+
+def _without_done_stages(directory: RunDirectory, spec: RunSpec, again: set[str]) -> RunSpec:
+    """The run spec in which stages that are done, and not done `again`, are disabled."""
+    done = {row["name"] for row in summarise(directory).stages if row["status"] == "done"} - again
+    stages = [
+        stage.model_copy(update={"enabled": False}) if stage.name in done else stage for stage in spec.recipe.stages
+    ]
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"stages": stages})})
 
 
 def _refuse_if_done(directory: RunDirectory) -> None:
@@ -206,8 +335,8 @@ def _refuse_if_done(directory: RunDirectory) -> None:
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """Return `spec` with the [limits] table of the last start, updated by `limits`, and notices for the user. Raises
-    UsageError if the devices do not match the profile's kind or number of devices."""
+    """`spec` with the [limits] of the last start, updated by `limits`, and notices. Raises UsageError if the devices do
+    not match the profile."""
     notice = drop_untrusted_limits(directory)
     notices = [notice] if notice else []
     earlier = load_run_spec(directory.run_toml, own=True).limits

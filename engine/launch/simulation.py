@@ -1,10 +1,7 @@
 """Starts simulations, which predict the memory of model families for which the budget has no formula (closed form).
 
-`with_simulations` calls a function that plans. If the function needs a simulation that is not in this machine's cache,
-a process that may import torch makes it (`tunedeck _simulate`), and the function is called again. A caller that plans
-many variants, such as `fit`, gets all of them from one process, which imports torch once.
-
-Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
+A plan that needs one that is not in the cache is made again after a process that may import torch (`tunedeck
+_simulate`) has made it; many variants of a plan use one process.
 """
 
 from __future__ import annotations
@@ -15,10 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.budget.predict.simulated import simulation_file
+from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError
 from engine.launch.process import ENTRY_FILE, engine_environment
-from engine.launch.training_packages import require_training_packages
-from engine.spec.schema.run import RunSpec
+from engine.launch.requirements import require_training_packages
 
 SIMULATING = "{}: its family has no closed form, so a step is simulated, which takes some seconds"
 
@@ -26,12 +23,9 @@ Planned = TypeVar("Planned")
 
 
 def with_simulations(plan: Callable[[], Planned], announce: Callable[[str], None] = lambda text: None) -> Planned:
-    """Return what `plan` returns, after making every simulation for which it raises NotSimulatedError. `announce` is
-    called with a sentence for the user before the first simulation.
-
-    Raises:
-        EnvironmentProblem: the packages for training are not installed, or a simulation ended without a result.
-    """
+    """What `plan` returns, after making every simulation for which it raises NotSimulatedError. `announce` is called
+    with a sentence for the user before the first one. Raises EnvironmentProblem: packages for training are not
+    installed, or a simulation ended without a result."""
     process: subprocess.Popen[str] | None = None
     try:
         while True:
@@ -62,8 +56,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _simulate(process: subprocess.Popen[str], spec: RunSpec) -> None:
-    """Let `process` simulate the run `spec` and put the result into the cache. Raises EnvironmentProblem if
-    nothing was put there."""
+    """Let `process` simulate the run and cache the result. Raises EnvironmentProblem if nothing was cached."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(spec.model_dump_json(by_alias=True) + "\n")
@@ -79,10 +72,9 @@ def _simulate(process: subprocess.Popen[str], spec: RunSpec) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process that simulates, even in the middle of a simulation."""
+    """Ends the process even in the middle of a simulation."""
     assert process.stdin is not None and process.stdout is not None
     process.kill()
     process.wait()
     process.stdin.close()
     process.stdout.close()
-

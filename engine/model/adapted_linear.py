@@ -1,14 +1,9 @@
-"""A frozen linear layer with its LoRA adapter as one operation, computed in the dtype of the layer's input.
+"""A frozen linear layer and its LoRA adapter as one operation, in the dtype of the layer's input.
 
-peft computes in the adapter's dtype: with fp32 adapters on a bf16 base it makes an fp32 copy of every adapted input,
-multiplies in fp32, and adds the result in fp32. Here the fp32 weights of the adapter are cast to the input's dtype for
-each use, the low-rank product is added to the base layer's output in place (`addmm`), and so is the adapter's part of
-the input's gradient. The adapter's weights, their gradients and the optimizer remain fp32, as under autocast.
-
-Layers that stay with peft's own computation: DoRA, fused experts, and everything while adapters are switched off or
-merged. Adapters are saved by peft, unchanged.
-
-Try: `python -m pytest tests/model/test_adapted_linear.py`.
+peft computes in the adapter's dtype: fp32 adapters on a bf16 base make an fp32 copy of every input and add in fp32.
+Here fp32 adapter weights are cast for each use, and the low-rank product is added in place (`addmm`), also in backward.
+The weights, gradients and optimizer state stay fp32, as under autocast. DoRA, fused experts, and merged or disabled
+adapters stay with peft's own forward.
 """
 
 from __future__ import annotations
@@ -25,22 +20,20 @@ from transformers.pytorch_utils import Conv1D
 
 
 def compute_in_input_dtype(model: nn.Module) -> None:
-    """Make every LoRA layer of `model` compute its adapter in the dtype of the layer's input, if the adapter is plain
-    LoRA on a frozen linear layer. Other layers are left to peft."""
+    """Replace the forward of every plain LoRA layer of `model`; other layers are left to peft."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and _is_plain(module):
             module.forward = MethodType(_forward, module)
 
 
 def compute_with_peft(model: nn.Module) -> None:
-    """Undo `compute_in_input_dtype`: make every LoRA layer of `model` use peft's own forward method."""
+    """Undo `compute_in_input_dtype`."""
     for module in model.modules():
         if is_ours(module):
             del module.__dict__["forward"]
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether `compute_in_input_dtype` replaced the forward method of this layer."""
     return isinstance(module, LoraLayer) and getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
@@ -53,7 +46,7 @@ def _is_plain(layer: LoraLayer) -> bool:
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward method of a plain LoRA layer: base(x) + B(A(dropout(x))) · scaling."""
+    """base(x) + B(A(dropout(x))) · scaling."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or len(active) != 1 or args or kwargs:
         return cast(Tensor, type(layer).forward(layer, x, *args, **kwargs))
@@ -67,8 +60,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _by_formula(layer: Any, name: str, x: Tensor, dropped: Tensor) -> Tensor:
-    """base(x) + B(A(dropped)) · scaling in the dtype of x, for torch.compile, which makes the backward pass itself and
-    decides what to save for it."""
+    """For torch.compile, which makes the backward pass itself and decides what to save for it."""
     a_RI, b_OR = layer.lora_A[name].weight.to(x.dtype), layer.lora_B[name].weight.to(x.dtype)
     output: Tensor = layer.base_layer(x) + dropped @ a_RI.t() @ b_OR.t() * layer.scaling[name]
     return output
@@ -77,8 +69,8 @@ def _by_formula(layer: Any, name: str, x: Tensor, dropped: Tensor) -> Tensor:
 class _AdaptedLinear(torch.autograd.Function):
     """base(x) + dropped · Aᵀ · Bᵀ · scaling, where `dropped` is x after dropout (None: without dropout).
 
-    Shapes: x [..., inputs], A [rank, inputs], B [outputs, rank]; T is the product of x's leading dimensions. Saved for
-    backward: the adapter's input and its product with A. Returns the output [..., outputs] in the dtype of x.
+    Shapes: x [..., inputs], A [rank, inputs], B [outputs, rank]; T: product of x's leading dimensions. Saves the
+    adapter's input and its product with A for backward.
     """
 
     @staticmethod
@@ -114,14 +106,12 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_TO: Tensor, inputs_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad_TO^T · inputs_TI in `dtype`. CUDA's product adds up in fp32 and can return that sum unrounded; on a
-    CPU it is rounded to the inputs' dtype first."""
+    """grad_TO^T · inputs_TI: CUDA can return its fp32 sum unrounded; a CPU rounds to the inputs' dtype first."""
     if grad_TO.is_cuda and dtype == torch.float32 != grad_TO.dtype:
         return torch.mm(grad_TO.t(), inputs_TI, out_dtype=torch.float32)
     return torch.mm(grad_TO.t(), inputs_TI).to(dtype)
 
 
 def _weight_OI(base: nn.Module) -> Tensor:
-    """Return the weight of a linear layer as [outputs, inputs]; a quantised weight is dequantised."""
     weight: Tensor = dequantize_module_weight(base)
     return weight.t() if isinstance(base, Conv1D) else weight

@@ -1,15 +1,9 @@
-"""Adds LoRA adapters with peft, and reports which modules got one.
-
-Patterns for targets are resolved to module names here, so that a pattern without a match is an error. Modules that are
-trained in full besides LoRA become peft's modules_to_save, which PeftModel.from_pretrained restores.
-
-Try: `python -m pytest tests/model/test_patterns.py`.
-"""
+"""Adds LoRA adapters with peft, reports which modules got one, and says which linear layers cannot have one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -19,22 +13,67 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.budget.architecture.trainable_families import no_adapter_on, untrained_experts
-from engine.budget.architecture.vision_parameters import in_vision_encoder
+from engine.budget.architecture.families import (
+    SCAN_WEIGHTS,
+    expert_reason,
+    names_of_experts,
+    no_adapter_on,
+    scan_reason,
+    untrained_experts,
+)
+from engine.budget.architecture.parameters import in_vision_encoder
+from engine.budget.trace.trainable import ATTENTION_PARTS
+from engine.config.name_patterns import matches_end, no_match
+from engine.config.schema.recipe import Method
 from engine.errors import UsageError
-from engine.model.adaptable import layers_without_adapter
-from engine.model.freezing import select
-from engine.spec.name_patterns import matches_end, no_match
-from engine.spec.schema.recipe import Method
+from engine.model.trained import select
 
-ATTENTION_PARTS = ("attn", "attention", "self_attn", "self_attention")
-"""Names of the module around the attention projections, in all families."""
+
+def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
+    """{dotted name: reason} for those of `linears` that cannot have an adapter. These are routers, which return more
+    than one tensor; layers that peft takes for fused experts by their names; and layers whose weights a Mamba layer's
+    kernels read directly."""
+    model_type = str(model.config.get_text_config().model_type)
+    experts, routers = names_of_experts(model_type), router_modules(model)
+    reasons: dict[str, str] = {}
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        if name in routers:
+            reasons[name] = "it is a router; moe.freeze_router = false trains it in full"
+        elif last in experts:
+            reasons[name] = expert_reason(model_type)
+        elif last in SCAN_WEIGHTS and _scans(model.get_submodule(parent)):
+            reasons[name] = scan_reason(model_type)
+    return reasons
+
+
+def expert_blocks(model: PreTrainedModel) -> list[str]:
+    return [name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(".experts")]
+
+
+def router_parameters(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters of modules named "gate" or "router" in the same block as a module named "experts"."""
+    blocks = set(expert_blocks(model))
+    return [
+        name
+        for name, _ in model.named_parameters()
+        for block in [name.partition(".gate.")[0] if ".gate." in name else name.partition(".router.")[0]]
+        if block in blocks and block != name
+    ]
+
+
+def router_modules(model: PreTrainedModel) -> set[str]:
+    return {name.rpartition(".")[0] for name in router_parameters(model)}
+
+
+def _scans(module: nn.Module) -> bool:
+    """Whether a module is a Mamba layer: it has the decay rates A and the skip weights D of a selective scan."""
+    return hasattr(module, "A_log") and hasattr(module, "D")
 
 
 @dataclass
 class Coverage:
-    """How many modules are trained and how many are not, counted by the last two parts of their names
-    ("self_attn.q_proj")."""
+    """How many modules are trained and how many are not, by the last two parts of their names ("self_attn.q_proj")."""
 
     adapted: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -45,11 +84,10 @@ class Coverage:
     in_full: list[str] = field(default_factory=list)
     """Modules (LoRA) or parameters (full) that are trained in full."""
     impossible: dict[str, str] = field(default_factory=dict)
-    """Linear layers that cannot have an adapter, by their names, each with the reason."""
+    """Why linear layers cannot have an adapter, by name."""
 
     def text(self) -> str:
-        """Format as lines of text which layers have adapters, which modules are trained in full, and which layers are
-        left out."""
+        """Lines that say which layers have adapters, which modules are trained in full, and which are left out."""
         lines = [_line("adapters on", self.adapted)] if self.adapted else []
         if self.experts_adapted:
             lines.append(_line("adapters on fused experts", self.experts_adapted))
@@ -67,8 +105,7 @@ class Coverage:
 
 
 def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
-    """Return sentences on what targets = "all-linear" leaves without an adapter: fused experts, and layers that cannot
-    have one. Empty if nothing is left out. `coverage` is of the model with its adapters, `model_type` the config's."""
+    """What targets = "all-linear" leaves out, in sentences: fused experts, and layers that cannot have an adapter."""
     found = [untrained_experts(model_type, method)] if coverage.experts_left_out else []
     for reason in dict.fromkeys(coverage.impossible.values()) if method.targets == "all-linear" else ():
         names = Counter(_layer_type(name) for name, each in coverage.impossible.items() if each == reason)
@@ -76,15 +113,9 @@ def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-def add_adapters(
-    model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()
-) -> tuple[PeftModel, Coverage]:
-    """Return `model` wrapped with new adapters, and the coverage. Parameters that match the globs `in_full` are trained
-    in full.
-
-    Raises:
-        UsageError: a pattern that matches nothing, or modules that cannot be trained this way.
-    """
+def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()) -> tuple[PeftModel, Coverage]:
+    """Wrap `model` with new adapters; parameters that match the globs `in_full` are trained in full. UsageError: a
+    pattern that matches nothing, or modules that cannot be trained this way."""
     linears = linear_layers(model)
     experts = fused_experts(model)
     impossible = layers_without_adapter(model, linears)
@@ -110,13 +141,11 @@ def add_adapters(
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
     set_adapter_dtype(wrapped, method)
     _expect_on(wrapped, [name for name in chosen if name not in experts])
-    return wrapped, replace(
-        coverage_of(wrapped, linears, experts, config.modules_to_save or []), impossible=impossible
-    )
+    return wrapped, replace(coverage_of(wrapped, linears, experts, config.modules_to_save or []), impossible=impossible)
 
 
 def _refuse_on_experts(method: Method) -> None:
-    """Raise UsageError if method.dropout or method.dora is set: peft cannot apply them to fused experts."""
+    """peft cannot apply dropout or DoRA to fused experts."""
     for key, value, default in (("dropout", method.dropout, "0"), ("dora", method.dora, "false")):
         if value:
             raise UsageError(
@@ -126,11 +155,9 @@ def _refuse_on_experts(method: Method) -> None:
 
 
 def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
-    """Raise UsageError if one of `modules` has no adapter.
-
-    In a family with fused experts, peft reads gate_proj, up_proj and down_proj as names of the experts' weights
-    (`utils/transformers_weight_conversion.py`, 0.21), and skips plain layers with these names.
-    """
+    """Raise UsageError if one of `modules` has no adapter: with fused experts, peft reads gate_proj, up_proj and
+    down_proj as names of the experts' weights (0.21, `utils/transformers_weight_conversion.py`), and skips plain layers
+    so named."""
     adapted = _adapted_modules(model)
     missing = [name for name in modules if name not in adapted]
     if missing:
@@ -142,13 +169,15 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
 
 
 def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
-    """Return `model` wrapped with the saved adapter `adapter` (hub id or folder), and the coverage. The adapter is
-    trained further with the rank and targets that it was saved with, not with the recipe's."""
+    """Wrap `model` with a saved adapter (hub id or folder), at its own rank and targets, not the recipe's."""
     linears, experts = linear_layers(model), fused_experts(model)
     # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
     place = "cpu" if model.device.type == "meta" else str(model.device)
     wrapped = PeftModel.from_pretrained(
-        model, adapter, is_trainable=True, autocast_adapter_dtype=method.adapter_dtype == "float32",
+        model,
+        adapter,
+        is_trainable=True,
+        autocast_adapter_dtype=method.adapter_dtype == "float32",
         torch_device=place,
     )
     set_adapter_dtype(wrapped, method)
@@ -157,8 +186,7 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
-    """Convert the low-rank matrices A and B of `model` to method.adapter_dtype. peft converts them only if the base is
-    in half precision."""
+    """Convert the matrices A and B to method.adapter_dtype; peft does so only if the base is in half precision."""
     dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -166,7 +194,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return every linear layer by dotted name, except the output head. GPT-2's Conv1D counts as a linear layer."""
+    """Every linear layer by dotted name, except the output head. GPT-2's Conv1D counts as a linear layer."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -176,8 +204,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters with the weights of all experts of a layer: three dimensions, in a module named
-    "experts"."""
+    """Parameters with the weights of all experts of a layer: three dimensions, in a module named "experts"."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -191,12 +218,9 @@ def choose_targets(
     method: Method,
     impossible: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the dotted names that get adapters, in the model's order. In a vision encoder, only those that the
-    recipe's patterns match. `linears` and `experts` are all linear layers and fused expert weights of the model by
-    dotted name; `impossible` has those that cannot have an adapter, each with the reason.
+    """Dotted names that get adapters, in the model's order; in a vision encoder, only those that the patterns match.
 
-    Raises:
-        UsageError: a pattern matches nothing, or names a layer that cannot have an adapter; no layer is left.
+    UsageError: a pattern matches nothing, or names a layer in `impossible` ({name: reason}); no layer is left.
     """
     possible = [name for name in linears if name not in impossible]
     if method.targets == "all-linear":
@@ -221,11 +245,9 @@ def choose_targets(
 
 
 def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the modules whose parameters are exactly those matched by `patterns`.
-
-    Raises:
-        UsageError: a pattern matches only some parameters of a module, which an adapter folder cannot hold.
-    """
+    """Names of the modules whose parameters are exactly those matched by `patterns`. UsageError: a pattern matches only
+    some parameters of a module, which an adapter folder cannot hold. They become peft's modules_to_save, which
+    `PeftModel.from_pretrained` restores."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wanted = select(patterns, names, "method.also_train")
     owners = sorted({name.rpartition(".")[0] for name in wanted}, key=lambda owner: names.index(_first(owner, names)))
@@ -243,9 +265,7 @@ def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
 def coverage_of(
     model: PeftModel, linears: dict[str, nn.Module], experts: dict[str, nn.Parameter], in_full: Sequence[str]
 ) -> Coverage:
-    """Count, by type of layer, the linear layers and expert parameters of the wrapped model that have adapters, and
-    those that have none. `linears` and `experts` hold all of the model, by their names before peft wrapped it;
-    `in_full` names the modules that are trained themselves, without an adapter."""
+    """Count layers with and without adapters. `linears`, `experts`: all of the model, named as before wrapping."""
     wrapped = _adapted_modules(model)
     modules = {name for name in linears if name in wrapped}
     owners = set(model.targeted_parameter_names)
@@ -258,7 +278,7 @@ def coverage_of(
 
 
 def _adapted_modules(model: PeftModel) -> set[str]:
-    """Return the names of the modules that have an adapter, as in the base model (without peft's prefix)."""
+    """Names as in the base model, without peft's prefix."""
     return {
         name.removeprefix("base_model.model.")
         for name, module in model.named_modules()
@@ -273,11 +293,8 @@ def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:
 
 
 def _match_all(patterns: Sequence[str], names: Sequence[str], key: str) -> set[str]:
-    """Return those of `names` that a glob in `patterns` matches, as a whole or by their last parts ("q_proj").
-
-    Raises:
-        UsageError: a glob matches no name; `key` is the recipe key named in the message.
-    """
+    """Those of `names` that a glob matches, whole or by their last parts ("q_proj"). UsageError: a glob matches no
+    name; `key` names the recipe key."""
     chosen: set[str] = set()
     for pattern in patterns:
         hits = {name for name in names if matches_end(pattern, name)}
@@ -296,7 +313,7 @@ def _first(owner: str, names: Sequence[str]) -> str:
 
 
 def _layer_type(name: str) -> str:
-    """Return the last two parts of a dotted name, not counting numbers ("self_attn.q_proj")."""
+    """The last two parts of a dotted name, not counting numbers ("self_attn.q_proj")."""
     words = [part for part in name.split(".") if not part.isdecimal()]
     return ".".join(words[-2:])
 

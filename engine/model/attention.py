@@ -1,12 +1,5 @@
-"""Chooses the attention kernel of a model from its config, its device and the packages that are installed.
-
-transformers' own functions say whether a package is installed: flash-attn and flash-attn-4 install a module of the same
-name, so finding the module does not tell which is there. A package that is installed but cannot be imported (it was
-built for another torch) is not used, and a notice says so. Which kernels prevent attention between packed documents is
-decided in `engine.budget.architecture.packing_support`.
-
-Try: `python -m pytest tests/model/test_attention.py`.
-"""
+"""Chooses the attention kernel of a model; and the kernel "varlen", torch's flash attention for documents without a
+mask."""
 
 from __future__ import annotations
 
@@ -14,30 +7,112 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import import_utils
 
-from engine.device.base import Device
-from engine.device.determinism import has_deterministic_backward
-from engine.errors import EnvironmentProblem, UsageError
-from engine.model.varlen import register_varlen
-from engine.spec.attention_choice import (
+from engine.config.attention import (
+    FLASH_KERNELS,
     AttentionCard,
+    AttentionChoice,
     AttentionNeeds,
     Obstacle,
     choose_kernel,
     no_deterministic_backward,
 )
-from engine.spec.attention_kernels import FLASH_KERNELS, AttentionChoice
+from engine.device.base import Device
+from engine.device.determinism import has_deterministic_backward
+from engine.errors import EnvironmentProblem, UsageError
+from engine.model.positions import starts_are_handed_over
+
+NAME = "varlen"
+
+
+def register_varlen() -> None:
+    """Register the kernel and its mask with transformers; calling it again has no effect. torch has it since 2.10
+    (`torch.nn.attention.varlen`), for CUDA in half precision; transformers does not know it."""
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, varlen_mask)
+
+
+def varlen_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """sdpa's mask; None where the kernel is told where documents begin."""
+    if starts_are_handed_over():
+        return None
+    mask: Tensor | None = sdpa_mask(*arguments, **options)
+    return mask
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention for one layer; returns outputs [B, S, H, D] and None. `cu_seq_lens_q` and `max_length_q` are
+    `starts_D1` and `longest` of `engine.data.batch.Documents`; without them sdpa computes it. UsageError if they are
+    missing where masks do not separate packed documents."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        if starts_are_handed_over():
+            raise UsageError(
+                f'model.attention = "varlen": {type(module).__name__} is not told where packed documents begin',
+                fix='set model.attention = "sdpa"',
+            )
+        return sdpa_attention_forward(
+            module, query_BHSD, key_BKSD, value_BKSD, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    if dropout or options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise UsageError(
+            f'model.attention = "varlen" has no dropout, soft-cap or sinks, which {type(module).__name__} needs',
+            fix='set model.attention = "auto"',
+        )
+    query_THD, key_TKD, value_TKD = (_flat(tensor) for tensor in (query_BHSD, key_BKSD, value_BKSD))
+    width = value_TKD.shape[-1]
+    if width < query_THD.shape[-1]:  # the kernel has one width for queries, keys and values
+        value_TKD = torch.nn.functional.pad(value_TKD, (0, query_THD.shape[-1] - width))
+    output_THD = varlen.varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    assert isinstance(output_THD, Tensor)
+    batch, heads, length, _ = query_BHSD.shape
+    return output_THD.view(batch, length, heads, -1)[..., :width], None
+
+
+def _flat(tensor_BHSD: Tensor) -> Tensor:
+    """All rows, one after another: [T, H, D] with T = B·S, in autocast's dtype if autocast is enabled."""
+    device = tensor_BHSD.device.type
+    if torch.is_autocast_enabled(device):
+        tensor_BHSD = tensor_BHSD.to(torch.get_autocast_dtype(device))
+    return tensor_BHSD.transpose(1, 2).flatten(0, 1)
+
 
 POSITIONS_BY_AXIS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Model types whose position ids have three axes, for images. They recognise packed documents only if the position ids
-have a fourth axis, put before the three, with the positions in the text."""
+"""Model types with three-axis position ids, for images: they recognise packed documents only by a fourth axis in front,
+with the positions in the text."""
+
 
 class ChosenAttention(NamedTuple):
-    """The attention kernel that a run uses, and notices for the user."""
-
     name: str
     """Its name in transformers' attention interface."""
     notices: list[str]
@@ -55,13 +130,9 @@ def choose_attention(
 ) -> ChosenAttention:
     """Choose the attention kernel for `model.attention = asked`.
 
-    torch's own varlen kernel is chosen by "auto" for packed data alone: without packing sdpa runs the same kernel. With
-    `deterministic`, only kernels whose backward pass can be deterministic are chosen.
-
-    Raises:
-        EnvironmentProblem: `asked` is flash attention (any kernel or a certain one), and it cannot run here.
-        UsageError: `asked` is "sdpa", but the architecture has no sdpa attention, or has it without the soft-cap that
-            the model needs.
+    "auto" takes torch's varlen kernel for packed data alone: without packing sdpa runs the same kernel.
+    EnvironmentProblem: flash attention was asked for and cannot run here. UsageError: "sdpa" was asked for, but the
+    architecture lacks it, or lacks the soft-cap that the model needs.
     """
     model, card = attention_needs(config), _card(device, dtype)
     chosen = choose_kernel(
@@ -85,17 +156,14 @@ def choose_attention(
 
 
 def attends_to_later_tokens(model: PreTrainedModel) -> bool:
-    """Whether later tokens may influence earlier ones: False if every attention module declares that it is causal.
-
-    True also for models without such a declaration, such as those that build position biases from the mask (Bloom).
-    """
+    """Whether later tokens may influence earlier ones. True unless every attention module declares itself causal; so
+    also for models that build position biases from the mask (Bloom)."""
     declared = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     return not declared or not all(declared)
 
 
 def attention_needs(config: PreTrainedConfig) -> AttentionNeeds:
-    """Return what decides which attention kernels the model of `config` can use: head size, soft-cap, attention
-    dropout, and the kernels that its transformers class supports."""
+    """What decides which kernels a model can use: head size, soft-cap, attention dropout, its class's kernels."""
     text, only = config.get_text_config(), _attribute(config, "_compatible_flash_implementations")
     keys = [key for key in ("attention_dropout", "attn_pdrop") if getattr(text, key, None)]
     return AttentionNeeds(
@@ -115,8 +183,6 @@ def _card(device: Device, dtype: torch.dtype) -> AttentionCard:
 
 
 def _obstacle_here(kernel: str, deterministic: bool) -> Obstacle | None:
-    """Return what prevents the flash kernel `kernel` in this process: its package is missing or cannot be imported, or
-    with `deterministic` its backward pass is not deterministic. None if nothing does."""
     if kernel == "varlen":
         return None  # part of torch, and deterministic where torch is told to be
     if (reason := _missing(kernel)) is not None:
@@ -126,7 +192,7 @@ def _obstacle_here(kernel: str, deterministic: bool) -> Obstacle | None:
 
 
 def _missing(kernel: str) -> str | None:
-    """Return why a kernel's package does not count as installed, or None if it is installed."""
+    # Finding the module does not tell: flash-attn and flash-attn-4 install one of the same name.
     predicate = getattr(import_utils, f"is_flash_attn_{kernel[-1]}_available", None)
     if predicate is None:
         return "needs a newer transformers"
@@ -134,7 +200,6 @@ def _missing(kernel: str) -> str | None:
 
 
 def _import_problem(kernel: str) -> str | None:
-    """Return why a kernel's package does not import, or None if it does."""
     facts = FLASH_KERNELS[kernel]
     try:
         importlib.import_module(facts.module)
@@ -145,7 +210,6 @@ def _import_problem(kernel: str) -> str | None:
 
 
 def _nondeterminism(kernel: str) -> str | None:
-    """Return why a kernel's backward pass cannot be deterministic, or None if it can."""
     module = importlib.import_module(FLASH_KERNELS[kernel].module)
     return None if has_deterministic_backward(module.flash_attn_varlen_func) else no_deterministic_backward(kernel)
 
@@ -162,8 +226,7 @@ def _no_flash(asked: str, found: dict[str, Obstacle], device: Device) -> Environ
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the number of values per attention head of the decoder that `config` describes; 0 for a model without
-    attention heads, such as Mamba."""
+    """Values per attention head of the decoder; 0 for a model without attention heads, such as Mamba."""
     text = config.get_text_config()
     own, heads = getattr(text, "head_dim", None), getattr(text, "num_attention_heads", None)
     if own or not heads:
@@ -177,20 +240,17 @@ def _capability(device: Device) -> float:
 
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
-    """Return a flag such as `_supports_sdpa` of the model class for `config`; True for models with remote code, which
-    transformers checks itself when it loads them."""
+    """A class flag such as `_supports_sdpa`; True for remote code, which transformers checks when it loads it."""
     model_class = _model_class(config)
     return True if model_class is None else bool(getattr(model_class, flag, False))
 
 
 def _attribute(config: PreTrainedConfig, name: str) -> Any:
-    """Return the attribute `name` of the model class for `config`; None if the class does not have it, or is not known.
-    """
     return getattr(_model_class(config), name, None)
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' model class for `config`; None for models with remote code."""
+    """None for models with remote code."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]

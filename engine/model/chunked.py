@@ -1,12 +1,6 @@
-"""The chunked loss: token losses and their gradients, computed for a few tokens' logits at a time.
+"""The chunked loss: token losses and gradients for a few tokens' logits at a time, by torch or by Liger's fused kernel.
 
 Shapes: N target tokens, H hidden size, V vocabulary, C tokens of one chunk.
-
-For a plain linear head, gradients are computed in the forward pass while the chunk's logits exist. So nothing is
-computed twice, and only gradients of shape [N, H] (and [V, H] if the head is trained) are stored for backward, never
-[N, V]. For any other head, such as a head with an adapter, activation checkpointing recomputes each chunk.
-
-Try: `python -m pytest tests/model/test_loss.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +12,101 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.import_utils import is_liger_kernel_available
 
-from engine.model.head import OutputHead
+from engine.device.base import Device
+from engine.device.oom import classify, is_sticky
+from engine.model.decoder import OutputHead
+
+FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""Sum of token losses from hidden states [N, H], head [V, H], targets [N], bias [V] or None, and label smoothing."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""By dtype, the largest difference of loss and gradient from torch's in the trial, relative to torch's."""
+
+TRIAL_NHV = (24, 16, 40)
+"""Sizes of the trial: two chunks of 16 tokens (chunk: N · H / V, rounded up to a power of two)."""
+
+
+def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
+    """Sum of token losses; per-token losses are summed in fp32."""
+    assert head.linear is not None
+    scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
+    return _fused(scaled_NH, head.linear.weight, targets_N, head.linear.bias, label_smoothing)
+
+
+def liger_applies(head: OutputHead, device: Device) -> bool:
+    """Whether Liger is installed, the device is a GPU, and the head is frozen, plain and linear, without a soft-cap.
+    For a trained head Liger would hold 10 bytes per weight at its peak (sum and chunk's gradient in fp32; liger-kernel
+    0.8, ops/fused_linear_cross_entropy.py), `_LinearLoss` one gradient in the weight's dtype."""
+    return (
+        device.kind == "cuda"
+        and head.linear is not None
+        and not any(parameter.requires_grad for parameter in head.linear.parameters())
+        and head.softcap is None
+        and bool(is_liger_kernel_available())
+    )
+
+
+def liger_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Liger's loss and gradient of random numbers cannot be had or differ from torch's; None if they agree. Triton
+    compiles at the first launch, which takes a C compiler and a driver that fits: without this trial, a failure would
+    end the run in its first micro-batch."""
+    try:
+        found = _trial(_fused, device, dtype)
+    except Exception as error:  # of any kind: Triton compiles the kernel with what the machine has
+        if classify(error) or is_sticky(error):
+            raise
+        return f"it fails on this machine: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    expected = _trial(_reference, device, dtype)
+    for name, ours, theirs in zip(("loss", "gradient"), found, expected, strict=True):
+        error_size, size = float((ours - theirs).norm()), float(theirs.norm())
+        if not error_size <= TOLERANCE[dtype] * size:
+            return f"its {name} is off by {error_size:.3g} of {size:.3g}"
+    return None
+
+
+def _trial(compute: FusedLoss, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(mean token loss, its gradient by the hidden states [N, H]) for random numbers, in fp32 on the host."""
+    tokens, width, vocabulary = TRIAL_NHV
+    draw = torch.Generator().manual_seed(0)  # its own, so that the run's random states stay as they are
+    hidden_NH = torch.randn(tokens, width, generator=draw).to(device, dtype).requires_grad_()
+    weight_VH = torch.randn(vocabulary, width, generator=draw).to(device, dtype)
+    targets_N = torch.randint(vocabulary, (tokens,), generator=draw).to(device)
+    with torch.enable_grad():
+        loss = compute(hidden_NH, weight_VH, targets_N, None, 0.0) / tokens
+        loss.backward()
+    assert hidden_NH.grad is not None
+    return loss.detach().float().cpu(), hidden_NH.grad.float().cpu()
+
+
+def _reference(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, _bias: Tensor | None, smoothing: float
+) -> Tensor:
+    logits_NV = hidden_NH.float() @ weight_VH.float().T
+    return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum", label_smoothing=smoothing)
+
+
+def _fused(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, bias_V: Tensor | None, label_smoothing: float
+) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    loss: Tensor = liger_fused_linear_cross_entropy(
+        hidden_NH, weight_VH, targets_N, bias=bias_V, label_smoothing=label_smoothing, reduction="sum"
+    )
+    return loss.float()
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Label smoothing and logit soft-cap of the loss, and the number of tokens in a chunk."""
-
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int
 
 
 def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
-    """Compute the sum of token losses, an fp32 scalar, chunk by chunk."""
+    """Sum of token losses, an fp32 scalar, chunk by chunk."""
     if head.scale != 1.0:
         hidden_NH = hidden_NH * head.scale
     if head.linear is not None:
@@ -49,15 +123,12 @@ def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, setting
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """Compute the loss of each token, -(1-ε)·log p(target) - ε·mean log p with ε the label smoothing, from fp32 logits
-    (Szegedy et al. 2016, §7)."""
-    return torch.nn.functional.cross_entropy(
-        logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing
-    )
+    """-(1-ε)·log p(target) - ε·mean log p per token, ε the label smoothing (Szegedy et al. 2016, §7); fp32 logits."""
+    return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing)
 
 
 def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, settings: LossSettings) -> Tensor:
-    """Compute the sum of one chunk's token losses by calling the head module; hidden_CH is already scaled."""
+    """The sum for one chunk by calling the head module; hidden_CH is already scaled."""
     logits_CV = head.project(hidden_CH).float()
     if settings.softcap is not None:
         logits_CV = (logits_CV / settings.softcap).tanh() * settings.softcap
@@ -66,16 +137,15 @@ def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, sett
 
 @dataclass
 class _Gradients:
-    """The gradients of the summed loss with respect to hidden states, weight and bias of the head, collected over
-    chunks; None for a tensor that requires no gradient. The bias gradient accumulates in fp32."""
+    """Gradients of the summed loss by hidden states, weight and bias of the head; None where none is required. The bias
+    accumulates in fp32."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
 
     def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add the part of one chunk to the gradients. The chunk begins at token `start`; `grad_CV` is the gradient of
-        its logits, `hidden_CH` are its hidden states, and `weight_VH` is the head's weight."""
+        """Add one chunk's part; the chunk begins at token `start`."""
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0)
         grad_CV = grad_CV.to(hidden_CH.dtype)
@@ -88,7 +158,8 @@ class _Gradients:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The loss of a plain linear head. Forward also computes the gradients; backward only scales them."""
+    """The loss of a plain linear head. Forward also computes the gradients; backward only scales them. So [N, H] and,
+    if the head is trained, [V, H] are kept for backward, never [N, V]."""
 
     @staticmethod
     def forward(
@@ -134,8 +205,8 @@ class _LinearLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of the chunk's losses and its gradient d(sum)/d(logits) [C, V] in fp32, computed in place on one
-    copy of the logits. The gradient is None unless `wants_gradient`.
+    """The chunk's summed loss and d(sum)/d(logits) [C, V] in fp32 (None unless wanted), in place on one copy of the
+    logits.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².

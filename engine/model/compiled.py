@@ -1,17 +1,12 @@
 """Compiles a model's decoder layers with torch.compile, each as one graph (the recipe's `train.compile`).
 
-Layers of one class share one compiled function, so a model is compiled once and not once per layer. Rows and tokens of
-a micro-batch are dynamic: another length does not compile anew. One row, and a layer whose input needs no gradient, are
-cases of their own to torch. Only the `forward` of each layer is replaced, on the instance: names in state dicts stay as
-they are, so adapters and models are saved and reopened as without it. Evaluation and generation are not compiled.
+Layers of one class share a compiled function; rows and tokens are dynamic, but one row, and an input without gradient,
+are cases of their own. Only the `forward` of each instance is replaced, so state dicts keep their names. Gradient
+checkpointing stays outside the graph. Evaluation and generation are not compiled, nor a layer that cannot be one graph
+(a `print`, a value read back to the host, dropout whose masks depend on the step).
 
-Gradient checkpointing stays outside the compiled function, as it is without compilation. A layer that cannot be one
-graph (a `print`, a value read back to the host, dropout whose masks depend on the step) is not compiled at all.
-
-On the metered device the graphs are partitioned as by inductor, torch's compiler, but are executed operation by
-operation: inductor's own code allocates buffers past torch's dispatcher, where they cannot be counted.
-
-Try: `python -m pytest tests/train/test_compile.py`.
+On the metered device graphs are partitioned as by inductor but run operation by operation: inductor's own code
+allocates buffers past torch's dispatcher, where they cannot be counted.
 """
 
 from __future__ import annotations
@@ -35,8 +30,8 @@ BACKENDS = {"cpu": "inductor", "cuda": "inductor", "metered": "aot_eager_decomp_
 """torch's name of the backend that compiles, by kind of device."""
 
 MOST_GRAPHS = 16
-"""Graphs that one class of layers may be compiled to: one row or several, input with or without gradient, with or
-without a mask, and each kind of attention or adapter rank among its layers. Beyond it layers are no longer compiled."""
+"""Graphs per class of layers: one row or several, input with or without gradient, with or without a mask, and each kind
+of attention or adapter rank. Beyond it layers are no longer compiled."""
 
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
@@ -44,15 +39,13 @@ log = logging.getLogger("tunedeck")
 
 
 class CompiledLayers:
-    """The decoder layers of a model, with a compiled function for each class of layers. They run compiled from `use` on
-    until `stop`."""
+    """The decoder layers of a model, compiled by class; they run compiled from `use` on until `stop`."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         """Prepare the layers; nothing is compiled before a layer is first called.
 
-        torch's settings that this needs are set for the whole process: numbers of the model (scalings) are constants of
-        a graph, and the graph of backward is compiled together with that of forward, so that a failure to compile is
-        always met in forward.
+        Sets torch's settings for the whole process: the model's numbers (scalings) are constants of a graph, and
+        backward is compiled together with forward, so that a failure to compile is always met in forward.
         """
         torch._dynamo.config.specialize_float = True
         torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -70,17 +63,15 @@ class CompiledLayers:
         return compiled
 
     def call(self, layer: nn.Module) -> Callable[..., Any]:
-        """Return the function that runs `layer` compiled, with the arguments of its `forward`."""
         return self._calls[layer]
 
     def use(self) -> None:
-        """Run the layers compiled from now on, in training."""
         self.in_use = True
         for layer in self.layers:
             layer.forward = self._calls[layer]
 
     def stop(self, problem: str) -> None:
-        """Run no layer compiled any more, because of `problem`, which becomes a notice of the device."""
+        """Run no layer compiled any more; `problem` becomes a notice of the device."""
         stop_compiling(self.loaded.model)
         notice = f"decoder layers are no longer compiled: {problem}"
         log.warning(notice)
@@ -94,7 +85,6 @@ class _LayerCall:
         self._owner, self._layer, self._compiled = owner, layer, compiled
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the layer on the arguments of its `forward`; returns its output."""
         layer = self._layer
         if not layer.training or not torch.is_grad_enabled():
             return type(layer).forward(layer, *inputs, **options)
@@ -102,8 +92,7 @@ class _LayerCall:
         return layer._gradient_checkpointing_func(run, *inputs) if layer.gradient_checkpointing else run(*inputs)
 
     def _run(self, ways: list[Callable[..., Any]], options: dict[str, Any], *inputs: Any) -> Any:
-        """Run the compiled function, or the layer's own code if it cannot be compiled. `ways` keeps which one it was: a
-        layer that is computed again in backward must save the same tensors."""
+        """`ways` keeps which way it ran: a layer that is computed again in backward must save the same tensors."""
         if ways:
             return ways[0](self._layer, *inputs, **options)
         try:
@@ -119,7 +108,7 @@ class _LayerCall:
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of `module` that gradient checkpointing works on, without those inside another one."""
+    """The layers that gradient checkpointing works on, without those inside another one."""
     for child in module.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child
@@ -128,25 +117,22 @@ def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _without_checkpointing(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the forward method as a class of layers defines it; transformers wraps it in one that checkpoints."""
+    """The class's own forward method; transformers wraps it in one that checkpoints."""
     inner: Callable[..., Any] = vars(kind.forward)["__wrapped__"]
     return inner
 
 
 def stop_compiling(model: nn.Module) -> None:
-    """Undo `CompiledLayers.use` for every layer inside `model`."""
     for module in model.modules():
         if is_compiled(module):
             del module.__dict__["forward"]
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether `CompiledLayers.use` replaced the forward method of this layer."""
     return isinstance(layer.__dict__.get("forward"), _LayerCall)
 
 
 def compile_problem(error: BaseException) -> str:
-    """Return in one line why a layer could not be compiled."""
     if isinstance(error, FailOnRecompileLimitHit):
         return f"a layer needs more than {MOST_GRAPHS} graphs, one for each kind of input"
     cause = getattr(error, "inner_exception", error)

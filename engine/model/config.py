@@ -1,37 +1,170 @@
-"""Reads a model's config: as a dict for the budget, or as an object of transformers.
-
-Weights are loaded in `engine.model.load`.
-
-Try: `python -c "from engine.model.config import *; print(builtin_config('builtin:tiny'))"`.
-"""
+"""Reads a model's config, and explains what transformers or the hub cannot load."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import transformers
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2, by version
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
+from engine.budget.architecture.families import own_code
 from engine.budget.architecture.lookup import builtin_config
-from engine.budget.architecture.packing_support import refuse_unsafe_packing
+from engine.budget.architecture.support import refuse_unsafe_packing
 from engine.budget.architecture.vision_encoder import VISION_ENCODERS
-from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, loading_error, require_reachable
-from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
-from engine.spec.schema.run import RunSpec
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.schema.run import RunSpec
+from engine.data.hub_connection import ask_hub
+from engine.device.oom import classify
+from engine.errors import EnvironmentProblem, TunedeckError, UsageError
+from engine.model.reference import StartingWeights, find_starting_weights
+
+
+def disable_progress_bars() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+def silence_libraries() -> None:
+    disable_progress_bars()
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+
+HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
+"""What transformers raises for missing files, bad configs or network errors."""
+
+OWN_CODE_ERRORS = (AttributeError, TypeError, NameError, LookupError, RuntimeError, AssertionError)
+"""What code written for another version of transformers raises, besides HUB_ERRORS."""
+
+OFFLINE_SIGNS = (
+    "couldn't connect",
+    "cannot find the requested files in the local cache",
+    "cannot find the requested files in the disk cache",
+    "offline mode",
+    "outgoing traffic has been disabled",
+    "connection error",
+    "max retries exceeded",
+    "name resolution",
+)
+
+
+def require_reachable(model: str, what: str, revision: str | None) -> None:
+    """Raise EnvironmentProblem if `model` is neither a folder nor cached at `revision`, and the hub does not answer
+    (`what`: "tokenizer", for the message). Asked once: transformers' retries take most of a minute. Does nothing with
+    HF_HUB_OFFLINE."""
+    if Path(model).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            return
+        ask_hub()
+    except HFValidationError:
+        return  # not a hub id, for which transformers has a better message
+    except HTTPError as error:
+        raise loading_error(error, model, what) from error
+
+
+def loading_error(error: BaseException, model: str, what: str = "model") -> TunedeckError:
+    """The error to show for `error`, raised while loading the `what` of `model`: EnvironmentProblem if the hub cannot
+    be reached or refuses, else UsageError."""
+    texts = " ".join(str(link) for link in _chain(error)).lower()
+    first = _first_line(error)
+    if Path(model).is_dir():
+        return _about_folder(model, what, first, texts)
+    if any(isinstance(link, GatedRepoError) for link in _chain(error)) or "gated repo" in texts:
+        return EnvironmentProblem(
+            f"{model} is gated: the hub gives it only to accounts that accepted its terms",
+            fix=f"accept them at https://huggingface.co/{model}, then log in with: hf auth login",
+        )
+    if "trust_remote_code" in texts:
+        return own_code(model)
+    if _is_offline(error, texts):
+        return EnvironmentProblem(
+            f"cannot fetch the {what} of {model!r}: the hub is not reachable and it is not in the local cache",
+            expected="a folder, a model in the cache, or a network connection",
+            fix=f"download it where there is a network (hf download {model}) and set HF_HOME to that cache "
+            "(HF_HUB_OFFLINE=1 skips the network), or set model.id to a folder",
+        )
+    if "401" in texts or "403" in texts or "not a valid model identifier" in texts or "repository not found" in texts:
+        return EnvironmentProblem(
+            f"the hub has no {model!r}, or keeps it private",
+            expected="OWNER/NAME as on huggingface.co, or an existing folder",
+            fix="check the spelling of model.id; for a private model log in with: hf auth login",
+        )
+    return UsageError(f"cannot load the {what} of {model!r}: {first}", fix="check model.id and model.revision")
+
+
+@contextmanager
+def blaming_own_code(config: PreTrainedConfig, model: str) -> Iterator[None]:
+    """Inside the block, an error of Python code that came with `model` becomes a UsageError: such code is often written
+    for an older transformers. Errors of transformers' own models and out-of-memory errors pass unchanged."""
+    try:
+        yield
+    except OWN_CODE_ERRORS as error:
+        if not type(config).__module__.startswith("transformers_modules") or classify(error) is not None:
+            raise
+        raise UsageError(
+            f"the Python code that comes with {model} fails with transformers {transformers.__version__}: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            expected="code written for this version of transformers",
+            fix="choose a model that transformers knows itself, often published with -hf in its name",
+        ) from error
+
+
+def _about_folder(folder: str, what: str, first: str, texts: str) -> TunedeckError:
+    if "trust_remote_code" in texts:
+        return own_code(folder)
+    if what == "tokenizer":
+        return UsageError(
+            f"no usable tokenizer in {folder}: {first}",
+            expected="tokenizer.json or another tokenizer file beside the model",
+            fix="set model.tokenizer to a folder or hub id that has one",
+        )
+    return UsageError(f"cannot load the {what} in {folder}: {first}", fix="check the folder named by model.id")
+
+
+def _is_offline(error: BaseException, texts: str) -> bool:
+    if any(isinstance(link, HfHubHTTPError) for link in _chain(error)):
+        return False
+    kinds = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, HTTPError)
+    return any(isinstance(link, kinds) for link in _chain(error)) or any(sign in texts for sign in OFFLINE_SIGNS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the Auto class of transformers for a config: image-text-to-text for a model with a vision encoder,
-    else causal language model."""
+    """Image-text-to-text for a model with a vision encoder, else causal language model."""
     return AutoModelForImageTextToText if config.model_type in VISION_ENCODERS else AutoModelForCausalLM
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
-    """Return the base model's config.json as a dict (built-in, folder, hub, or the base of an earlier run). The
-    recipe's own rotary scaling is not in it."""
+    """The base model's config.json (for an earlier run, its base's), without the recipe's rotary scaling."""
     start = find_starting_weights(spec.recipe.model)
     if start.base.startswith(BUILTIN_PREFIX):
         return builtin_config(start.base)
@@ -39,18 +172,17 @@ def model_config_dict(spec: RunSpec) -> dict[str, Any]:
 
 
 def check_packing(spec: RunSpec) -> None:
-    """Raise UsageError if the recipe packs documents, but the model would attend from one document to another."""
+    """Raise UsageError if the recipe packs documents that the model would not keep apart."""
     if spec.recipe.data.packing:
         refuse_unsafe_packing(model_config_dict(spec), spec.recipe)
 
 
 def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedConfig:
-    """Load the config of the model that a run starts from. For an adapter that was trained with scaled rotary
-    positions, this is the config saved beside the adapter, which contains the scaling.
+    """Load the config of the model that a run starts from; for an adapter trained with scaled rotary positions, the
+    config saved beside it, which contains the scaling.
 
-    Raises:
-        UsageError: no config.json, or not a causal language model.
-        EnvironmentProblem: the hub cannot be reached, or refuses access.
+    UsageError: no config.json, or not a causal language model. EnvironmentProblem: the hub cannot be reached, or
+    refuses.
     """
     if start.base.startswith(BUILTIN_PREFIX):
         facts = builtin_config(start.base)

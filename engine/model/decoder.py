@@ -1,40 +1,101 @@
-"""Runs a model's decoder on a batch: hidden states without the output head, in the dtype and mode that are asked for.
-
-Shapes: B rows, S tokens, H hidden, E experts.
-
-Try: `python -m pytest tests/model/test_packing.py`.
-"""
+"""Runs a model's decoder on a batch: hidden states in the dtype and mode asked for; and its output head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.data.batch import Batch
+from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
-from engine.model.documents import flash_options, separate_documents, takes_starts
 from engine.model.loaded import LoadedModel
+from engine.model.positions import flash_options, separate_documents, takes_starts
+
+LOGIT_MULTIPLIERS = {
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "falcon_h1": "lm_head_multiplier",
+    "hyperclovax": "logits_scaling",
+}
+"""By model type, the config key of the factor of its logits (transformers 5.23, modeling_*.py, forward)."""
+LOGIT_DIVISORS = {
+    "granite": "logits_scaling",
+    "granite_swa": "logits_scaling",
+    "granitemoe": "logits_scaling",
+    "granitemoe_swa": "logits_scaling",
+    "granitemoeshared": "logits_scaling",
+    "granitemoehybrid": "logits_scaling",
+    "minicpm3": "logits_scaling",
+}
+"""By model type, the config key of the number that its logits are divided by."""
+SOFTCAP_KEYS = {"recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
+"""By model type, the config key of the number that its logits are capped at; elsewhere final_logit_softcapping."""
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """logits = softcap(project(hidden · scale)). The scale is applied to hidden states: they have fewer elements."""
+
+    project: nn.Module
+    scale: float
+    softcap: float | None
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """None if the head is quantised or has an adapter or another wrapper."""
+        return self.project if type(self.project) is nn.Linear else None
+
+    @property
+    def vocabulary(self) -> int:
+        inner: Any = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
+        return int(inner.out_features)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """[N, V] in fp32."""
+        logits_NV: Tensor = self.project(hidden_NH * self.scale if self.scale != 1.0 else hidden_NH).float()
+        return logits_NV if self.softcap is None else (logits_NV / self.softcap).tanh() * self.softcap
+
+
+def find_head(model: PreTrainedModel) -> OutputHead:
+    """The output head of a transformers model, with its adapters. UsageError: the model names no output embeddings."""
+    project = model.get_output_embeddings()
+    if project is None:
+        raise UsageError(
+            f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
+        )
+    config = model.config.get_text_config()
+    cap = getattr(config, SOFTCAP_KEYS.get(config.model_type, "final_logit_softcapping"), None)
+    return OutputHead(project, _scale(config), float(cap) if cap else None)
+
+
+def _scale(config: PreTrainedConfig) -> float:
+    if config.model_type in LOGIT_MULTIPLIERS:
+        return float(getattr(config, LOGIT_MULTIPLIERS[config.model_type]))
+    if config.model_type in LOGIT_DIVISORS:
+        return 1.0 / float(getattr(config, LOGIT_DIVISORS[config.model_type]))
+    return 1.0
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Compute the last hidden states [B, S, H] of the decoder."""
     return decoder_output(loaded, batch)[0]
 
 
 def decoder_output(
     loaded: LoadedModel, batch: Batch, *, router_logits: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute the last hidden states [B, S, H] of the decoder, and with `router_logits` the logits [B·S, E] of every
-    router. transformers collects these: a hook of our own would fire again while a checkpointed layer is recomputed.
+    """Last hidden states [B, S, H], and with `router_logits` the logits [B·S, E] of every router. transformers collects
+    these: a hook of our own would fire again while a checkpointed layer is recomputed.
 
-    The last token of a row predicts nothing, but is computed: torch's attention kernel for CPUs takes 5 to 18 % longer
-    for 255 positions than for 256. Causal models get no mask for padding, because padding is on the right. Flash
-    attention separates packed documents only in a batch of one row, so packed rows are concatenated.
+    The last token predicts nothing, but is computed: torch's CPU attention takes 5 to 18 % longer for 255 positions
+    than for 256. Causal models get no mask for padding, which is on the right. Flash attention separates packed
+    documents only in a batch of one row, so packed rows are concatenated.
     """
     ids_BS, positions_BS = batch.input_ids_BS, batch.position_ids_BS
     mask_BS = batch.attention_mask_BS if loaded.attends_to_padding else None
@@ -48,18 +109,15 @@ def decoder_output(
         extra["position_ids"] = _by_axis(loaded, positions_BS)
     if router_logits:
         extra["output_router_logits"] = True
-    with _documents_of(batch, handed_over="cu_seq_lens_q" in extra):
+    with _documents_of(batch, body, positions_BS, handed_over="cu_seq_lens_q" in extra, masked=mask_BS is not None):
         output = body(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False, **{**extra, **batch.images})
     hidden_BSH: Tensor = output.last_hidden_state
     return hidden_BSH.reshape(*shape, -1), output.router_logits if router_logits else ()
 
 
 def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the options that tell flash kernels where documents begin, for packed rows and for a single row.
-
-    Several rows that are not packed need none: each is one document. With images none are given, because the vision
-    encoder's attention makes such options itself, for its images.
-    """
+    """Options that tell flash kernels where documents begin, for packed rows and for a single row. Several unpacked
+    rows need none. With images none are given: the vision encoder makes such options itself, for its images."""
     masked = batch.attention_mask_BS is not None and loaded.attends_to_padding
     whole_rows = batch.position_ids_BS is None and len(batch.input_ids_BS) > 1
     if not takes_starts(loaded.attention) or masked or batch.images or whole_rows:
@@ -67,33 +125,34 @@ def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> 
     return flash_options(body, batch.documents)
 
 
-def _documents_of(batch: Batch, *, handed_over: bool) -> AbstractContextManager[None]:
-    """Return a context in which transformers' masks separate the documents of `batch`. If its documents are not known,
-    as in a slice of sequence parallelism, the context does nothing, and transformers infers documents from the position
-    ids. `handed_over`: the attention kernel gets their positions and needs no mask."""
+def _documents_of(
+    batch: Batch, body: nn.Module, positions_BS: Tensor | None, *, handed_over: bool, masked: bool
+) -> AbstractContextManager[None]:
+    """Context in which transformers' masks separate the documents of `batch`. Does nothing if they are not known, as in
+    a slice of sequence parallelism; transformers then infers them from position ids. `handed_over`: the kernel needs no
+    mask. `masked`: the decoder is given a mask for padding."""
     if batch.documents is None:
         return nullcontext()
-    return separate_documents(not batch.documents.one_per_row, handed_over=handed_over)
+    apart = not batch.documents.one_per_row
+    return separate_documents(body, positions_BS, apart=apart, handed_over=handed_over, masked=masked)
 
 
 def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
-    """Return position ids in the shape that the model expects: [B, S], or [4, B, S] with one axis for text and three
-    for images."""
+    """Position ids as the model expects them: [B, S], or [4, B, S] with one axis for text and three for images."""
     if loaded.config.model_type not in POSITIONS_BY_AXIS:
         return positions_BS
     return positions_BS.expand(4, *positions_BS.shape)
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the module that maps token ids [B, S] to hidden states [B, S, H]: the model without its output head."""
+    """The module that maps token ids [B, S] to hidden states [B, S, H]."""
     decoder: torch.nn.Module = model.get_decoder()
     # Llama 4's text model names no decoder, and gives itself: head and all.
     return decoder if decoder is not model else cast(torch.nn.Module, getattr(model, "model", model))
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
-    """Return a context that autocasts if the model is computed in a narrower dtype than its weights have, else does
-    nothing."""
+    """Mixed precision: autocast if the model is computed in a narrower dtype than its weights have, else nothing."""
     if loaded.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(loaded.device.torch_device.type, loaded.autocast_dtype)
@@ -101,7 +160,7 @@ def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode and disable gradients inside the block; afterwards restore the former mode."""
+    """Evaluation mode without gradients inside the block; afterwards the former mode."""
     was_training = model.training
     model.eval()
     try:

@@ -1,12 +1,5 @@
-"""Dropout with masks that depend on a key, so that every retry, split and recomputation uses the same masks: LoRA's
-dropout, and the dropout of the model itself (`engine.model.own_dropout`).
-
-A hash decides whether an element is kept (`engine.model.dropout_masks`, and on CUDA `engine.model.dropout_kernel`).
-`torch.nn.Dropout` uses a random generator, so its masks change with the split. Nothing is saved for backward; the mask
-is computed again.
-
-Try: `python -m pytest tests/model/test_dropout.py`.
-"""
+"""Dropout with masks that depend on a key (seed, step, sample, module), so that every retry, split and recomputation
+uses the same masks: LoRA's dropout, and the model's own."""
 
 from __future__ import annotations
 
@@ -14,27 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedConfig
 
 from engine.errors import UsageError
-from engine.model.dropout_kernel import drop
-from engine.model.dropout_masks import RowKey, row_key
+from engine.model.dropout_kernel import RowKey, drop, row_key
 
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The values, besides module, position and feature, that determine the dropout masks of one forward pass."""
+    """What determines the masks of one forward pass, besides module, position and feature."""
 
     seed: int
     step: int
     sample_ids: tuple[int, ...]
     first_position: int = 0
-    """Position in its sample of the first token of each row; above 0 only in slices of sequence parallelism."""
+    """Position in its sample of each row's first token; above 0 only in slices of sequence parallelism."""
 
 
 FUNCTIONAL = "_functional_dropout"
@@ -42,8 +35,7 @@ FUNCTIONAL = "_functional_dropout"
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose masks, one for each sample (dimension 0), are determined by the `DropoutKey` that `keyed` sets.
-    Identity in evaluation mode."""
+    """Dropout with a mask per sample (dimension 0) from the key that `keyed` sets; identity in evaluation."""
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
@@ -52,11 +44,7 @@ class KeyedDropout(nn.Module):
         self.key: DropoutKey | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with dropped elements set to 0 and the others scaled by 1/(1-p); see `keyed_drop`.
-
-        Raises:
-            RuntimeError: used in training outside `keyed`.
-        """
+        """See `keyed_drop`. RuntimeError: used in training outside `keyed`."""
         if not self.training:
             return input
         if self.key is None:
@@ -65,14 +53,11 @@ class KeyedDropout(nn.Module):
 
 
 def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) -> Tensor:
-    """Return `input` with dropped elements set to 0 and the others scaled by 1/(1-p), where p is `probability`. `name`
-    is the dotted name of the dropout module: modules of different names draw different masks.
+    """`input` with dropped elements set to 0 and the others scaled by 1/(1-p), p the `probability`; modules of
+    different names draw different masks.
 
-    B samples, S positions, F features. Shapes of `input`: [B, S, F]; [B·S, F] with the rows of a sample next to each
-    other; attention weights of H heads, [B, H, S, S] or [B·H, S, S], where each head has masks of its own.
-
-    Raises:
-        UsageError: `input` has another shape, so that it is not known which dimension counts samples.
+    Shapes of `input`: [B, S, F]; [B·S, F] with a sample's rows next to each other; attention weights of H heads, [B, H,
+    S, S] or [B·H, S, S], with masks of their own per head. UsageError: any other shape.
     """
     samples = key.sample_ids
     first, shape = input.shape[0], input.shape
@@ -95,8 +80,7 @@ def keyed_drop(input: Tensor, key: DropoutKey, name: str, probability: float) ->
 
 
 def _heads(input: Tensor, samples: int) -> int:
-    """Return the number of heads H if `input` holds attention weights of B = `samples` samples, [B, H, S, S] or [B·H,
-    S, S]; else 0."""
+    """The number of heads H if `input` holds attention weights [B, H, S, S] or [B·H, S, S], B = `samples`; else 0."""
     if input.dim() == 4 and len(input) == samples:
         return input.shape[1]
     square = input.dim() == 3 and input.shape[1] == input.shape[2]
@@ -104,7 +88,7 @@ def _heads(input: Tensor, samples: int) -> int:
 
 
 class _Drop(torch.autograd.Function):
-    """Computes x · mask / (1 - p). Backward computes the mask again instead of saving it."""
+    """x · mask / (1 - p). Backward computes the mask again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, input_BSF: Tensor, keys: list[RowKey], first: int, probability: float) -> Tensor:
@@ -117,11 +101,8 @@ class _Drop(torch.autograd.Function):
 
 
 def key_dropout(model: nn.Module, *, calls: bool = False) -> None:
-    """Replace every active dropout module of the model and of peft's adapters by a KeyedDropout named after its layer.
-
-    `calls`: the model also calls `torch.nn.functional.dropout`; masks of these calls are keyed, too
-    (`FunctionalDropout`).
-    """
+    """Replace every active dropout module of the model and of peft's adapters by a KeyedDropout named after its layer;
+    with `calls` also key calls of `torch.nn.functional.dropout` (`FunctionalDropout`)."""
     for name, module in list(model.named_modules()):
         for place, child in list(module.named_children()):
             if type(child) is nn.Dropout and child.p > 0:
@@ -134,15 +115,13 @@ def key_dropout(model: nn.Module, *, calls: bool = False) -> None:
 
 
 def keyed_dropouts(model: nn.Module) -> list[KeyedDropout | FunctionalDropout]:
-    """Return the layers to pass to `keyed`: all that draw keyed masks in `model`. Searching a large model takes
-    milliseconds, so call this once and reuse the list."""
+    """The layers to pass to `keyed`. The search takes milliseconds on a large model: call it once."""
     found: list[KeyedDropout | FunctionalDropout] = [m for m in model.modules() if isinstance(m, KeyedDropout)]
     return [*found, vars(model)[FUNCTIONAL]] if FUNCTIONAL in vars(model) else found
 
 
 def follow_checkpoints(model: nn.Module) -> None:
-    """Make recomputed layers of `model` draw the same dropout masks (`FunctionalDropout.follow_checkpoints`). Call this
-    each time after gradient checkpointing is switched on."""
+    """Make recomputed layers draw the same masks. Call this each time gradient checkpointing is switched on."""
     if FUNCTIONAL in vars(model):
         vars(model)[FUNCTIONAL].follow_checkpoints()
 
@@ -156,12 +135,9 @@ def keyed(
     sample_ids: Sequence[int],
     first_position: int = 0,
 ) -> Iterator[None]:
-    """Inside the block, `layers` draw the dropout masks that belong to `seed`, the optimizer step `step` and the
-    samples `sample_ids`, one id per row of the micro-batch. `first_position` is the position, in its sample, of each
-    row's first token.
-
-    Run both forward and backward inside the block: with checkpointing, backward computes the layers again.
-    """
+    """Inside the block, `layers` draw the masks of `seed`, optimizer step and `sample_ids` (one per row of the
+    micro-batch); `first_position`: each row's first token in its sample. Backward belongs inside too: with
+    checkpointing it computes layers again."""
     key = DropoutKey(seed, step, tuple(int(sample) for sample in sample_ids), first_position)
     with ExitStack() as intercepting:
         for layer in layers:
@@ -176,10 +152,10 @@ def keyed(
 
 
 class FunctionalDropout:
-    """Keys the masks of calls of `torch.nn.functional.dropout` that a model's modules make.
+    """Keys the masks of the calls of `torch.nn.functional.dropout` that a model's modules make.
 
-    A call is named after the module whose forward makes it, and its number within this forward. Hooks follow which
-    module that is. Checkpointing computes a layer again without its hooks; see `follow_checkpoints`.
+    A call is named after the module whose forward makes it (followed by hooks) and its number within this forward.
+    Checkpointing computes a layer again without its hooks; see `follow_checkpoints`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -196,8 +172,7 @@ class FunctionalDropout:
             module.register_forward_hook(self._leave, always_call=True)
 
     def follow_checkpoints(self) -> None:
-        """Give the dropout calls of a checkpointed layer the same names when the layer is recomputed. Call this each
-        time after gradient checkpointing is switched on."""
+        """Name a recomputed layer's calls as before. Call this each time gradient checkpointing is switched on."""
         for name, module in self._named.items():
             if "_gradient_checkpointing_func" in vars(module):
                 checkpoint = partial(self._checkpoint, name, vars(module)["_gradient_checkpointing_func"])
@@ -206,8 +181,7 @@ class FunctionalDropout:
     def _checkpoint(
         self, name: str, checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **named: Any
     ) -> Any:
-        """Call `checkpoint`, transformers' checkpointing function, on `layer`; returns its result. Each time `layer`
-        runs, also in backward, its calls of dropout are named after `name`."""
+        """Checkpoint `layer`; its dropout calls, also in backward, are named after `name`."""
 
         def followed(*inputs: Any, **named: Any) -> Any:
             depth = len(self._running)
@@ -221,8 +195,7 @@ class FunctionalDropout:
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
-        """Inside the block, `torch.nn.functional.dropout` draws keyed masks when one of the model's modules calls
-        it. All threads are affected, as backward on CUDA has a thread of its own."""
+        """Inside the block, the model's calls draw keyed masks, in all threads: backward on CUDA has one of its own."""
         former = functional.dropout
 
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -253,3 +226,87 @@ class _Caller:
 
     name: str
     calls: int = 0
+
+
+ATTENTION_KEYS = frozenset({"attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"})
+"""Keys of transformers' configs with the probability of dropping attention weights."""
+
+SKIPPING_KEYS = frozenset({"layerdrop", "decoder_layerdrop", "encoder_layerdrop", "drop_path_rate"})
+"""Keys with the probability of skipping a whole layer."""
+
+UNUSED_PREFIXES = ("classifier", "summary", "seq_classif", "qa_")
+"""Prefixes of keys that causal models do not read: they belong to classifiers made of the same config."""
+
+KERNELS_THAT_DROP = ("sdpa", "flash_attention_2")
+"""Attention kernels on CUDA that have dropout themselves."""
+
+
+def settle_dropout(
+    config: PreTrainedConfig, kernel: str, asked: Literal["auto", "keep", "off"], *, cuda: bool, shared: bool
+) -> list[str]:
+    """Set dropout that the run does not keep to 0 in `config`, before a model is made of it; returns a notice for each
+    key, except for attention dropout that the recipe switches off.
+
+    `kernel`: transformers' name of the attention kernel; `asked`: model.attention_dropout; `shared`: ranks share
+    sequences, so that each has a part of the attention weights.
+
+    Keyed are hidden states and, with eager attention, attention weights; other kernels draw from torch's generator, so
+    their masks change with the micro-batch. A vision encoder's rows are patches or images, not samples.
+    """
+    notices: list[str] = []
+    keyed = kernel == "eager" and not shared
+    kept = asked != "off" and (keyed or (asked == "keep" and cuda and kernel in KERNELS_THAT_DROP))
+    for path, part in _parts(config):
+        for key in active_dropouts(part):
+            if _in_encoder(path):
+                notices.append(_switched_off(path + key, "only the decoder's dropout is keyed"))
+            elif key in SKIPPING_KEYS:
+                notices.append(_switched_off(path + key, "which layers it skips would change with the micro-batch"))
+            elif key not in ATTENTION_KEYS or kept:
+                continue
+            elif asked != "off":
+                notices.append(_lost_attention_dropout(f"{path}{key} = {getattr(part, key):g}", kernel, asked, shared))
+            setattr(part, key, 0.0)
+    return notices
+
+
+def has_dropout(config: PreTrainedConfig) -> bool:
+    return any(active_dropouts(part) for _, part in _parts(config))
+
+
+def active_dropouts(config: PreTrainedConfig) -> list[str]:
+    """The config's keys with a dropout probability above 0."""
+    return [
+        key
+        for key, value in vars(config).items()
+        if "drop" in key and not key.startswith(UNUSED_PREFIXES) and isinstance(value, float | int) and value > 0
+    ]
+
+
+def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The config and those inside it, each with its dotted path ("text_config.")."""
+    yield path, config
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value, f"{path}{name}.")
+
+
+def _in_encoder(path: str) -> bool:
+    return any(word in path for word in ("vision", "audio", "speech", "encoder"))
+
+
+def _switched_off(what: str, reason: str) -> str:
+    return f"{what} of the model's config is switched off: {reason}"
+
+
+def _lost_attention_dropout(what: str, kernel: str, asked: str, shared: bool) -> str:
+    if shared:
+        return _switched_off(what, "ranks that share sequences have parts of the masks")
+    if asked == "keep":
+        return _switched_off(what, f'{kernel} has no dropout here; model.attention = "eager" has')
+    return _switched_off(
+        what,
+        f"masks that {kernel} draws would change with the micro-batch; "
+        'model.attention = "eager" keeps it without that, model.attention_dropout = "keep" at the price that an '
+        'out-of-memory error changes what is learned, and "off" agrees',
+    )

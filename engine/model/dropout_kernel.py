@@ -1,50 +1,85 @@
-"""Chooses what computes keyed dropout: the reference (eleven small kernels), or one Triton kernel.
-
-Kernel and reference compute the same integers from the same keys, so their results are equal to the bit. The kernel
-draws masks in registers; the reference needs 13 bytes per value of a sample's mask. A kernel is used once it has been
-compared with the reference on the device of the run (`use_kernel`). Triton comes with torch's CUDA builds.
-
-Try: `TRITON_INTERPRET=1 python -m pytest tests/model/test_dropout_kernel.py`, where Triton is installed.
-"""
+"""What computes keyed dropout: the reference in torch (eleven small kernels), or one Triton kernel."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from engine.model.dropout_masks import RowKey, reference_drop
+RowKey = tuple[int, int]
+"""Two signed 32-bit integers that determine the mask of one sample in one module at one step."""
+
+
+def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
+    """A 64-bit hash of seed, optimizer step, sample id and module name."""
+    text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
+    return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
+
+
+def keep_mask(
+    key: RowKey, length: int, features: int, probability: float, device: torch.device, first: int = 0
+) -> Tensor:
+    """Boolean [S, F] for `length` positions from `first` on; True (kept) with probability 1 - p, to within 2^-32.
+    murmur3's 32-bit finaliser (Appleby 2011, public domain) of a position hash xor a feature hash, in integers: equal
+    on every device, for any micro-batch and any padding on the right."""
+    positions_S = torch.arange(first, first + length, dtype=torch.int32, device=device)
+    positions_S = _mix(positions_S.mul_(-1640531527).add_(key[0]))
+    features_F = _mix(torch.arange(features, dtype=torch.int32, device=device).mul_(-1640531527).add_(key[1]))
+    hash_SF = _mix(positions_S[:, None] ^ features_F[None, :])
+    threshold = round(probability * 2**32) - 2**31
+    return hash_SF >= threshold
+
+
+def reference_drop(tensor_BSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """tensor_BSF [B, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p); `first`: position of each
+    row's first token."""
+    result_BSF = torch.empty_like(tensor_BSF)
+    return drop_into(result_BSF, tensor_BSF, keys, first, probability)
+
+
+def drop_into(result_BSF: Tensor, tensor_BSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """Write what `reference_drop` returns into result_BSF. Two rows' masks exist at once."""
+    length, features = tensor_BSF.shape[1:]
+    for row, key in enumerate(keys):
+        mask_SF = keep_mask(key, length, features, probability, tensor_BSF.device, first)
+        torch.mul(tensor_BSF[row], mask_SF, out=result_BSF[row])
+    return result_BSF.mul_(1.0 / (1.0 - probability))
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """murmur3's finaliser on int32, in place; 0xFFFF and 0x7FFFF make the arithmetic shifts logical."""
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= -2048144789
+    bits ^= (bits >> 13) & 0x7FFFF
+    bits *= -1028477387
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits
+
 
 Drop = Callable[[Tensor, Sequence[RowKey], int, float], Tensor]
-"""Takes rows [R, S, F], a key for each row, the position of each row's first token and the probability of dropping;
-returns the rows with dropped elements set to 0 and the others scaled by 1/(1-p)."""
+"""(rows [R, S, F], a key per row, position of each row's first token, probability) → rows after dropout."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPARED_SHAPES = ((3, 37, 50), (2, 5, 1031))
-"""Shapes [R, S, F] on which a kernel is compared. The rows are no multiples of the kernel's block, and those of the
-second shape are longer than a block."""
+"""Shapes [R, S, F] compared: rows are no multiples of the kernel's block; the second shape's are longer."""
 
 _in_use: dict[str, Drop] = {}
 """The kernel that is used instead of the reference, by device type."""
 
 
 def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p), where p is
-    `probability`. `keys`: one for each row; `first`: position of each row's first token. Computed by the kernel in use
-    for this type of device, else by `reference_drop`."""
+    """rows_RSF [R, S, F] after dropout, by the kernel in use on this type of device, else by `reference_drop`."""
     return _in_use.get(rows_RSF.device.type, reference_drop)(rows_RSF, keys, first, probability)
 
 
 def use_kernel(device: torch.device) -> str | None:
-    """Compare Triton's dropout kernel with `reference_drop` on `device`; if they are equal to the bit, use the kernel
-    on this type of device from now on. Returns why the kernel is not used, or None if it is.
-
-    Raises:
-        torch.OutOfMemoryError: there was no memory for the comparison.
-    """
+    """Use Triton's kernel on this type of device if it equals `reference_drop` to the bit; returns why not, else None.
+    Raises torch.OutOfMemoryError if there was no memory for the comparison."""
     try:
         kernel: Drop = importlib.import_module("engine.model.triton_dropout").drop
         problem = difference(kernel, reference_drop, device)
@@ -58,12 +93,11 @@ def use_kernel(device: torch.device) -> str | None:
 
 
 def kernel_in_use(device: torch.device) -> Drop | None:
-    """Return the dropout kernel in use on this type of device; None if `reference_drop` is used."""
+    """None if `reference_drop` is used."""
     return _in_use.get(device.type)
 
 
 def stop_using(device: torch.device) -> None:
-    """Use no dropout kernel, but `reference_drop`, on this type of device from now on."""
     _in_use.pop(device.type, None)
 
 
@@ -87,9 +121,8 @@ def difference(
     dtypes: Sequence[torch.dtype] = DTYPES,
     probabilities: Sequence[float] = (0.1, 0.9),
 ) -> str | None:
-    """Compare the dropout of `kernel` with that of `reference` on a device, in each of `dtypes`. Returns a sentence on
-    what differs, or None if all results are equal to the bit. The rows begin at position 0 with the first of
-    `probabilities`, and at a later position with the second."""
+    """A sentence on what differs between two kernels, None if all is equal to the bit. Rows begin at position 0 with
+    the first of `probabilities`, later with the second."""
     generator = torch.Generator().manual_seed(0)
     for shape in COMPARED_SHAPES:
         values = torch.randn(shape, generator=generator)

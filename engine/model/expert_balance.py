@@ -1,16 +1,12 @@
-"""How a mixture of experts routes its tokens: the auxiliary loss that balances its experts, and counts of the choices.
-
-The auxiliary loss of a step is
+"""Routing of a mixture of experts: the auxiliary load-balancing loss, and counts of the routers' choices. The loss is
 
     Σ_rows tokens_row · mean_layers( E · Σ_i f_i P_i ) / Σ_rows tokens_row
 
-over the rows of the whole step, on all ranks, without padding. f_i is the number of a row's choices of expert i per
-token (they sum to k), P_i the mean probability that the router gives to expert i. Balanced experts score k. Each row
-and each layer has a product of its own, so any split of the step into micro-batches gives the same gradient.
+over the rows of the whole step, on all ranks, without padding: f_i is the number of a row's choices of expert i per
+token (they sum to k), P_i the mean probability the router gives it. Balanced experts score k. Each row and layer has
+its own product, so any split into micro-batches gives the same gradient.
 
 Shapes: B rows, S positions, E experts, L layers with experts; k experts are chosen for each token.
-
-Try: `python -m pytest tests/model/test_expert_balance.py`
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.config.schema.recipe import Recipe
 from engine.errors import UsageError
-from engine.model.adaptable import expert_blocks, router_parameters
+from engine.model.adapters import expert_blocks, router_parameters
 from engine.model.loaded import LoadedModel
-from engine.spec.schema.recipe import Recipe
 
 TOP_K_FAMILIES = frozenset(
     {"flex_olmo", "gpt_oss", "minimax", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"}
@@ -38,11 +34,8 @@ TOP_K_FAMILIES = frozenset(
 
 
 class Routing(NamedTuple):
-    """The auxiliary loss of a micro-batch and its counts of expert choices."""
-
     auxiliary: Tensor | None
-    """The sum over rows of the row's tokens times the mean over layers of E · Σ_i f_i P_i, an fp32 scalar: E experts,
-    f_i choices of expert i per token of the row, P_i its mean probability. None if the auxiliary loss has weight 0."""
+    """Σ over rows of tokens · mean over layers of E · Σ_i f_i P_i, an fp32 scalar; None if its weight is 0."""
     choices_LE: Tensor | None
     """How many tokens chose each expert of each layer: int64 [L, E]; None unless `moe.watch_experts` is set."""
 
@@ -56,19 +49,15 @@ class ExpertBalance:
     experts: int
     per_token: int
     weight: float
-    """Factor of the auxiliary loss in the loss that the step minimises; 0 if the auxiliary loss is not computed."""
+    """Factor of the auxiliary loss in what the step minimises; 0 if it is not computed."""
     watched: bool
-    """Whether the choices are counted."""
 
     def no_choices(self) -> NDArray[np.int64]:
-        """Zeros, int64 [L, E]: the counts of a rank that ran no micro-batch."""
+        """int64 [L, E]: the counts of a rank that ran no micro-batch."""
         return np.zeros((len(self.layers), self.experts), np.int64)
 
     def routing(self, logits: Sequence[Tensor], row_tokens_B: Tensor, positions: int) -> Routing:
-        """Compute the auxiliary loss and the counts of a micro-batch of rows of `positions` positions.
-
-        `logits` holds a tensor [B·S, E] for each layer; `row_tokens_B` the tokens of each row, without its padding.
-        """
+        """`logits`: a tensor [B·S, E] for each layer; `row_tokens_B`: the tokens of each row, without its padding."""
         with torch.autocast(row_tokens_B.device.type, enabled=False):
             real_BS = torch.arange(positions, device=row_tokens_B.device) < row_tokens_B[:, None]
             terms = [self._layer(layer_logits, row_tokens_B, real_BS) for layer_logits in logits]
@@ -79,9 +68,8 @@ class ExpertBalance:
         )
 
     def _layer(self, logits: Tensor, row_tokens_B: Tensor, real_BS: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return (auxiliary term, number of choices of each expert [E]) of one layer. The term is the sum over rows of
-        the row's tokens times E · Σ_i f_i P_i (as in `Routing.auxiliary`); None if the auxiliary loss has weight 0.
-        `logits` [B·S, E] are the layer's router logits; `real_BS` is False at padding."""
+        """(auxiliary term, choices of each expert [E]) of one layer; the term is None if the auxiliary loss has weight
+        0. `real_BS` is False at padding."""
         real_BS1 = real_BS.unsqueeze(2).float()
         given = logits if self.weight else logits.detach()
         probabilities_BSE = torch.softmax(given.float(), -1).unflatten(0, real_BS.shape)
@@ -96,15 +84,11 @@ class ExpertBalance:
 
 
 def expert_balance(recipe: Recipe, loaded: LoadedModel) -> ExpertBalance | None:
-    """Return what computes the auxiliary loss and the counts that a recipe's [moe] table asks for; None if the table
-    asks for neither, or if neither applies to the model.
+    """What computes the auxiliary loss and counts of the [moe] table; None if neither is asked for or applies.
 
-    The default weight of the auxiliary loss is the model's own `router_aux_loss_coef` if its routers are trained, else
-    0. A notice is added to `loaded` for a key of the table that has no effect on this model, and for an auxiliary loss
-    while no router is trained.
-
-    Raises:
-        UsageError: `moe.aux_loss_weight` is set for a family whose routers choose experts by another rule.
+    The weight defaults to the model's `router_aux_loss_coef` if its routers are trained, else 0. A notice is added for
+    keys without effect on this model, and for an auxiliary loss while no router is trained. UsageError:
+    `moe.aux_loss_weight` is set for a family whose routers choose experts by another rule.
     """
     blocks, wanted = expert_blocks(loaded.base), recipe.moe.aux_loss_weight
     family = str(loaded.config.model_type)
@@ -133,7 +117,6 @@ def expert_balance(recipe: Recipe, loaded: LoadedModel) -> ExpertBalance | None:
 
 
 def routers_learn(model: PreTrainedModel) -> bool:
-    """Whether any router parameter of the model is trained."""
     names = set(router_parameters(model))
     return any(parameter.requires_grad for name, parameter in model.named_parameters() if name in names)
 

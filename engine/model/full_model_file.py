@@ -1,10 +1,7 @@
 """What the weight files of a full model hold: transformers' names and shapes, which may differ from the model's own.
 
-transformers converts some weights when it loads them (it fuses the experts of a mixture, say) and reverts that when it
-saves. Here each tensor of the model is converted alone, so that a file can be written tensor by tensor and by several
-ranks: none of them needs the whole model in host memory.
-
-Try: `pytest tests/model/test_save.py`
+transformers converts some weights when it loads them (it fuses experts, say) and reverts that when it saves. Here each
+tensor is converted alone, so that no rank needs the whole model in host memory to write its files.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from engine.model.tensor_file import FileTensor
 
 WEIGHTS = "model.safetensors"
-"""The weight file of a model that is saved in one file."""
-
 METADATA = {"format": "pt"}
 """What transformers expects in the header of a weight file."""
 
@@ -44,11 +39,10 @@ class SavedPart:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the part in the file."""
         return sum(entry.size_bytes for entry in self.entries)
 
     def in_file(self, whole: Tensor) -> Iterator[Tensor]:
-        """Yield the host tensors of `entries`, computed from `whole`, the model's tensor in host memory."""
+        """Yield the tensors of `entries`, computed from `whole`, the model's tensor in host memory."""
         if len(self.entries) == 1 and self.entries[0].shape == tuple(whole.shape):
             yield whole
             return
@@ -58,12 +52,9 @@ class SavedPart:
 
 
 def saved_parts(model: PreTrainedModel) -> list[SavedPart] | None:
-    """What is saved of each tensor of `model`, tied weights once, larger dtypes first as safetensors wants them; None
-    if transformers can only convert several of its tensors together. Shapes are those of whole tensors, also if the
-    weights are spread over ranks."""
-    shown = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in _distinct(model)
-    }
+    """What is saved of each tensor of `model`, whole also if it is sharded: tied weights once, larger dtypes first as
+    safetensors wants them. None if transformers can only convert several tensors together."""
+    shown = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in _distinct(model)}
     together = revert_weight_conversion(model, dict(shown))
     names = {id(tensor): name for name, tensor in shown.items()}
     parts = [
@@ -80,8 +71,8 @@ def saved_parts(model: PreTrainedModel) -> list[SavedPart] | None:
 
 
 def deal(parts: Sequence[SavedPart], ranks: int = 1) -> dict[str, list[SavedPart]]:
-    """Divide `parts` among files: {file name: what it holds}. With several ranks each writes the same number of files
-    of about the same size: those number `rank`, `rank + ranks`, ... of the result."""
+    """Divide `parts` among files of about the same size: {file name: what it holds}. A rank writes those number `rank`,
+    `rank + ranks`, …"""
     total_bytes = sum(part.size_bytes for part in parts)
     count = min(len(parts), ranks * math.ceil(total_bytes / (ranks * LARGEST_FILE_BYTES)))
     if count == 1:
@@ -91,13 +82,11 @@ def deal(parts: Sequence[SavedPart], ranks: int = 1) -> dict[str, list[SavedPart
 
 
 def entries_of(parts: Sequence[SavedPart]) -> list[FileTensor]:
-    """The tensors in the file that holds `parts`, in order."""
     return [entry for part in parts for entry in part.entries]
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[SavedPart]]) -> None:
-    """Write the index that tells transformers in which of several files of `folder` each tensor is; `files` as from
-    `deal`. A single file needs no index."""
+    """Write the index that tells transformers in which of several files (as from `deal`) each tensor is."""
     if len(files) == 1:
         return
     entries = [(entry, file) for file, parts in files.items() for entry in entries_of(parts)]
@@ -109,8 +98,8 @@ def write_index(folder: Path, files: Mapping[str, Sequence[SavedPart]]) -> None:
 
 
 def _distinct(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors of `model`'s state dict that are saved. Of names that share a tensor, the
-    one is kept that transformers reads the others from."""
+    """The tensors of the state dict that are saved, by name. Of names that share a tensor, the one is kept that
+    transformers reads the others from."""
     tied, ignored = model.all_tied_weights_keys or {}, model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in ignored}
     kept: dict[int, str] = {}

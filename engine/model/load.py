@@ -1,9 +1,5 @@
-"""Loads the model of a run spec, ready to train: base weights, adapters or frozen parameters, checkpointing.
-
-Weights are loaded straight to the device in their dtype. Saving and restoring them is in `engine.model.loaded`.
-
-Try: `tunedeck train -p demo -r demo`, or `python -m pytest tests/model/test_load.py`.
-"""
+"""Loads the model of a run spec, ready to train: base weights straight to the device in their dtype, adapters or frozen
+parameters, gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -17,38 +13,41 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.budget.architecture.vision_parameters import in_vision_encoder
+from engine.budget.architecture.parameters import in_vision_encoder
+from engine.config.check.data_rules import image_key
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.schema.run import RunSpec
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.adaptable import router_parameters
 from engine.model.adapted_linear import compute_in_input_dtype
-from engine.model.adapters import Coverage, add_adapters, continue_adapter, fused_experts, linear_layers, uncovered
+from engine.model.adapters import (
+    Coverage,
+    add_adapters,
+    continue_adapter,
+    fused_experts,
+    linear_layers,
+    router_parameters,
+    uncovered,
+)
 from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
-from engine.model.config import auto_class, load_config
-from engine.model.dropout import key_dropout, keyed_dropouts
+from engine.model.config import HUB_ERRORS, auto_class, blaming_own_code, load_config, loading_error
+from engine.model.dropout import has_dropout, key_dropout, keyed_dropouts, settle_dropout
 from engine.model.dropout_kernel import use_kernel
-from engine.model.freezing import freeze_parameters
-from engine.model.hub import HUB_ERRORS, blaming_own_code, loading_error
 from engine.model.loaded import LoadedModel, embedding_rows
-from engine.model.own_dropout import has_dropout, settle_dropout
+from engine.model.positions import expect_scaled, fix_frequencies, scale_positions
 from engine.model.precision import Precision, choose_precision
-from engine.model.reference import BUILTIN_PREFIX, StartingWeights, find_starting_weights
-from engine.model.rotary import expect_scaled, fix_frequencies, scale_positions
+from engine.model.reference import StartingWeights, find_starting_weights
 from engine.model.tokenizer import check_vocabulary
-from engine.spec.check.images import image_key
-from engine.spec.schema.run import RunSpec
+from engine.model.trained import freeze_parameters
 
 __all__ = ["LoadedModel", "load_model"]
 
 SEED_MIXED_IN = 0x7E57
-"""Combined with train.seed to seed the initial weights, so that their random stream differs from other uses of the
-seed."""
+"""Combined with train.seed to seed the initial weights, so that their stream differs from other uses of the seed."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The settings for loading a base model: its weights, config, dtypes and attention kernel."""
-
     start: StartingWeights
     config: PreTrainedConfig
     precision: Precision
@@ -57,15 +56,12 @@ class ModelSettings:
     """What the run does otherwise than its recipe or the model's config says, and why."""
 
 
-def choose_settings(
-    spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device
-) -> ModelSettings:
-    """Return the settings to load a base model with on `device`: dtypes, attention kernel, and a copy of `config` in
-    which rotary positions are scaled and the dropout that the run does not keep is 0.
+def choose_settings(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device) -> ModelSettings:
+    """Dtypes, attention kernel, and a copy of `config` with rotary scaling and with dropout that the run does not keep
+    at 0.
 
-    Raises:
-        EnvironmentProblem, UsageError: the recipe asks for an attention kernel that cannot be used, or for rotary
-            scaling that does not fit the model.
+    Raises EnvironmentProblem or UsageError for an attention kernel that cannot be used, or rotary scaling that does not
+    fit the model.
     """
     recipe, config = spec.recipe, copy.deepcopy(config)
     if recipe.model.rope_scaling is not None:
@@ -86,22 +82,17 @@ def choose_settings(
         cuda=device.torch_device.type == "cuda",
         shared=spec.profile.parallel.sequence > 1,
     )
-    return ModelSettings(
-        start, config, precision, attention, [*precision.notices, *attention.notices, *notices]
-    )
+    return ModelSettings(start, config, precision, attention, [*precision.notices, *attention.notices, *notices])
 
 
 def load_model(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase, place: torch.device | None = None
 ) -> LoadedModel:
-    """Load the base model, add adapters or freeze parameters, set checkpointing; returns it ready to train. Call this
-    inside `device.activate()`.
+    """Load the base model, add adapters or freeze parameters, enable gradient checkpointing. Call this inside
+    `device.activate()`. With `place` "meta" (default: the device) nothing is read and no memory is used.
 
-    Weights are loaded to `place`, by default the device. If `place` is "meta", nothing is read and no memory is used.
-
-    Raises:
-        UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer with too many ids.
-        EnvironmentProblem: the hub is unreachable or refuses access; flash attention or bitsandbytes is missing.
+    UsageError: not a causal language model, no weights, patterns that match nothing, a tokenizer with too many ids.
+    EnvironmentProblem: the hub is unreachable or refuses; flash attention or bitsandbytes is missing.
     """
     start = find_starting_weights(spec.recipe.model)
     settings = choose_settings(spec, start, load_config(start, spec.limits.trust_remote_code), device)
@@ -120,12 +111,10 @@ def load_model(
 
 
 def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, device: Device) -> LoadedModel:
-    """Make the base model `base` ready to train: add adapters or freeze parameters, set dropout and checkpointing.
-    Returns it as a LoadedModel without a tokenizer.
+    """Add adapters to `base` or freeze it; set dropout and gradient checkpointing. The result has no tokenizer yet.
 
-    Raises:
-        UsageError: patterns that match nothing, rotary scaling that the model does not compute, or an adapter that
-            cannot be trained further.
+    UsageError: patterns that match nothing, rotary scaling that the model does not compute, or an adapter that cannot
+    be trained further.
     """
     recipe = spec.recipe
     base.config.use_cache = False
@@ -157,7 +146,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
 
 @contextmanager
 def seeded(seed: int, device: Device) -> Iterator[None]:
-    """Seed torch's random generators from `seed` inside the block; afterwards restore their former states."""
+    """Seed torch's random generators inside the block; afterwards restore their former states."""
     cuda = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(seed ^ SEED_MIXED_IN)
@@ -165,7 +154,6 @@ def seeded(seed: int, device: Device) -> Iterator[None]:
 
 
 def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
-    """Whether the base model's weights are created in this run: built-in, or random."""
     return start.base.startswith(BUILTIN_PREFIX) or spec.recipe.model.init == "random"
 
 
@@ -213,8 +201,7 @@ def _load_pretrained(
 
 
 def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
-    """Raise UsageError if weights are missing or have another shape: transformers would replace them by random ones.
-    `report` is the loading report of transformers' from_pretrained."""
+    """Raise UsageError if weights are missing or have another shape: transformers would replace them by random ones."""
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing or misshapen:
@@ -227,7 +214,7 @@ def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
 
 
 def _expect_safetensors(start: StartingWeights) -> None:
-    """Raise UsageError for a folder without *.safetensors: other formats use pickle, which can run code."""
+    """Refuse a folder without *.safetensors: other formats use pickle, which can run code."""
     if start.folder is None or any(start.folder.glob("*.safetensors")):
         return
     others = sorted(path.name for path in start.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))

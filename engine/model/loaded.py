@@ -1,10 +1,7 @@
 """A loaded model: its trained parameters, and how its weights are saved and restored.
 
-An adapter is saved in the format of PeftModel.from_pretrained, a full model in that of transformers' from_pretrained,
-both with the tokenizer. A base model that exists nowhere else (built-in, or random weights) is saved in `base/` beside
-its adapter, which would be useless without it.
-
-Try: `python -m pytest tests/model/test_save.py`.
+An adapter is saved as PeftModel.from_pretrained expects, a full model as transformers' from_pretrained does, both with
+the tokenizer. A base model that exists nowhere else (built-in, or random) is saved in `base/` beside its adapter.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from engine.data.images import ImageProcessor
 from engine.device.base import Device
+from engine.distributed.weight_exchange import own_rows
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
 from engine.model.config import auto_class
@@ -31,8 +29,7 @@ from engine.model.dropout import follow_checkpoints
 from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
-from engine.model.saved_tensors import copy_whole, read_saved, saved_names, saved_tensors
-from engine.model.tensor_file import FileTensor, Hashes, write_tensors
+from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -40,8 +37,7 @@ ADAPTER = "default"
 
 @dataclass
 class LoadedModel:
-    """A model with adapters or frozen parameters, ready to train on its device, and able to save and load its
-    weights."""
+    """A model with adapters or frozen parameters, ready to train on its device, able to save and load its weights."""
 
     model: PreTrainedModel | PeftModel
     kind: Literal["adapter", "model"]
@@ -58,15 +54,13 @@ class LoadedModel:
     loading: str = ""
     """If weights are sharded, how they came to the ranks, in words; else empty."""
     checkpointing: bool = False
-    """Whether activations are recomputed in backward."""
+    """Whether activations are recomputed in backward (gradient checkpointing)."""
     shards: dict[str, Parameter] | None = None
     """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
     first_elements: dict[str, int] = field(default_factory=dict)
-    """If weights are sharded, {name: flat index, in the whole parameter, of the first element of this rank's shard};
-    else empty."""
+    """If weights are sharded, by name: flat index in the whole parameter of this rank's first element."""
     copy_to_host: Callable[[Tensor], Tensor] | None = None
-    """Function that copies a tensor to the host for saving; None means that the device's own copy is used
-    (`device.staged`)."""
+    """Copies a tensor to the host for saving; None: `device.staged`."""
     attends_to_padding: bool = True
     """Whether padding on the right may influence the tokens before it (`attention.attends_to_later_tokens`)."""
     images: ImageProcessor | None = None
@@ -74,44 +68,37 @@ class LoadedModel:
     positions_scaled: bool = False
     """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
-    """The tokenizer, set by `load_model`. A simulated model has none."""
+    """Set by `load_model`. A simulated model has none."""
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model, with its adapters."""
         if isinstance(self.model, PeftModel):
             return cast(PreTrainedModel, self.model.get_base_model())
         return self.model
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that forward passes are autocast to; None if they run in the dtype of the weights."""
+        """None if forward passes run in the dtype of the weights."""
         return self.precision.autocast
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether the loss must be scaled, because gradients are computed in fp16."""
         return self.precision.needs_loss_scaling
 
     def trainable(self) -> list[tuple[str, Parameter]]:
-        """Return (name, parameter) for each trained parameter, in the model's order; a tied weight appears once. If
-        weights are sharded, each parameter is this rank's shard.
-
-        Names are without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight".
-        """
+        """(name, parameter) of each trained parameter, or this rank's shard, in the model's order; a tied weight once.
+        Names are without peft's wrapping: "model.layers.0.self_attn.q_proj.lora_A.weight"."""
         if self.shards is not None:
             return list(self.shards.items())
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def local_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) for every parameter; if weights are sharded, each tensor is this rank's shard."""
+        """(name, tensor) of every parameter, or of this rank's shard."""
         return [(name, local_part(parameter)) for name, parameter in self.model.named_parameters()]
 
     def set_checkpointing(self, on: bool) -> None:
-        """Switch gradient checkpointing on or off.
-
-        Checkpointing is non-reentrant, so the embeddings need no hook that makes their output require gradients.
-        """
+        """Switch gradient checkpointing on or off. It is non-reentrant, so the embeddings need no hook that makes their
+        output require gradients."""
         base = self.base
         if on and not base.supports_gradient_checkpointing:
             self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
@@ -127,14 +114,12 @@ class LoadedModel:
         self.checkpointing = on
 
     def use_attention(self, kernel: str) -> None:
-        """Compute attention with another kernel, by its name in transformers."""
         self.base.set_attn_implementation(kernel)
         self.attention = kernel
 
     def save(self, folder: Path) -> Hashes:
-        """Write the adapter or the full model as safetensors in the training dtype, and the tokenizer; returns the
-        hashes of the files that were hashed while they were written. Allocates only host memory: for a full model, one
-        tensor at a time."""
+        """Write the weights as safetensors in the training dtype, and the tokenizer; returns hashes of files hashed
+        while written. Allocates host memory only: for a full model, one tensor at a time."""
         folder.mkdir(parents=True, exist_ok=True)
         with self.device.host_region():
             if isinstance(self.model, PeftModel):
@@ -153,18 +138,12 @@ class LoadedModel:
             self._save_tokenizer(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Copy weights that `save` wrote into the parameters, in place, so that optimizers keep their references. Of a
-        sharded parameter, this rank's rows are read.
-
-        Raises:
-            UsageError: the folder contains other parameters than this model trains.
-        """
+        """Copy weights that `save` wrote into the parameters in place, so that optimizers keep their references; of a
+        sharded parameter, this rank's rows. UsageError: the folder has other parameters than this model trains."""
         with self.device.host_region(), torch.no_grad():
-            saved = set(saved_names(folder))
-            targets = self._targets()
+            saved, targets = set(saved_shapes(folder)), self._targets()
             if saved == set(targets):
-                for name, tensor in saved_tensors(folder):
-                    read_saved(targets[name], tensor, name)
+                read_tensors(folder, targets)
             elif isinstance(self.model, PeftModel):
                 raise _other_parameters(folder, saved, set(targets))
             else:
@@ -184,7 +163,6 @@ class LoadedModel:
         return hashes
 
     def _save_config(self, model: PreTrainedModel, folder: Path) -> None:
-        """Write what transformers saves beside the weights."""
         model.save_pretrained(str(folder), state_dict={})
         (folder / WEIGHTS).unlink(missing_ok=True)  # of no tensors
 
@@ -215,8 +193,7 @@ class LoadedModel:
         return _write_weights(self._on_host(clean), folder)
 
     def _on_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors of `state` to the host, one by one. Tensors that share storage share a copy, so tied weights
-        remain tied."""
+        """Copy tensors to the host, one by one; those that share storage share a copy, so tied weights remain tied."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         staged = {}
         for name, tensor in state.items():
@@ -227,55 +204,53 @@ class LoadedModel:
         return staged
 
     def _targets(self) -> dict[str, Tensor]:
-        """Return the tensors of the model that `save` writes, by their names in the saved file. They are the tensors
-        themselves, not copies."""
+        """The tensors that `save` writes, not copies, by their names in the file."""
         if isinstance(self.model, PeftModel):
             return _adapter_state(self.model)
         tied = self.model.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
     def _load_converted(self, folder: Path) -> None:
-        """Load a saved full model whose names or shapes in the file differ from the model's (fused experts):
-        transformers converts the weights on the host, then their values are copied."""
+        """For names or shapes other than the model's (fused experts): transformers converts on the host."""
         saved = auto_class(self.config).from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
             raise _other_parameters(folder, set(source), set(target))
         for name, tensor in source.items():
-            copy_whole(target[name], tensor, name)
+            expect_shape(target[name], tensor.shape, name)
+            whole = target[name]
+            local_part(whole).copy_(tensor[own_rows(whole)] if isinstance(whole, DTensor) else tensor)
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the number of token ids that the model has an embedding for."""
     return len(cast(Tensor, model.get_input_embeddings().weight))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor; any other tensor is returned unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's dotted name without the parts that peft's wrappers add."""
+    """A parameter's dotted name without the parts that peft's wrappers add."""
     bare = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
     return _unwrapped(bare.replace(f".{ADAPTER}.", "."))
 
 
 def _unwrapped(name: str) -> str:
-    """Return the name without the `.base_layer` parts that peft's wrappers add, except directly before `.lora_`. For
-    fused experts, peft nests one wrapper per weight, and only these parts distinguish the adapters of the weights."""
+    """Without peft's `.base_layer` parts, except directly before `.lora_`: for fused experts, peft nests one wrapper
+    per weight, and only these parts distinguish their adapters."""
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 
 def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return the adapter's own tensors, not copies, by their names in a saved adapter file."""
+    """The adapter's own tensors, not copies, by their names in a saved adapter file."""
     state: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return state
 
 
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of `state` from names in an adapter file to names in the model's state dict, from which peft's
-    save_pretrained picks the adapter's entries. A tied weight has two names there and appears under both."""
+    """Rename from names in an adapter file to those in the model's state dict, from which save_pretrained picks the
+    adapter's entries. A tied weight appears under both of its names."""
     originals = _adapter_state(model)
     staged = {local_part(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
     live = {name: local_part(tensor).data_ptr() for name, tensor in model.state_dict().items()}

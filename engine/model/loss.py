@@ -1,41 +1,34 @@
-"""The loss of a micro-batch: the sum of its token losses, without a tensor of tokens × vocabulary (except in "plain").
+"""The loss of a micro-batch: the sum of its token losses, without a tensor of tokens × vocabulary (except in "plain");
+and a module of model and loss for sharded runs.
 
-The decoder computes hidden states; only those that predict a target token go through the head. Their loss has three
-implementations, which give the same result up to rounding:
-
-- plain: all logits at once; the reference.
-- chunked: `engine.model.chunked`, on any device, with soft-caps, smoothing and adapters on the head.
-- fused: Liger's kernel on CUDA (`engine.model.liger`), else torch's chunked `linear_cross_entropy` (torch 2.13). Both
-  need a head that is a plain linear layer, Liger's a frozen one. torch's supports neither soft-cap nor smoothing.
-
-Shapes: B rows, S tokens, H hidden, V vocabulary, N tokens with a target.
-
-Try: `python -m pytest tests/model/test_loss.py`.
+Implementations, equal up to rounding: plain (the reference); chunked, on any device, with soft-caps, smoothing and
+adapters on the head; fused: Liger's kernel on CUDA for a frozen plain linear head, else torch's chunked
+`linear_cross_entropy` (torch 2.13) for a plain linear one, without soft-cap and smoothing. Shapes: B rows, S tokens, H
+hidden, V vocabulary, N tokens with a target.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.budget.trace.memory_config import chunk_tokens as default_chunk_tokens
+from engine.config.schema.recipe import Recipe
 from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
-from engine.model.chunked import LossSettings, chunked_loss, token_losses
-from engine.model.decoder import autocast, decoder_of, decoder_output, eval_mode
+from engine.model.chunked import LossSettings, chunked_loss, liger_applies, liger_loss, liger_problem, token_losses
+from engine.model.config import blaming_own_code
+from engine.model.decoder import OutputHead, autocast, decoder_of, decoder_output, eval_mode, find_head
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
-from engine.model.head import OutputHead, find_head
-from engine.model.hub import blaming_own_code
-from engine.model.liger import liger_applies, liger_loss, liger_problem
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
-from engine.spec.schema.recipe import Recipe
 
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
@@ -44,7 +37,7 @@ CHUNKED = ("chunked", "torch")
 
 
 class MicroBatchLoss(NamedTuple):
-    """The losses of one micro-batch, which a step minimises, and its counts of expert choices."""
+    """The losses of one micro-batch and its counts of expert choices."""
 
     token_losses: Tensor
     """Sum of the token losses, an fp32 scalar."""
@@ -54,18 +47,15 @@ class MicroBatchLoss(NamedTuple):
     """How many tokens chose each expert of each layer, int64 [L, E]; None if this is not counted."""
 
     def share_of(self, target_tokens: int, tokens: int) -> MicroBatchLoss:
-        """Return this micro-batch's share of the step's loss: the token losses divided by `target_tokens`, the
-        auxiliary loss divided by `tokens`. Both are the numbers of the whole step, over all ranks."""
+        """Divide token losses by `target_tokens`, auxiliary loss by `tokens`, both of the whole step on all ranks."""
         auxiliary = None if self.auxiliary is None else self.auxiliary / tokens
         return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary)
 
     def detached(self) -> MicroBatchLoss:
-        """Return the same values detached from the autograd graph."""
         auxiliary = None if self.auxiliary is None else self.auxiliary.detach()
         return self._replace(token_losses=self.token_losses.detach(), auxiliary=auxiliary)
 
     def add_(self, other: MicroBatchLoss) -> MicroBatchLoss:
-        """Add the values of another micro-batch to this one's, in place; returns the sum."""
         for mine, its in zip(self, other, strict=True):
             if mine is not None and its is not None:
                 mine.add_(its)
@@ -76,8 +66,7 @@ NOT_ROUTED = Routing(None, None)
 
 
 class LossFunction:
-    """The loss of a model. `loss(batch)` returns the sum of token losses, an fp32 scalar. For a batch without targets
-    the sum is 0 and all gradients are zero."""
+    """`loss(batch)` is the sum of token losses, an fp32 scalar; 0, with zero gradients, for a batch without targets."""
 
     def __init__(
         self, loaded: LoadedModel, head: OutputHead, implementation: str, label_smoothing: float, chunk_tokens: int
@@ -90,18 +79,15 @@ class LossFunction:
         """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
         self.offload = ActivationOffload(loaded)
         self.balance: ExpertBalance | None = None
-        """Computes auxiliary loss and counts from the router logits in training; None if neither is wanted."""
+        """Only in training; None if neither auxiliary loss nor counts are wanted."""
         self.forward: Callable[[Batch], MicroBatchLoss] = self.compute
-        """Function that computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and
-        then runs `compute`."""
+        """Computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and runs it."""
         self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
-        """Function that computes the sum of token losses: `sum_of_losses`, or if weights are sharded, a module that
-        gathers the head's weights and then runs `sum_of_losses`."""
+        """`sum_of_losses`, or if weights are sharded, a module that gathers the head's weights and runs it."""
 
     @property
     def implementation(self) -> str:
-        """The implementation that computes the loss now: "plain", "chunked", "liger" or "torch". Assigning to it
-        replaces the one that was chosen, so that `set_chunks(None)` returns to the assigned one."""
+        """One of "plain", "chunked", "liger", "torch". `set_chunks(None)` returns to the one assigned last."""
         return self._in_use
 
     @implementation.setter
@@ -110,37 +96,32 @@ class LossFunction:
 
     @property
     def chunks(self) -> int | None:
-        """The number of tokens whose logits exist at once. None in "plain", where the logits of all tokens exist at
-        once, and in "liger", whose kernel chooses the number itself."""
+        """Tokens whose logits exist at once; None in "plain" (all) and in "liger" (its kernel chooses)."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
 
     def set_chunks(self, tokens: int | None) -> None:
-        """Compute the loss for `tokens` tokens at a time from now on. An implementation without chunks ("plain",
-        "liger") is replaced by "chunked" until this is called with None, which returns to the chosen implementation."""
+        """Compute the loss for `tokens` tokens at a time; "plain" and "liger" give way to "chunked" until called with
+        None."""
         if tokens is not None:
             self.chunk_tokens = tokens
         self._in_use = "chunked" if tokens is not None and self._chosen not in CHUNKED else self._chosen
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the sum of token losses. The caller divides it by the number of target tokens in the whole step before
-        calling backward."""
+        """The caller divides this by the target tokens of the whole step before backward."""
         return self.terms(batch).token_losses
 
     def terms(self, batch: Batch) -> MicroBatchLoss:
-        """Compute the sum of token losses, the auxiliary loss and the counts of expert choices of a micro-batch. If the
-        model is in training mode and its experts are balanced or watched, `batch.row_tokens_B` must be set."""
+        """Token losses, auxiliary loss and counts; for the latter, in training, `batch.row_tokens_B` must be set."""
         return self.forward(batch)
 
     def minimised(self, share: MicroBatchLoss) -> Tensor:
-        """Return the scalar on which a step calls backward: the token losses plus the auxiliary loss times its weight.
-        `share` is the result of `share_of`."""
+        """The scalar for backward: token losses plus weighted auxiliary loss, of what `share_of` returned."""
         if share.auxiliary is None or self.balance is None:
             return share.token_losses
         return share.token_losses + self.balance.weight * share.auxiliary
 
     def compute(self, batch: Batch) -> MicroBatchLoss:
-        """Compute the loss of a batch. If weights are sharded, they must already be gathered: callers use `terms`,
-        which gathers them first."""
+        """As `terms`, which gathers sharded weights first: here they must be gathered."""
         balance = self.balance if self.loaded.model.training else None
         with autocast(self.loaded), self.offload.saving():
             hidden_BSH, logits = decoder_output(self.loaded, batch, router_logits=balance is not None)
@@ -156,10 +137,8 @@ class LossFunction:
             return MicroBatchLoss(self.head_forward(hidden_NH, targets_N), *routing)
 
     def _at_targets(self, hidden_BSH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [N, H] at positions whose next token is a target, and these target tokens [N].
-
-        N was counted on the host, so the host does not wait for the device.
-        """
+        """Hidden states [N, H] whose next token is a target, and these targets [N]. N was counted on the host, which
+        does not wait for the device."""
         next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
         next_T, width = next_BS.flatten(), next_BS.shape[1]
         if batch.target_tokens == len(next_T):
@@ -170,8 +149,7 @@ class LossFunction:
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
     def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """Compute the sum of token losses, an fp32 scalar, from the hidden states that predict target tokens. If the
-        head's weights are sharded, they must already be gathered (`HeadWithLoss` does that)."""
+        """Sum of token losses, an fp32 scalar. The head's weights must be gathered (`HeadWithLoss` does that)."""
         # Evaluation scores the model's own probabilities, whatever training aims at.
         head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
@@ -184,7 +162,7 @@ class LossFunction:
 
 
 def loss_of(recipe: Recipe, loaded: LoadedModel, device: Device) -> LossFunction:
-    """Create the loss that a recipe's tables [train] and [moe] describe; see `make_loss` and `expert_balance`."""
+    """Create the loss that a recipe's tables [train] and [moe] describe."""
     train = recipe.train
     loss = make_loss(
         loaded,
@@ -206,14 +184,8 @@ def make_loss(
     chunk_tokens: int | None,
     device: Device,
 ) -> LossFunction:
-    """Create the loss of `loaded`, after checking on a few tokens that decoder and head give the model's own logits.
-
-    By default, `chunk_tokens` is the number that memory plans assume for this vocabulary and device.
-
-    Raises:
-        UsageError: "fused" was asked for, but no fused kernel can compute this loss; or the model's own forward pass
-            gives other logits than decoder and head.
-    """
+    """Create the loss, after `verify_logits`. `chunk_tokens` defaults to what memory plans assume for this vocabulary
+    and device. UsageError: "fused" was asked for, but no fused kernel can compute this loss; or the logits differ."""
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
     chosen = choose_implementation(implementation, head, label_smoothing, device)
@@ -231,12 +203,8 @@ class ChosenLoss(NamedTuple):
 
 
 def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> ChosenLoss:
-    """Choose the implementation for `asked`, the recipe's train.loss. For "auto" this is Liger's kernel where it
-    applies and works, else "chunked".
-
-    Raises:
-        UsageError: "fused" was asked for, but no fused kernel can compute this loss.
-    """
+    """Choose for `asked`, the recipe's train.loss; "auto" is Liger's kernel where it applies and works, else "chunked".
+    UsageError: "fused" was asked for, but no fused kernel can compute this loss."""
     if asked not in ("auto", "fused"):
         return ChosenLoss(asked, [])
     notices = []
@@ -255,11 +223,8 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
 
 
 def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
-    """Check on four tokens that decoder and head give the same logits as the model's own forward pass.
-
-    Raises:
-        UsageError: the logits differ by more than the dtype's rounding, or are not finite.
-    """
+    """Check on four tokens that decoder and head give the model's own logits. UsageError: they differ by more than the
+    dtype's rounding, or are not finite."""
     model = loaded.base
     with eval_mode(loaded.model), autocast(loaded), blaming_own_code(model.config, str(model.name_or_path)):
         ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
@@ -280,13 +245,13 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
             f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
             f"of {size:.3g}), so its loss cannot be computed in pieces",
             expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
-            fix="report the model id; its family needs a line in engine/model/head.py",
+            fix="report the model id; its family needs a line in engine/model/decoder.py",
         )
 
 
 def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
-    """Compute the sum of token losses with torch's chunked linear_cross_entropy. Per-token losses are summed here in
-    fp32: torch's own sum has the input's dtype and would lose all precision in bf16."""
+    """torch's chunked linear_cross_entropy. Per-token losses are summed here in fp32: torch's own sum has the input's
+    dtype and would lose all precision in bf16."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
     assert head.linear is not None
     bias_V: Tensor | None = head.linear.bias
@@ -313,3 +278,39 @@ def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
     if label_smoothing:
         return "with train.label_smoothing torch's kernel falls back to holding all logits"
     return None
+
+
+class HeadWithLoss(nn.Module):
+    """The output head as a module whose forward computes token losses: FSDP gathers its weights, which loss kernels
+    read without calling the head."""
+
+    def __init__(self, project: nn.Module) -> None:
+        super().__init__()
+        self.project = project
+        self.loss: LossFunction | None = None
+
+    def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+        assert self.loss is not None
+        return self.loss.sum_of_losses(hidden_NH, targets_N)
+
+
+class ModelWithLoss(nn.Module):
+    def __init__(self, model: nn.Module, head: HeadWithLoss) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+        self.loss: LossFunction | None = None
+
+    def use(self, loss: LossFunction) -> None:
+        """Make `loss` run through the forward of this module, and its token losses through that of `self.head`."""
+        self.loss = self.head.loss = loss
+        loss.forward, loss.head_forward = self, self.head
+
+    def forward(self, batch: Batch) -> MicroBatchLoss:
+        """Without targets the head runs too, times 0: gathering its weights is a collective of all ranks."""
+        assert self.loss is not None
+        if batch.target_tokens:
+            return self.loss.compute(batch)
+        labels_BS = batch.labels_BS.clone()
+        labels_BS[0, -1] = batch.input_ids_BS[0, -1]
+        terms = self.loss.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
+        return terms._replace(token_losses=0.0 * terms.token_losses)

@@ -1,14 +1,9 @@
-"""Activation offload: activations saved for backward are stored in host memory. Results are the same; a step takes
+"""Activation offload: tensors that autograd saves for backward wait in host memory. Results are the same; a step takes
 longer and needs less device memory.
 
-Tensors that autograd saves are copied to the host, and back when backward needs them. Weights remain on the device.
-On a GPU the copies run beside the computation (`engine.device.host_copies`): while a tensor that came back is used, the
-one that backward needs next is on its way.
-
-With gradient checkpointing, forward saves only the layers' inputs, and only these are offloaded. Tensors saved while a
-layer is recomputed are used at once and remain on the device.
-
-Try: `tunedeck train -p demo -r demo --set train.activation_offload=true`
+Weights remain on the device. On a GPU copies run beside the computation (`engine.device.host_copies`): while one tensor
+is used, the one that backward needs next is on its way. With gradient checkpointing only the layers' inputs are
+offloaded; tensors saved while a layer is recomputed stay.
 """
 
 from __future__ import annotations
@@ -25,21 +20,17 @@ from engine.device.host_copies import HostCopy
 from engine.model.loaded import LoadedModel
 
 SMALLEST_BYTES = 16 * 1024
-"""Tensors below this size (norm statistics, masks) are not offloaded: to start their copy takes as long as the copy
-itself."""
+"""Tensors below this size (norm statistics, masks) are not offloaded: starting the copy takes as long as the copy."""
 
 
 @dataclass
 class _OnHost:
-    """A tensor that autograd saved for backward, copied to the host."""
-
     copy: HostCopy
     before: weakref.ref[_OnHost] | None
-    """The tensor that was saved just before this one; backward needs it soon after this one. None for the first."""
+    """The tensor saved just before this one, which backward needs soon after it. None for the first."""
 
     def fetch(self) -> Tensor:
-        """Return a new device tensor with the values, and start the copy back to the device of the tensor that was
-        saved before this one."""
+        """Bring the values back to the device, and start the copy of the tensor that was saved before this one."""
         found = self.copy.fetch()
         earlier = self.before() if self.before else None
         if earlier is not None:
@@ -48,20 +39,18 @@ class _OnHost:
 
 
 class ActivationOffload:
-    """Stores the activations that autograd saves for backward in host memory, if `on` is True. Run the forward pass
-    inside `saving()`, then call backward as usual."""
+    """Offloads activations if `on`. Run the forward pass inside `saving()`, then call backward as usual."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded, self._device = loaded, loaded.device
         self.on = False
 
     def settle(self) -> None:
-        """Release the device memory that unfinished copies still hold. Call this after backward, and after a failed
-        attempt."""
+        """Release device memory that unfinished copies hold. Call after backward, and after a failed attempt."""
         self._device.settle_offloads()
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context inside which the activations that autograd saves are copied to the host, if `on` is True."""
+        """Context inside which saved activations are copied to the host, if `on`."""
         return self._hooks() if self.on else nullcontext()
 
     @contextmanager
@@ -94,12 +83,8 @@ class ActivationOffload:
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    """Return `tensor` detached from the autograd graph, so that a hook may keep it; autograd adds the history again by
-    itself.
-
-    The output of an operation refers to the operation, and the operation to the hook's tensor: only a finished backward
-    pass breaks this cycle, so the memory of a failed pass would never be freed.
-    """
+    """`tensor` detached from the graph, so that a hook may keep it; autograd adds the history again. Otherwise
+    operation and hook's tensor refer to each other, and the memory of a failed pass would never be freed."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
@@ -113,7 +98,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _worth_moving(tensor: Tensor) -> bool:
-    """Whether a tensor is worth offloading: floating-point, not small, and not expanded (its copy would be larger)."""
+    """Floating-point, not small, and not expanded (its copy would be larger)."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not tensor.is_floating_point() or size_bytes < SMALLEST_BYTES or tensor.layout != torch.strided:
         return False

@@ -1,17 +1,4 @@
-"""Chooses the dtypes of weights and of the computation, and whether the loss is scaled.
-
-| recipe's dtype | method | base weights | computed in | loss scaling |
-|---|---|---|---|---|
-| float32 | any | float32 | float32 | no |
-| bfloat16 | any | bfloat16 | bfloat16 | no |
-| float16 | lora | float16 | float16, adapters in their own dtype | yes |
-| float16 | full | float32 | float16 under autocast | yes |
-
-Full fine-tuning keeps fp32 weights under fp16: updates below 2^-11 of a weight round away in fp16 itself (Micikevicius
-et al. 2018, "Mixed Precision Training", section 3.1).
-
-Try: `python -m pytest tests/model/test_load.py`.
-"""
+"""Mixed precision: chooses the dtypes of weights and of the computation, and whether the loss is scaled (fp16)."""
 
 from __future__ import annotations
 
@@ -19,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.config.schema.recipe import Method, Model
 from engine.device.base import Device
-from engine.spec.schema.recipe import Method, Model
 
 OVERFLOWING_FAMILIES = ("gemma", "t5", "mt5", "umt5", "recurrent_gemma")
 """Prefixes of model types whose activations exceed fp16's range (65504); they were trained in bf16."""
@@ -30,8 +17,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of the base weights and of the computation, the autocast dtype (None: no autocast), whether the loss
-    is scaled, and notices for the user."""
+    """Dtypes of base weights and computation, autocast's dtype (None: no autocast), loss scaling, and notices."""
 
     weights: torch.dtype
     compute: torch.dtype
@@ -41,12 +27,10 @@ class Precision:
 
 
 def choose_precision(model: Model, method: Method, model_type: str, device: Device) -> Precision:
-    """Return the dtypes and the loss scaling for model.dtype on `device`. "auto" is float32 on a CPU or a metered
-    device, bfloat16 on a GPU that has it, else float16. Under float16 the loss is scaled, and full fine-tuning keeps
-    float32 weights.
-
-    `model_type` decides whether a notice warns that the family is known to overflow in float16.
-    """
+    """Dtypes and loss scaling for model.dtype on `device`. "auto" is float32 on a CPU or a metered device, bfloat16 on
+    a GPU that has it, else float16. A notice warns of model types known to overflow in float16. Full fine-tuning in
+    float16 keeps fp32 weights: updates below 2^-11 of a weight round away in fp16 itself (Micikevicius et al. 2018,
+    "Mixed Precision Training", section 3.1)."""
     compute = DTYPES[model.dtype] if model.dtype != "auto" else _automatic(device)
     notices: list[str] = []
     if compute == torch.bfloat16 and not device.supports_bfloat16:

@@ -1,9 +1,4 @@
-"""Resolves `model.id` and `model.adapter`: built-in, folder, hub id, or the weights of an earlier run.
-
-Nothing is loaded here.
-
-Try: `python -c "from engine.model.reference import find_run_weights; print(find_run_weights('run:last@best'))"`.
-"""
+"""Resolves `model.id` and `model.adapter`: built-in, folder, hub id, or an earlier run's weights. Loads nothing."""
 
 from __future__ import annotations
 
@@ -11,19 +6,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config.files.find import RUN_PREFIX
+from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run, stage_name
-from engine.spec.schema.recipe import Model
 
-RUN_PREFIX = "run:"
-BUILTIN_PREFIX = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_FOLDER = "base"
-"""Name of the folder, inside an adapter's folder, with the base model if it exists nowhere else (built-in, or random
-weights)."""
+"""Folder inside an adapter's folder, with a base model that exists nowhere else (built-in, or random weights)."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +31,14 @@ class StartingWeights:
 
     @property
     def folder(self) -> Path | None:
-        """Path of the base if it is a local folder; else None."""
+        """None unless the base is a local folder."""
         path = Path(self.base)
         return path if path.is_dir() else None
 
 
 def find_starting_weights(model: Model) -> StartingWeights:
-    """Resolve a recipe's [model]. If model.id refers to an adapter, return that adapter and its base model.
-
-    Raises:
-        UsageError: no such run, step or folder, or two adapters at once.
-    """
+    """Resolve a recipe's [model]; if model.id refers to an adapter, that adapter and its base. UsageError: no such run,
+    step or folder, or two adapters at once."""
     adapter = _local(model.adapter) if model.adapter else None
     place = _local(model.id)
     if not (Path(place) / ADAPTER_CONFIG).is_file():
@@ -68,8 +58,7 @@ def find_starting_weights(model: Model) -> StartingWeights:
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:
-    """Return (base, revision) of a saved adapter: the base model saved in the adapter's folder, else the base that the
-    adapter's config names."""
+    """(base, revision) of a saved adapter: the base saved in its folder, else the one that its config names."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -80,12 +69,7 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 
 
 def find_run_weights(text: str) -> Path:
-    """Return the folder with the weights that `text` names: "run:RUN" (the run's result), "run:RUN@STEP" or
-    "run:RUN@best".
-
-    Raises:
-        UsageError: no such run, or the run has no such result or checkpoint.
-    """
+    """The folder of "run:RUN" (its result), "run:RUN@STEP" or "run:RUN@best". UsageError: there is none."""
     name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
     run = result_run(resolve_run(name, None))
     if which:
@@ -101,8 +85,8 @@ def find_run_weights(text: str) -> Path:
 
 
 def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
-    """Raise UsageError if `which` ("best" or a step) names a checkpoint of the stage `run` that was deleted when the
-    staged run was done. `text` is the reference as the user typed it, for the message."""
+    """Raise UsageError if checkpoint `which` ("best" or a step) of the stage was deleted when the staged run was done;
+    `text` is the reference as typed."""
     removed = removed_checkpoints(run.checkpoints)
     if removed is None or which not in map(str, [*removed.steps, *(["best"] if removed.best is not None else [])]):
         return
@@ -115,12 +99,7 @@ def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
 
 
 def _local(text: str) -> str:
-    """Return the absolute path of the folder that `text` names (a path, or "run:..." as in `find_run_weights`). Other
-    text, such as a hub id, is returned unchanged.
-
-    Raises:
-        UsageError: no such run or folder.
-    """
+    """The absolute folder of a path or "run:..."; a hub id unchanged. UsageError: no such run or folder."""
     if text.startswith(RUN_PREFIX):
         return str(find_run_weights(text).resolve())
     folder = Path(text).expanduser()
@@ -156,5 +135,8 @@ def _checkpoint(run: RunDirectory, which: str, text: str) -> Path:
 
 
 def _steps(run: RunDirectory) -> list[str]:
-    return [str(int(path.name.removeprefix("step-"))) for path in sorted(run.checkpoints.glob("step-*"))
-            if path.name.removeprefix("step-").isdecimal()]
+    return [
+        str(int(path.name.removeprefix("step-")))
+        for path in sorted(run.checkpoints.glob("step-*"))
+        if path.name.removeprefix("step-").isdecimal()
+    ]

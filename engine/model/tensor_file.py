@@ -1,9 +1,9 @@
-"""Writes safetensors files one tensor after another, and hashes them while they are written.
+"""Safetensors files: written and hashed one tensor after another, and read by each rank of a sharded model in its own
+rows.
 
-A checkpoint's manifest names the SHA-256 of each file. A file that is hashed as it is written need not be read again,
-and its tensors need not be in host memory together: each is let go before the next one is taken.
-
-Try: `pytest tests/model/test_tensor_file.py`
+A file that is hashed while it is written need not be read again for the SHA-256 in a checkpoint's manifest, and its
+tensors need not be in host memory together. `torch.distributed.checkpoint` reads here and does not write: its writer
+holds a rank's whole file twice in host memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from engine.errors import UsageError
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -29,17 +34,17 @@ DTYPES = {
 """Names of dtypes in the header of a safetensors file."""
 
 PIECE_BYTES = 2**24
-"""Bytes that are written and hashed at once."""
+"""Bytes written and hashed at once."""
 
 LARGE_BYTES = 2**26
-"""Files of fewer bytes are hashed and written in turn, in a fraction of a second."""
+"""Smaller files are hashed and written in turn, in a fraction of a second."""
 
 FLUSH_BYTES = 2**30
-"""A file is flushed to the disk each time that so many bytes were written, so that the last flush is short: ranks that
-write together wait for each other at the end, within a time limit."""
+"""Bytes between two flushes to the disk, so that the last is short: ranks that write together wait for each other at
+the end, within a time limit."""
 
 Hashes = dict[Path, str]
-"""The SHA-256, in hexadecimal, of files that were hashed while they were written, by path."""
+"""Path = SHA-256, in hexadecimal, of files hashed while they were written."""
 
 
 class FileTensor(NamedTuple):
@@ -51,24 +56,22 @@ class FileTensor(NamedTuple):
 
     @classmethod
     def like(cls, name: str, tensor: Tensor) -> FileTensor:
-        """The entry of `tensor`, which is saved whole under `name`."""
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(
     path: Path, entries: Sequence[FileTensor], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write the safetensors file `path` with `entries`, and flush it to the disk; returns its SHA-256 in hexadecimal.
-    `tensors` yields the host tensor of each entry, in the same order.
+    """Write the safetensors file `path`, flushed to the disk; returns its SHA-256 in hexadecimal. `tensors` yields the
+    host tensor of each of `entries`, in the same order.
 
     Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-        ValueError: a tensor has another dtype or shape than its entry, or there are more tensors than entries.
+        OSError: the file cannot be written (a full disk, say).
+        ValueError: `tensors` are not those of `entries`.
     """
     size_bytes = sum(entry.size_bytes for entry in entries)
     with path.open("wb") as file, HashedWriter(file, with_thread=size_bytes >= LARGE_BYTES) as writer:
@@ -84,10 +87,10 @@ def write_tensors(
 
 
 class HashedWriter:
-    """Writes to a file, and computes the SHA-256 of what is written. A context manager."""
+    """Context manager that writes to a file and computes the SHA-256 of what is written; with `with_thread` a piece is
+    hashed in a thread while it is written."""
 
     def __init__(self, file: BinaryIO, *, with_thread: bool) -> None:
-        """With `with_thread` a piece is hashed in a thread while it is written to `file`."""
         self._file, self._hash, self._unflushed_bytes = file, hashlib.sha256(), 0
         self._thread = _thread() if with_thread else None
 
@@ -99,7 +102,6 @@ class HashedWriter:
             self._thread.shutdown()
 
     def write(self, data: memoryview) -> None:
-        """Write all of `data`. Raises OSError."""
         for first in range(0, len(data), PIECE_BYTES):
             self._write_piece(data[first : first + PIECE_BYTES])
             if self._unflushed_bytes >= FLUSH_BYTES:
@@ -118,19 +120,16 @@ class HashedWriter:
             hashed.result()
 
     def flush(self) -> None:
-        """Wait until all that was written is on the disk. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._unflushed_bytes = 0
 
     def hexdigest(self) -> str:
-        """The SHA-256 of what was written, in hexadecimal."""
         return self._hash.hexdigest()
 
 
 def _thread() -> ThreadPoolExecutor | None:
-    """A thread that runs; None if there is no memory left for its stack. What is submitted to it without waiting could
-    never run then."""
+    """A thread that runs; None if there is no memory for its stack: what is submitted would never run then."""
     thread = ThreadPoolExecutor(1, "hash")
     try:
         thread.submit(int).result()
@@ -148,8 +147,7 @@ def _bytes_of(entry: FileTensor, tensor: Tensor) -> memoryview:
 
 
 def _header(entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file: the length of the JSON that follows, in 8 bytes, then JSON that gives each
-    tensor's dtype, shape and place after the header."""
+    """The length of the JSON that follows, in 8 bytes, then each tensor's dtype, shape and place after the header."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
@@ -159,3 +157,41 @@ def _header(entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors' bytes begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
+
+
+def saved_shapes(folder: Path) -> dict[str, torch.Size]:
+    """{name: shape of the whole tensor} for the safetensors files of `folder`, whole or of parts that several ranks
+    wrote."""
+    return _shapes(HuggingFaceStorageReader(str(folder)).read_metadata())
+
+
+def _shapes(metadata: Metadata) -> dict[str, torch.Size]:
+    saved = metadata.state_dict_metadata.items()
+    return {name: tensor.size for name, tensor in saved if isinstance(tensor, TensorStorageMetadata)}
+
+
+def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Copy tensors of the safetensors files of `folder` into `targets`, by name, one at a time. Of a sharded target,
+    this rank's rows are read; no other rank takes part.
+
+    Raises:
+        UsageError: a shape differs.
+    """
+    reader, planner = HuggingFaceStorageReader(str(folder)), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    shapes = _shapes(metadata)
+    for name, target in targets.items():
+        expect_shape(target, shapes[name], name)
+    # Not with torch's `load`, which sends pickles between ranks and turns every error, also of memory, into its own.
+    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+
+def expect_shape(target: Tensor, saved: Sequence[int], name: str) -> None:
+    """Raise UsageError unless `target` has the shape `saved`."""
+    if list(target.shape) != list(saved):
+        raise UsageError(
+            f"{name} was saved with shape {tuple(saved)}, the model has {tuple(target.shape)}",
+            fix="resume with the model and method the run was started with",
+        )

@@ -1,28 +1,92 @@
-"""Loads the tokenizer of a run: the model's own, another one, or the built-in byte tokenizer.
-
-The byte tokenizer needs no download, and is saved as an ordinary tokenizer folder. Samples are read in `engine.data`.
-
-Try: `python -c "from engine.model.tokenizer import byte_tokenizer; print(byte_tokenizer()('née')['input_ids'])"`.
-"""
+"""Loads what turns data into a model's inputs: the tokenizer, and the image processor."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from engine.errors import UsageError
-from engine.model.hub import HUB_ERRORS, loading_error, require_reachable
-from engine.model.reference import BUILTIN_PREFIX, RUN_PREFIX, find_run_weights
-from engine.spec.schema.recipe import Model
+from engine.config.check.data_rules import image_key
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.schema.recipe import Model
+from engine.config.schema.run import RunSpec
+from engine.data.images import ImageProcessor
+from engine.errors import EnvironmentProblem, UsageError
+from engine.model.config import HUB_ERRORS, load_config, loading_error, require_reachable
+from engine.model.reference import StartingWeights, find_run_weights, find_starting_weights
+
+PATCH_MODELS = ("qwen2_vl", "qwen2_5_vl")
+"""Model types that take images of any size as patches."""
+
+SQUARE_MODELS = ("gemma3",)
+"""Model types whose images are all resized to one size."""
+
+
+def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """None for a recipe without images. UsageError: the model takes no images, or has no settings for its processor.
+    EnvironmentProblem: Pillow is not installed, or the hub cannot be reached."""
+    key = image_key(spec.recipe)
+    if key is None:
+        return None
+    if importlib.util.find_spec("PIL") is None:
+        raise EnvironmentProblem(f"{key}: Pillow is not installed", fix='pip install "tunedeck[vision]"')
+    start = find_starting_weights(spec.recipe.model)
+    config = load_config(start, spec.limits.trust_remote_code)
+    if config.model_type not in (*PATCH_MODELS, *SQUARE_MODELS):
+        raise UsageError(
+            f"{key}: images are not trained with models of the type {config.model_type}",
+            expected=f"a model of the type {', '.join((*PATCH_MODELS, *SQUARE_MODELS))}",
+            fix="choose one of these, or train on text: remove the sources with images",
+        )
+    return _described(_processor(spec, start, config), config, tokenizer)
+
+
+def _processor(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig) -> Any:
+    """transformers' image processor, with the recipe's bounds of pixels for images of any size."""
+    options: dict[str, Any] = {"backend": "pil", "revision": start.revision or "main"}
+    try:
+        processor = AutoImageProcessor.from_pretrained(start.base, **options)
+    except HUB_ERRORS as error:
+        raise loading_error(error, start.base, "image processor") from error
+    if config.model_type in PATCH_MODELS:
+        data, size = spec.recipe.data, dict(processor.size)
+        bounds = {"shortest_edge": data.image_min_pixels, "longest_edge": data.image_max_pixels}
+        processor.size = {**size, **{edge: pixels for edge, pixels in bounds.items() if pixels is not None}}
+    return processor
+
+
+def _described(processor: Any, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+    """Source of the image tokens: transformers 5.23, processing_qwen2_vl.py and processing_gemma3.py."""
+    facts: Any = config
+    if config.model_type in PATCH_MODELS:
+        return ImageProcessor(
+            processor, "patches", int(facts.image_token_id), int(processor.merge_size), int(processor.patch_size)
+        )
+    begin, part, end = (
+        str(tokenizer.convert_ids_to_tokens(int(number)))
+        for number in (facts.boi_token_index, facts.image_token_id, facts.eoi_token_index)
+    )
+    tokens, side = int(facts.mm_tokens_per_image), int(facts.vision_config.patch_size)
+    merge = int(facts.vision_config.image_size) // side // int(tokens**0.5)
+    written = begin, f"\n\n{begin}{part}{end}\n\n"
+    return ImageProcessor(processor, "squares", int(facts.image_token_id), merge, side, tokens, written)
+
 
 BUILTIN_BYTES = "builtin:bytes"
 
 BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
-"""Special tokens of the byte tokenizer, with ids 256 to 263. The vocabulary of 264 is a multiple of 8, which matrix
-units need for full speed. profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
+"""Special tokens of the byte tokenizer, ids 256 to 263: a vocabulary of 264 is a multiple of 8, which matrix units need
+for full speed. profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -38,9 +102,8 @@ BYTE_CHAT_TEMPLATE = (
 def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a recipe's [model], with a pad token and the recipe's chat template.
 
-    Raises:
-        UsageError: unknown built-in, a folder without a tokenizer, an unreadable chat template.
-        EnvironmentProblem: the hub cannot be reached, or refuses access.
+    UsageError: unknown built-in, a folder without a tokenizer, an unreadable chat template. EnvironmentProblem: the hub
+    cannot be reached, or refuses access.
     """
     source = model.tokenizer or model.id
     if source == BUILTIN_BYTES or (source.startswith(BUILTIN_PREFIX) and model.tokenizer is None):
@@ -56,8 +119,7 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Create the byte tokenizer: 256 byte tokens (id = byte value) and 8 special tokens. decode(encode(text)) == text
-    for every text."""
+    """256 byte tokens (id = byte value) and 8 special tokens; decode(encode(text)) == text for every text."""
     letters = _letter_of_each_byte()
     core = Tokenizer(models.BPE(vocab={letter: value for value, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -80,11 +142,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Choose a pad token for a tokenizer without one: unk, else eos.
-
-    Padding is recognised by the attention mask and by labels of -100, never by its id, so with eos as padding the real
-    eos is still a target of the loss.
-    """
+    """Choose a pad token where there is none: unk, else eos. Padding is recognised by the attention mask and labels of
+    -100 (the label mask), never by its id, so with eos as padding the real eos is still a target."""
     if tokenizer.pad_token_id is not None:
         return
     substitute = tokenizer.unk_token or tokenizer.eos_token
@@ -98,8 +157,7 @@ def give_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) -> None:
-    """Raise UsageError if the tokenizer has token ids of `embedding_rows` (the number of rows of the model's embedding)
-    or above: the model has no embedding for these."""
+    """Raise UsageError for token ids of `embedding_rows` or above: the model has no embedding for these."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= embedding_rows:
         raise UsageError(
@@ -123,8 +181,8 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether a folder's tokenizer must be loaded as PreTrainedTokenizerFast, because its tokenizer_config.json names a
-    generic class. AutoTokenizer would choose a class by the model type in config.json instead."""
+    """Whether tokenizer_config.json names a generic class and must be loaded as PreTrainedTokenizerFast: AutoTokenizer
+    would choose by the model type in config.json."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False
@@ -135,7 +193,7 @@ def _is_generic(folder: Path) -> bool:
 
 
 def _template_text(template: str) -> str:
-    """Return the content of the file if `template` is the path of a .jinja file, else `template` itself."""
+    """The content of a .jinja file, else `template` itself."""
     if not template.endswith(".jinja"):
         return template
     try:
@@ -147,8 +205,8 @@ def _template_text(template: str) -> str:
 
 
 def _letter_of_each_byte() -> list[str]:
-    """Return the character that represents each byte in ByteLevel (GPT-2's byte-to-unicode table): printable Latin-1
-    characters represent themselves, other bytes are represented by characters from U+0100 on."""
+    """The character of each byte in ByteLevel (GPT-2's byte-to-unicode table): printable Latin-1 represents itself,
+    other bytes are characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = (chr(code) for code in range(0x100, 0x200))
     return [chr(value) if value in printable else next(moved) for value in range(256)]

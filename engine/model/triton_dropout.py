@@ -1,8 +1,4 @@
-"""The Triton kernel of keyed dropout. Importing this file needs Triton; `engine.model.dropout_kernel` imports it where
-it can be used.
-
-Letters: R rows, S positions, F features.
-"""
+"""The Triton kernel of keyed dropout; importing this file needs Triton. Letters: R rows, S positions, F features."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.dropout_masks import RowKey
+from engine.model.dropout_kernel import RowKey
 
 BLOCK = 1024
 """Elements that a program computes."""
@@ -22,7 +18,7 @@ BLOCK = 1024
 
 @triton.jit
 def _mix(bits: Any) -> Any:
-    """Apply murmur3's finaliser to uint32 values, as `engine.model.dropout_masks._mix` does to int32 values."""
+    """murmur3's finaliser on uint32, equal to that of `engine.model.dropout_kernel` on int32."""
     bits ^= bits >> 16
     bits *= 0x85EBCA6B
     bits ^= bits >> 13
@@ -43,9 +39,8 @@ def _kernel(
     scale: Any,
     block: tl.constexpr,
 ) -> None:
-    """Write one block of `block` elements of one row to `result_ptr`: 0 where dropped, else the value times `scale`.
-    `keys_ptr` has two int32 per row; `length` and `features` are the row's S and F, `first` its first position, and an
-    element is kept if its signed hash is at least `threshold`."""
+    """Write one block of one row: 0 where dropped, else the value times `scale`. `keys_ptr` has two int32 per row;
+    `length` and `features` are S and F; an element is kept if its signed hash is at least `threshold`."""
     blocks = tl.cdiv(length * features, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     place = (tl.program_id(0) % blocks) * block + tl.arange(0, block)
@@ -63,8 +58,7 @@ def _kernel(
 
 
 def drop(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
-    """Return rows_RSF [R, S, F] with dropped elements set to 0 and the others scaled by 1/(1-p). `keys`: one for each
-    row; `first`: position of each row's first token; p is `probability`."""
+    """As `engine.model.dropout_kernel.reference_drop`."""
     rows_RSF = rows_RSF.contiguous()
     result_RSF = torch.empty_like(rows_RSF)
     rows, length, features = rows_RSF.shape

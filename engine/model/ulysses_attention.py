@@ -1,14 +1,10 @@
-"""An attention kernel, registered with transformers, for sequences whose positions are spread over several ranks.
+"""Ulysses sequence parallelism as an attention kernel registered with transformers.
 
-While the kernel is installed, every rank runs the model on its slice of a micro-batch (`engine.data.slices`). All
-layers but attention compute each position independently. In attention, `engine.distributed.sequence_parallel` exchanges
-tensors so that each rank gets all positions of some heads, and the model's usual kernel runs on these, causal and
-without a mask. Evaluation and generation run the usual kernel directly.
-
-`engine.budget.architecture.sequence_parallel_support` decides which models and recipes may use the kernel;
-`verify_ulysses_attention` checks the model by running it.
-
-Try: `pytest tests/distributed/test_sequence.py`
+While it is installed, every rank runs the model on its slice of a micro-batch (`engine.data.batch`). In attention,
+`engine.distributed.sequence_parallel` exchanges tensors so that each rank gets all positions of some heads, and the
+model's usual kernel runs on these, causal and without a mask. Evaluation and generation run the usual kernel.
+`engine.budget.architecture.support` says which models and recipes may use it;
+`verify_ulysses_attention` tries.
 """
 
 from __future__ import annotations
@@ -21,11 +17,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.data.batch import Batch
-from engine.data.slices import slice_of
+from engine.data.batch import Batch, slice_of
 from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.votes import VotedGroup
 from engine.errors import UsageError
 from engine.model.decoder import autocast, decoder_of, hidden_states
 from engine.model.loaded import LoadedModel, embedding_rows
@@ -36,7 +31,7 @@ KERNEL = "tunedeck_slices"
 UNSHARED = "set parallel.sequence = 1 in the profile"
 
 POSITIONS_TO_COMPARE = 4
-"""Positions per rank that `verify_ulysses_attention` compares."""
+"""Positions per rank."""
 
 
 class UlyssesAttention:
@@ -50,13 +45,13 @@ class UlyssesAttention:
 
     @property
     def inner(self) -> str:
-        """transformers' name of the kernel that computes the attention of this rank's heads, the model's usual one."""
+        """transformers' name of the model's usual kernel, which computes this rank's heads."""
         return self._loaded.attention
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block, the model's layers use this kernel. Run both forward and backward of a slice inside the
-        block: with checkpointing, backward runs attention again."""
+        """Inside the block, the model's layers use this kernel. Backward belongs inside too: with checkpointing it runs
+        attention again."""
         ALL_ATTENTION_FUNCTIONS.register(KERNEL, self._attend)
         self._use(KERNEL)
         try:
@@ -65,8 +60,7 @@ class UlyssesAttention:
             self._use(self.inner)
 
     def slice_of(self, batch: Batch, *, pad_id: int) -> Batch:
-        """Return this rank's slice of the positions of a micro-batch, padded with `pad_id` if the ranks cannot share
-        the positions equally."""
+        """This rank's positions of a micro-batch, padded with `pad_id` if the ranks cannot share them equally."""
         return slice_of(batch, self.group.place, self.group.size, pad_id=pad_id)
 
     def _use(self, kernel: str) -> None:
@@ -76,9 +70,8 @@ class UlyssesAttention:
     def _attend(
         self, module: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Compute attention for the layer `module`, as transformers calls it, with this rank's S positions of its
-        tensors: queries of H heads, keys and values of K heads, D values per head. `mask` is not used: attention is
-        causal. Returns outputs [B, S, H, D] and None."""
+        """Attention for one layer with this rank's S positions: queries of H heads, keys and values of K heads, D
+        values per head. `mask` is unused: attention is causal. Returns [B, S, H, D] and None."""
         device = query_BHSD.device.type
         # Under autocast the kernel would convert to the narrower dtype; converting first halves the bytes exchanged.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHSD.dtype
@@ -94,8 +87,7 @@ class UlyssesAttention:
 
     @contextmanager
     def _posing(self, module: Any, queries_per_key: int) -> Iterator[None]:
-        """Inside the block, set the two attributes of `module` that the inner kernel reads: the kernel name in the
-        config to the inner kernel's name, and the ratio of query to key heads to `queries_per_key`."""
+        """Inside the block, `module` has what the inner kernel reads: its name, and the ratio of query to key heads."""
         usual = getattr(module, "num_key_value_groups", None)
         if usual is not None:
             module.num_key_value_groups = queries_per_key
@@ -111,13 +103,11 @@ class UlyssesAttention:
 def join_ulysses_attention(
     loaded: LoadedModel, ranks: Ranks, size: int, voted_group: VotedGroup | None = None
 ) -> UlyssesAttention:
-    """Form the groups of `size` ranks that share sequences, and check that the model computes the same on slices as on
-    whole sequences; returns the attention kernel of this rank's group. All ranks of the run call this together.
+    """Form groups of `size` ranks that share sequences, and check that the model computes the same on slices; returns
+    the kernel of this rank's group. All ranks call this. `voted_group` votes before each exchange; default: the group's
+    ranks.
 
-    `voted_group`: the group that votes before each exchange; by default the ranks that share sequences.
-
-    Raises:
-        UsageError: the model cannot use this kernel, or computes something else with it.
+    UsageError: the model cannot use this kernel, or computes something else with it.
     """
     obstacle = _obstacle(loaded)
     if obstacle:
@@ -131,8 +121,7 @@ def join_ulysses_attention(
 
 
 def _obstacle(loaded: LoadedModel) -> str:
-    """Return the reason why the model cannot use this kernel, found without running the model; empty if there is
-    none."""
+    """Why the model cannot use this kernel, found without running it; empty if nothing is known."""
     if loaded.attention == "eager":
         return "runs with eager attention"
     if loaded.attends_to_padding:
@@ -144,11 +133,8 @@ def _obstacle(loaded: LoadedModel) -> str:
 
 
 def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -> str:
-    """Compare the hidden states of a few tokens, computed whole and in slices.
-
-    The results differ for models that mix positions outside attention. All ranks of the group call this together.
-    Returns this rank's complaint in words; empty if the hidden states agree.
-    """
+    """Compare the hidden states of a few tokens, whole and in slices: they differ for models that mix positions outside
+    attention. All ranks of the group call this. Returns this rank's complaint; empty if they agree."""
     length = POSITIONS_TO_COMPARE * attention.group.size
     vocabulary = embedding_rows(loaded.base)
     was_training = loaded.model.training

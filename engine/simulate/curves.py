@@ -1,10 +1,7 @@
 """Simulates a run's step at a few small shapes, and finds from these the memory of every shape.
 
-A level is the number of allocated bytes after one allocation of the step. Each level is a linear combination of the
-terms in `UNITS`, which depend on the micro-batch's shape. A step runs the same operations for every shape, so
-simulations at up to eight shapes give the coefficients of each level. Where the operations differ between shapes, only
-the coefficients of the phase's peak are computed. If all layers of a model are alike, models of two and of three layers
-are simulated, and every level is extrapolated linearly to the model's depth.
+Three shapes are simulated, or eight where these are too few (`engine.simulate.fit`). If all layers of a model are
+alike, models of two and of three layers are simulated, and every level is extrapolated linearly to the model's depth.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -13,44 +10,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from torch import nn
 
+from engine.budget.architecture.families import SEQUENTIAL_FAMILIES
 from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.trainable_families import SEQUENTIAL_FAMILIES
 from engine.budget.predict.inference import evaluates, generates
-from engine.budget.predict.simulated import UNITS, has_chunks, units_of
-from engine.data.batch import Batch
-from engine.device.allocation_tracker import bytes_of
-from engine.model.dropout import keyed, keyed_dropouts
-from engine.model.head import find_head
-from engine.model.loaded import LoadedModel
-from engine.model.loss import CHUNKED, LossFunction, choose_implementation
-from engine.simulate.depth import at_depth, depth_of
+from engine.config.schema.run import RunSpec
+from engine.simulate.batch import StepShape
 from engine.simulate.device import SimulatedDevice
-from engine.simulate.dropout import simulated_dropout
-from engine.simulate.generate import simulate_generation
-from engine.simulate.phase_series import EMBEDDING, PhaseSeries
-from engine.simulate.step import (
-    clip_gradients,
-    gradients_of,
-    leave_meta,
-    on_meta,
-    static_components,
-)
-from engine.spec.schema.run import RunSpec
-from engine.train.step.optimizer import guarded_optimizer
-from engine.train.step.optimizer_state import state_tensors
-
-Levels = NDArray[np.float64]
-"""Levels of one phase: a row for each shape, or for each unit; a column for each allocation."""
+from engine.simulate.driver import SimulatedRun, on_meta, simulated_run
+from engine.simulate.fit import FEW_SHAPES, curves_of, deciding_levels, shapes_of
+from engine.simulate.recorders import PhaseLog, Segment, decoder_layers
 
 DEPTHS = (2, 3)
 """How many layers are simulated of a model whose layers are alike."""
@@ -61,16 +36,11 @@ SEQUENTIAL_STEP = 8
 take long to simulate."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-
-
-class Trial(NamedTuple):
-    """The shape of a simulated micro-batch: `rows` sequences of `length` tokens, of which `targets` count in the loss;
-    the loss is computed for `chunk` targets at a time."""
-
-    rows: int
-    length: int
-    targets: int
-    chunk: int
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+FEWEST_LAYERS = 5
+"""Models of fewer layers are simulated with all their layers."""
+NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
+"""Attributes in which a layer keeps its own number."""
 
 
 def simulate_curves(spec: RunSpec) -> dict[str, Any]:
@@ -80,14 +50,16 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
     Raises UsageError for a run that `train` would refuse.
     """
     began, facts = time.perf_counter(), find_config(spec.recipe.model.id, spec.recipe.model.revision)
-    depth = depth_of(spec, facts)
-    depths = DEPTHS if depth is not None else (None,)
+    depth, sizes = depth_of(spec, facts), _sizes(spec, facts)
     with _collected_by_hand():
-        found = [_Simulated(spec, facts, each, _shapes(spec, facts)) for each in depths]
-    document = found[-1].document() if depth is None else _continued(found[0].document(), found[1].document(), depth)
+        if depth is None:
+            document = _document(spec, facts, sizes, ends_only=False)
+        else:
+            shallow, deep = (_document(spec, at_depth(facts, each), sizes, ends_only=True) for each in DEPTHS)
+            document = _continued(shallow, deep, depth)
     for curves in document["passes"].values():
         for curve in curves.values():
-            curve["sizes"] = _that_decide(np.array(curve["sizes"])).round(4).tolist()
+            curve["sizes"] = deciding_levels(np.array(curve["sizes"])).round(4).tolist()
     return document | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -105,7 +77,7 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
-def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _sizes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`.
 
     All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
@@ -126,187 +98,74 @@ def _shapes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]
     return [2, 4], [before + step, before + 2 * step, before + 3 * step]
 
 
-def _trials(shapes: tuple[list[int], list[int]], *, chunked: bool) -> list[Trial]:
-    """Return the shapes to simulate: each number of rows with each length of `shapes`, and one or two more with other
-    numbers of targets. If `chunked`, the loss of each has two chunks, of which the first is full; if not, one chunk."""
-    rows, lengths = shapes
-    few = max(2, min(64, rows[0] * lengths[0] // 4))
-    chunk = max(1, few // 2) if chunked else few
-    trials = [Trial(each, length, few, chunk) for each, length in product(rows, lengths)]
-    more = few + max(1, few // 4)
-    half = -(-more // 2) if chunked else more
-    trials.append(Trial(rows[0], lengths[0], more, half))
-    if chunked:
-        trials.append(Trial(rows[0], lengths[0], more, half + max(1, few // 8)))
-    return trials
+def _document(
+    spec: RunSpec, facts: dict[str, Any], sizes: tuple[list[int], list[int]], *, ends_only: bool
+) -> dict[str, Any]:
+    """Simulate the steps of the model with the config `facts` at several shapes; returns static memory and offloaded
+    optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
+    pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes."""
+    shapes = shapes_of(sizes)
+    with simulated_run(spec, PhaseLog, facts) as run:
+        passes = _fitted(lambda shape: _training(run, shape), ("first", "later"), shapes, ends_only)
+        document: dict[str, Any] = {"static": run.static_components(), "host": run.host_components()}
+        document["gradients"] = run.gradient_bytes()
+        run.optimizer_step()
+        document["update"] = run.recorder.take_peak()
+        run.end_training()
+        if evaluates(spec.recipe):
+            passes |= _fitted(lambda shape: _evaluation(run, shape), ("evaluate",), shapes, ends_only)
+        document["generate"] = _generation(run, sizes) if generates(spec.recipe) else None
+    return document | {"passes": passes}
 
 
-class _Simulated:
-    """Simulates the steps of one model at several shapes: `shapes` is (numbers of rows, lengths in tokens), `depth` the
-    number of layers, None for the config's own."""
+def _fitted(
+    simulate: Callable[[StepShape], list[list[Segment]]],
+    names: tuple[str, ...],
+    shapes: list[StepShape],
+    ends_only: bool,
+) -> dict[str, Any]:
+    """Return the curves of the passes `names`, of which `simulate` returns what is recorded for a shape."""
+    found = [simulate(shape) for shape in shapes[:FEW_SHAPES]]
+    curves = [curves_of(each, shapes[:FEW_SHAPES], ends_only=ends_only) for each in zip(*found, strict=True)]
+    if None in curves:
+        found += [simulate(shape) for shape in shapes[FEW_SHAPES:]]
+        curves = [curves_of(each, shapes, ends_only=ends_only) for each in zip(*found, strict=True)]
+    return dict(zip(names, curves, strict=True))
 
-    def __init__(
-        self, spec: RunSpec, facts: dict[str, Any], depth: int | None, shapes: tuple[list[int], list[int]]
-    ) -> None:
-        self.spec, self.shapes, train = spec, shapes, spec.recipe.train
-        self.device = SimulatedDevice.of(spec.profile.device)
-        self.loaded: LoadedModel = on_meta(spec, self.device, facts if depth is None else at_depth(facts, depth))
-        self.depth = depth
-        with self.device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
-            leave_meta(self.loaded.model)
-            head = find_head(self.loaded.base)
-            chosen = choose_implementation(train.loss, head, train.label_smoothing, self.device).name
-            self.loss = LossFunction(self.loaded, head, chosen, train.label_smoothing, 1)
-            self.loss.offload.on = train.activation_offload
-            self.guard = guarded_optimizer(train, self.loaded, self.device)
-            self.held = static_components(self.loaded, None if self.guard.host_state.on else self.guard.optimizer)
-            state = [tensor for _, tensor in state_tensors(self.guard.optimizer, self.loaded.trainable())]
-            self.host = {"optimizer": bytes_of(state)} if self.guard.host_state.on else {}
-            self.series = PhaseSeries(self.device, self.loaded.base, lambda: bytes_of(gradients_of(self.loaded)))
-            self.dropouts = keyed_dropouts(self.loaded.model)
-            self._run()
 
-    def document(self) -> dict[str, Any]:
-        """The results of the simulation as a dict, sizes in bytes: static memory and offloaded optimizer state by
-        component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of pass and phase,
-        and those of generation (None if the recipe generates nothing)."""
-        return {
-            "static": self.held,
-            "host": self.host,
-            "gradients": self.gradients,
-            "update": self.update,
-            "passes": self.passes,
-            "generate": self.generated,
-        }
-
-    def _run(self) -> None:
-        chunks = self.loss.implementation in CHUNKED and has_chunks(self.spec)
-        several = _trials(self.shapes, chunked=True) if chunks else []
-        single = _trials(self.shapes, chunked=False)
-        taken: dict[str, list[tuple[dict[str, list[int]], dict[str, int]]]] = {}
-        for trial in single:
-            self.loaded.model.zero_grad(set_to_none=True)
-            taken.setdefault("first", []).append(self._step(trial))
-            taken.setdefault("later", []).append(self._step(trial))
-        self.gradients = bytes_of(gradients_of(self.loaded))
-        for trial in several:
-            taken.setdefault("chunked", []).append(self._step(trial))
-        self.update = self._optimizer_step()
-        self.loaded.model.zero_grad(set_to_none=True)
-        self.loaded.model.eval()
-        with torch.no_grad():
-            if evaluates(self.spec.recipe):
-                taken["evaluate"] = [self._evaluation(trial) for trial in single]
-                if chunks:
-                    taken["evaluate_chunked"] = [self._evaluation(trial) for trial in several]
-            self.generated = self._generation() if generates(self.spec.recipe) else None
-        self.passes = {
-            name: _curves(found, several if name.endswith("chunked") else single, self.depth is not None)
-            for name, found in taken.items()
-        }
-
-    def _step(self, trial: Trial) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Run a micro-batch forward and backward; returns its levels in bytes, and the bytes of gradients when each
-        phase began, both by phase."""
+def _training(run: SimulatedRun[PhaseLog], shape: StepShape) -> list[list[Segment]]:
+    """Simulate a micro-batch that makes the gradients and one that adds to them."""
+    run.loaded.model.zero_grad(set_to_none=True)
+    recorded = []
+    for _ in range(2):
         gc.collect(0)
-        self.loss.chunk_tokens = trial.chunk
-        batch = self._batch(trial)
-        self.series.enter(EMBEDDING)
-        with keyed(self.dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
-            total = self.loss(batch) / trial.targets
-            with self.device.backward():
-                total.backward()
-        self.loss.offload.settle()
-        return self.series.take()
+        run.micro_batch(shape)
+        recorded.append(run.recorder.take())
+    return recorded
 
-    def _evaluation(self, trial: Trial) -> tuple[dict[str, list[int]], dict[str, int]]:
+
+def _evaluation(run: SimulatedRun[PhaseLog], shape: StepShape) -> list[list[Segment]]:
+    gc.collect(0)
+    run.evaluate(shape)
+    return [run.recorder.take()]
+
+
+def _generation(run: SimulatedRun[PhaseLog], sizes: tuple[list[int], list[int]]) -> list[float]:
+    """Simulate the generation of answers; returns the coefficients of its peak in bytes: fixed, per row, per prompt
+    token and per row × prompt length²."""
+    rows, lengths = sizes
+    shapes = [(1, lengths[0]), (rows[0], lengths[0]), (rows[0], lengths[1]), (rows[0], lengths[2])]
+    peaks = []
+    for count, prompt in shapes:
         gc.collect(0)
-        self.loss.chunk_tokens = trial.chunk
-        batch = self._batch(trial)
-        self.series.enter(EMBEDDING)
-        self.loss(batch)
-        return self.series.take()
-
-    def _optimizer_step(self) -> int:
-        """Run gradient clipping and the optimizer step; returns their peak in bytes."""
-        self.series.enter("optimizer_step")
-        clip_gradients(self.spec.recipe.train.max_grad_norm, self.loaded)
-        self.guard.host_state.make_room()
-        self.guard.update.make_room()
-        if not self.guard.never_allocates:  # a fused step allocates nothing, and its kernel rejects fake tensors
-            self.guard.host_state.step(lambda: self.guard.update.step(1))
-        self.guard.accept()
-        return max(self.series.take()[0]["optimizer_step"])
-
-    def _generation(self) -> list[float]:
-        """Simulate the generation of answers; returns the coefficients of its peak in bytes: fixed, per row, per prompt
-        token and per row × prompt length²."""
-        rows, lengths = self.shapes
-        shapes = [(1, lengths[0]), (rows[0], lengths[0]), (rows[0], lengths[1]), (rows[0], lengths[2])]
-        peaks = []
-        for count, prompt in shapes:
-            gc.collect(0)
-            generate = self.spec.recipe.generate
-            simulate_generation(self.device, self.loaded, generate, self.series, rows=count, prompt=prompt)
-            peaks.append(max(self.series.take()[0]["generate"]))
-        units = np.array([(1, count, count * prompt, count * prompt**2) for count, prompt in shapes], dtype=float)
-        return [float(each) for each in np.linalg.solve(units, np.array(peaks, dtype=float))]
-
-    def _batch(self, trial: Trial) -> Batch:
-        with self.device.host_region():
-            ids = torch.zeros((trial.rows, trial.length), dtype=torch.int64)
-            positions = torch.zeros_like(ids) if self.spec.recipe.data.packing else None
-        batch = Batch(ids, ids, None, positions, tuple(range(trial.rows)), trial.targets)
-        return replace(batch.moved(self.device.upload), labels_BS=self.device.upload(ids))
-
-
-def _curves(
-    found: list[tuple[dict[str, list[int]], dict[str, int]]], trials: list[Trial], ends_only: bool
-) -> dict[str, dict[str, Any]]:
-    """Fit the allocated bytes of each phase as a function of a micro-batch's size, from simulations of several sizes.
-
-    Returns {phase of a plan: {"gradients": bytes of gradients when it begins, "sizes": float[levels, units]}}: a level
-    is the allocated bytes at one moment of the phase, its row the factors of the units (`units_of` a size: rows,
-    tokens, …) that add up to it. `found` has (levels, gradient bytes), both by recorded phase, of the simulation of
-    each of `trials`. `_phases` says which recorded phases a plan's phase consists of, and what `ends_only` leaves
-    out."""
-    units = np.array([units_of(*trial) for trial in trials], dtype=float)
-    if len(trials) < len(UNITS):  # one chunk: its targets are all targets
-        units = units[:, :-1]
-    layers = 1 + max(int(phase.split()[1]) for phase in found[0][0] if phase.startswith("forward"))
-    curves: dict[str, dict[str, Any]] = {}
-    for name, phases in _phases(list(found[0][0]), layers, ends_only):
-        series = [[level for phase in phases for level in levels[phase]] for levels, _ in found]
-        if len({len(each) for each in series}) > 1:
-            series = [[max(each)] for each in series]
-        made = np.linalg.solve(units, np.array(series, dtype=float))
-        sizes = np.vstack([made, np.zeros((len(UNITS) - len(made), made.shape[1]))]).T
-        curves[name] = {"gradients": found[0][1][phases[-1]], "sizes": sizes}
-    return curves
-
-
-def _phases(recorded: list[str], layers: int, ends_only: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, which suits a model
-    whose layers are all alike, only the last layer's forward pass and the first and last layer's backward pass are
-    included: these have the peak."""
-    last = layers - 1
-    forward = [EMBEDDING, *(f"forward {n}" for n in range(layers) if n == last or not ends_only)]
-    between = [f"backward {n}" for n in range(last - 1, 0, -1) if not ends_only]
-    parts = {
-        "forward": forward,
-        "loss_backward": ["loss_backward"],
-        "layer_first": [f"backward {last}", *between],
-        "layer_last": ["backward 0"],
-        "embedding_backward": ["embedding_backward"],
-    }
-    for name, phases in parts.items():
-        there = [phase for phase in phases if phase in recorded]
-        if there:
-            yield name, there
+        run.generate(rows=count, prompt=prompt)
+        peaks.append(run.recorder.take_peak())
+    units = np.array([(1, count, count * prompt, count * prompt**2) for count, prompt in shapes], dtype=float)
+    return [float(each) for each in np.linalg.solve(units, np.array(peaks, dtype=float))]
 
 
 def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Extrapolate two documents (`_Simulated.document`) linearly to a model of `depth` layers: `shallow` is of a model
+    """Extrapolate two documents (`_document`) linearly to a model of `depth` layers: `shallow` is of a model
     of DEPTHS[0] layers, `deep` of one of DEPTHS[1] layers."""
     times = depth - DEPTHS[1]
 
@@ -335,18 +194,48 @@ def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dic
     }
 
 
-def _that_decide(sizes: Levels) -> Levels:
-    """Return those levels of a phase that can be its peak: the ones that are highest for at least one shape of a grid
-    of micro-batches. A level is the allocated bytes after one allocation; `sizes` and the result have its coefficients,
-    shape (levels, units)."""
-    lengths = [2**power for power in range(3, 19)]
-    grid = [
-        units_of(rows, length, max(1, int(share * rows * length)), max(1, min(int(share * rows * length), chunk)))
-        for rows in (1, 2, 3, 4, 8, 16, 32, 64, 256, 1024)
-        for length in lengths
-        for share in (0.02, 0.2, 0.6, 1.0)
-        for chunk in (128, 4096, 1 << 40)
-    ]
-    best = np.unique((np.array(grid, dtype=float) @ sizes.T).argmax(axis=1))
-    chosen: Levels = sizes[best]
-    return chosen
+def depth_of(spec: RunSpec, facts: dict[str, Any]) -> int | None:
+    """The number of a model's layers; None if they are not all alike, if there are fewer than FEWEST_LAYERS, or if not
+    exactly one key of the config (`facts`) gives their number."""
+    place = _depth_place(facts)
+    if place is None or place[0][place[1]] < FEWEST_LAYERS:
+        return None
+    layers = list(decoder_layers(on_meta(spec, SimulatedDevice(like_a_card=True), facts).base))
+    kinds = {tuple(_outline(layer)) for layer in layers}
+    return len(layers) if len(kinds) == 1 and len(layers) == place[0][place[1]] else None
+
+
+def at_depth(facts: dict[str, Any], depth: int) -> dict[str, Any]:
+    """A copy of the config `facts` with `depth` layers; lists with an entry per layer are shortened. Requires that
+    `depth_of` found the model's depth."""
+    place = _depth_place(facts)
+    assert place is not None
+    table, key = place
+    layers = table[key]
+    changed = {
+        name: value[:depth] if isinstance(value, list) and len(value) == layers else value
+        for name, value in table.items()
+    } | {key: depth}
+    return changed if table is facts else {**facts, "text_config": changed}
+
+
+def _depth_place(facts: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Return (table, key): the table of the config `facts` that contains the number of layers, and its key there; None
+    unless exactly one of DEPTH_KEYS is set."""
+    table = facts.get("text_config") or facts
+    keys = [key for key in DEPTH_KEYS if isinstance(table.get(key), int)]
+    return (table, keys[0]) if len(keys) == 1 else None
+
+
+def _outline(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield a tuple for each module of a layer: its name, class, settings, and the shapes of its parameters and whether
+    each is trained. Two layers are alike if they yield the same tuples."""
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (int, float, str, bool, type(None))) and key not in NUMBERS
+        }
+        own = module.named_parameters(recurse=False)
+        shapes = tuple((key, tuple(tensor.shape), tensor.requires_grad) for key, tensor in own)
+        yield name, type(module).__name__, tuple(sorted(settings.items(), key=str)), shapes

@@ -11,11 +11,12 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -24,9 +25,10 @@ from transformers import masking_utils
 
 from engine.budget.trace.attention import scratch_per_token
 from engine.budget.trace.operations import HALF
+from engine.config.schema.run import Device as DeviceTable
 from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
-from engine.spec.schema.profile import Device as DeviceTable
+from engine.model.dropout_kernel import RowKey, drop_into, using
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
@@ -76,10 +78,10 @@ class SimulatedDevice(MeteredDevice):
             yield
 
     def take_log(self) -> list[int]:
-        """Return the log since the last call and start a new one. The log contains the allocated bytes when it was
-        started, then the allocated bytes after each allocation."""
+        """Return the log since the last call and start a new one. A log has the allocated bytes when it was started,
+        then the bytes of each allocation and (negative) of each release."""
         tracker = self._meter.tracker
-        log, tracker.log = tracker.log or [], [tracker.allocated_bytes]
+        log, tracker.log = tracker.log or [tracker.allocated_bytes], [tracker.allocated_bytes]
         return log
 
     @contextmanager
@@ -193,3 +195,24 @@ def _cuda_softmax() -> Iterator[None]:
         yield
     finally:
         functional.softmax = former
+
+
+@contextmanager
+def simulated_dropout(device_kind: str) -> Iterator[None]:
+    """Context manager: inside the block, dropout allocates what it allocates on a device of this kind ("cuda",
+    "metered", "cpu")."""
+    with using(_output if device_kind == "cuda" else _two_rows, "cpu"):
+        yield
+
+
+def _output(rows_RSF: Tensor, *_: object) -> Tensor:
+    """On CUDA one kernel computes dropout, and allocates nothing but its output."""
+    return torch.empty_like(rows_RSF)
+
+
+def _two_rows(rows_RSF: Tensor, keys: Sequence[RowKey], first: int, probability: float) -> Tensor:
+    """The reference needs the memory of two masks at most, the one it computes and the one before it: further rows
+    repeat the same allocations. Of the eight rows of attention with two samples and four heads, six are left out."""
+    result_RSF = torch.empty_like(rows_RSF)
+    drop_into(result_RSF[:2], rows_RSF[:2], keys[:2], first, probability)
+    return result_RSF

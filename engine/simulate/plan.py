@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.config.files.caches import known_longest
+from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
-from engine.spec.files.known_lengths import known_longest
-from engine.spec.schema.run import RunSpec
 
 
 @dataclass(frozen=True)

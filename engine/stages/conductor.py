@@ -1,13 +1,10 @@
 """The conductor: the process of a staged run. It starts one stage's engine after another and writes the run's journal.
 
-It holds the run's claim, as an engine does for a run without stages, and imports no torch. If it is killed, the engine
-of the present stage goes on; `tunedeck resume` starts a new conductor, which follows that engine instead of starting a
-second one, and copies what the journal lacks. Requests to the run are passed on to the stage that is running.
+It holds the run's claim. If it is killed, the engine of the present stage goes on; `tunedeck resume` starts a new
+conductor, which follows that engine instead of starting a second one, and copies what the journal lacks. Requests to
+the run are passed on to the stage that is running.
 
-The queue worker (`engine.launch.queue_worker`) has a loop of its own, because it has less to do while an engine runs:
-it only waits, and keeps no journal and no claim. The conductor reads the stage's journal and the requests meanwhile.
-
-Try: `tunedeck train -p demo -r RECIPE` with a recipe that has [[stages]].
+The queue worker (`engine.launch.queue_worker`) has a simpler loop: it only waits, and keeps no journal and no claim.
 """
 
 from __future__ import annotations
@@ -20,49 +17,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.load import load_run_spec
+from engine.config.schema.recipe import Stage
+from engine.config.schema.run import RunSpec
+from engine.config.stages import enabled_stages, last_training_stage, origins, required_stages
 from engine.errors import KILLED_CODE, StoppedError, TunedeckError
 from engine.journal.checkpoints_on_disk import remove_checkpoints
-from engine.journal.control import ControlInbox, send_request
+from engine.journal.control import ControlInbox, RunRequests, send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.journal.heartbeat import heartbeats
 from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
-from engine.launch.on_finish import run_on_finish
+from engine.journal.writer import heartbeats
+from engine.launch.followers import run_on_finish
 from engine.launch.process import log_tail, start_engine
-from engine.launch.run_requests import RunRequests
-from engine.spec.load import load_run_spec
-from engine.spec.schema.recipe import Stage
-from engine.spec.schema.run import RunSpec
-from engine.spec.stages import enabled_stages, last_training_stage, origins, required_stages
-from engine.stages.create_stage import create_or_update_stage
-from engine.stages.device_use import read_device_use, wait_until_released
+from engine.stages.create_stage import create_or_update_stage, read_device_use, wait_until_released
 
 POLL_SECONDS = 0.1
-"""How often the running stage's journal and the requests to the run are read."""
+"""Between two looks at the running stage's journal and the requests to the run."""
 
 INTERRUPTED = ("stopped", "paused")
-"""Statuses with which a stage ends at a user's request; no other stage starts after it."""
+"""Statuses of a stage that ended at a user's request: no other stage starts after it."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a stage ended: its status and exit code, and the reason."""
-
     status: str
     exit_code: int
     reason: str = ""
 
 
 def conduct(directory: Path, *, resume: bool = False) -> int:
-    """Run the stages of the run in `directory` that are not done yet, then its --on-finish command; returns the run's
-    exit code. `resume`: the run is resumed, which the journal records.
-
-    Raises:
-        EnvironmentProblem: another process has claimed the run.
-        SpecError: its run.toml is invalid.
-    """
+    """Run the stages that are not done yet, then the --on-finish command; returns the run's exit code. `resume` is
+    recorded in the journal. Raises EnvironmentProblem if another process has claimed the run, SpecError for an invalid
+    run.toml."""
     run = RunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     with claim(run), EventWriter(run) as writer, heartbeats(writer):
@@ -80,8 +69,7 @@ class _Conductor:
         self._copied = copied_so_far(run)
 
     def run(self, *, resume: bool) -> tuple[str, int]:
-        """Run all stages that are left; returns (status, exit code) of the run, which are also written to its journal.
-        `resume`: the run is resumed, which the journal records, too."""
+        """(status, exit code) of the run, which are also written to its journal."""
         started = time.monotonic()
         error: str | None = None
         self._write_run_started(resume)
@@ -145,9 +133,8 @@ class _Conductor:
         )
 
     def _run_stage(self, number: int, stage: Stage) -> _Outcome:
-        """Start the engine of the stage with this number, or follow the one that already runs, until it ends; record
-        the stage's start and end in the run's journal. Returns how the stage ended; no error is raised if its engine
-        cannot be started."""
+        """Start the stage's engine, or follow the one that already runs, until it ends. An engine that cannot be
+        started is a failed outcome, not an error."""
         directory = stage_directory(self._run, number, stage.name)
         engine = engine_process(directory) if directory.exists() else None
         adopted = engine is not None and is_alive(engine)
@@ -190,11 +177,9 @@ class _Conductor:
     def _warn(self, code: str, text: str) -> None:
         self._writer.write("warning", code=code, text=text, fix="")
 
-    def _follow(
-        self, stage: Stage, directory: RunDirectory, process: subprocess.Popen[bytes] | None
-    ) -> _Outcome:
-        """Copy the stage's events and pass on requests until its engine has ended. `process` is None for an engine
-        that an earlier conductor started."""
+    def _follow(self, stage: Stage, directory: RunDirectory, process: subprocess.Popen[bytes] | None) -> _Outcome:
+        """Copy the stage's events and pass on requests until its engine has ended; `process` is None for one that an
+        earlier conductor started."""
         copier = StageJournalCopier(self._writer, directory, stage.name, self._copied.get(stage.name, 0))
         asked = False
         while True:
@@ -233,8 +218,8 @@ class _Conductor:
         return outcome
 
     def _overall(self) -> tuple[str, int, str]:
-        """Return (status, exit code, reason) of the run: those of a stage that was stopped or paused, else of the first
-        stage that failed, else "done"."""
+        """The run's (status, exit code, reason): of a stage stopped or paused, else of the first that failed, else
+        "done"."""
         for name, outcome in self._outcomes.items():
             if outcome.status in INTERRUPTED:
                 return outcome.status, StoppedError.exit_code, f"in stage {name}"
@@ -245,7 +230,7 @@ class _Conductor:
         return "done", 0, ""
 
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of every stage that does not set checkpoint.keep. The stages' results stay."""
+        """Those of stages that set checkpoint.keep stay, and so do the stages' results."""
         for number, stage in enabled_stages(self._spec.recipe):
             if "keep" not in stage.checkpoint:
                 remove_checkpoints(stage_directory(self._run, number, stage.name).checkpoints)
@@ -258,8 +243,7 @@ class _Conductor:
 
 
 def _is_complete(directory: RunDirectory) -> bool:
-    """Whether the stage with this run directory is done, according to its own journal. The run's journal cannot tell,
-    because it may say so of an earlier attempt at the stage that was set aside."""
+    """By the stage's own journal: the run's may mean an earlier attempt that was set aside."""
     return directory.exists() and summarise(directory).status == "done"
 
 
@@ -269,9 +253,7 @@ def _engine_lives(directory: RunDirectory) -> bool:
 
 
 def _outcome_of(directory: RunDirectory, process: subprocess.Popen[bytes] | None) -> _Outcome:
-    """Return how the stage's engine ended: as its journal says, or from its exit code if the journal has no end.
-    `process` is None for an engine that an earlier conductor started; without a recorded end such an engine was killed.
-    """
+    """By the stage's journal, else by the exit code. Without `process` (an earlier conductor's) it was then killed."""
     summary: RunSummary = summarise(directory)
     if summary.exit_code is not None:
         status = summary.status if summary.status in ("done", *INTERRUPTED) else "failed"

@@ -1,31 +1,96 @@
-"""Creates the run directory of a stage when its turn has come: its run spec, with the weights it starts from, and plan.
-
-Try: `cat runs/*/stages/*/run.toml`
-"""
+"""Starts a stage when its turn has come: waits until no earlier stage holds memory of its devices, then creates its run
+directory with run spec and plan."""
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine.budget.advise.plan import make_plan
-from engine.errors import ConfigNotHereError, UnknownArchitectureError
-from engine.journal.directory import RunDirectory, create_stage_directory
-from engine.journal.files import write_atomically
+from engine.config.files.find import STAGE_PREFIX
+from engine.config.load import dump_run_spec, load_run_spec
+from engine.config.schema.recipe import Stage
+from engine.config.schema.run import RunSpec
+from engine.config.stages import BASE, origins, stage_of_reference, stage_spec
+from engine.device.base import GpuProcess, GpuReading
+from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
+from engine.device.nvml import read_gpus
+from engine.errors import ConfigNotHereError, EnvironmentProblem, UnknownArchitectureError
+from engine.journal.directory import RunDirectory, create_stage_directory, write_atomically
 from engine.journal.stages import stage_directory
 from engine.launch.simulation import with_simulations
 from engine.model.reference import find_run_weights
-from engine.spec.load import dump_run_spec, load_run_spec
-from engine.spec.schema.recipe import Stage
-from engine.spec.schema.run import RunSpec
-from engine.spec.stages import BASE, STAGE_PREFIX, origins, stage_of_reference, stage_spec
+
+LONGEST_WAIT_SECONDS = 30.0
+"""A driver may take this long to release the memory of a process that has ended."""
+
+POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    used_bytes: int
+    processes: tuple[GpuProcess, ...] = ()
+
+
+def read_device_use(spec: RunSpec) -> DeviceUse:
+    """On a metered device the holder is the co-tenant; on a CPU there is none."""
+    if spec.profile.device.kind == "metered":
+        held = os.environ.get(CO_TENANT_VARIABLE)
+        return DeviceUse(SharedByteCount.open(Path(held)).held_bytes if held else 0)
+    if spec.profile.device.kind != "cuda":
+        return DeviceUse(0)
+    readings = _selected(spec)
+    processes = tuple(process for reading in readings for process in reading.processes)
+    return DeviceUse(sum(reading.used_bytes for reading in readings), processes)
+
+
+def _selected(spec: RunSpec) -> list[GpuReading]:
+    """GPUs as CUDA will number them, by --devices and $CUDA_VISIBLE_DEVICES."""
+    readings = read_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = {str(reading.index): reading for reading in readings} | {reading.uuid: reading for reading in readings}
+        readings = [named[word.strip()] for word in visible.split(",") if word.strip() in named]
+    wanted = spec.limits.devices or range(spec.profile.device.count)
+    return [readings[index] for index in wanted if index < len(readings)]
+
+
+def wait_until_released(spec: RunSpec, run: RunDirectory) -> DeviceUse:
+    """Wait until no process of this run holds memory on its devices; returns the use by all others. Raises
+    EnvironmentProblem, with the process ids, if one still does after LONGEST_WAIT_SECONDS."""
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    while True:
+        use = read_device_use(spec)
+        own = [process for process in use.processes if _belongs_to(process, run)]
+        if not own:
+            return use
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in own)
+            raise EnvironmentProblem(
+                f"processes of an earlier stage still hold memory on the device: {pids}",
+                expected="a device without them before the next stage",
+                fix=f"end them with: kill -9 {pids.replace(',', '')}, then: tunedeck resume {run.name}",
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _belongs_to(process: GpuProcess, run: RunDirectory) -> bool:
+    """Its command line names a folder inside the run."""
+    try:
+        return any(word.startswith(f"{run.path}{os.sep}") for word in psutil.Process(process.pid).cmdline())
+    except psutil.Error:
+        return False  # gone, or another user's
 
 
 def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, directory: RunDirectory) -> list[str]:
-    """Create the stage's run directory, or write a changed spec into the one that exists; returns notices for the user.
-
-    Raises UsageError when the weights that the stage starts from are not there.
-    """
+    """Create the stage's run directory, or write a changed spec into it; returns notices for the user. Raises
+    UsageError when the weights that the stage starts from are not there."""
     resolved = resolved_stage_spec(spec, run, stage)
     text = dump_run_spec(resolved)
     if directory.exists():
@@ -41,8 +106,8 @@ def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, direc
 
 
 def _assembly(spec: RunSpec, run: RunDirectory, stage: Stage) -> dict[str, Any]:
-    """The content of assembly.json: each expert's name, weights and run spec (which says what data it learned from),
-    and the settings of the mixture."""
+    """For assembly.json: the mixture's settings; each expert's name, weights and run spec (what data it learned
+    from)."""
     numbers = {other.name: number for number, other in enumerate(spec.recipe.stages, 1)}
     experts = []
     for name in origins(stage):
@@ -58,16 +123,13 @@ def _assembly(spec: RunSpec, run: RunDirectory, stage: Stage) -> dict[str, Any]:
 
 
 def _folder_of(stage: RunDirectory) -> Path:
-    """Return the folder with the full (not adapter) weights that a stage ended with."""
+    """The full (not adapter) weights that a stage ended with."""
     return stage.merged if stage.merged.is_dir() else find_run_weights(f"run:{stage.path}")
 
 
 def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSpec:
-    """Return the run spec of a stage of this run. References "stage:NAME" in its [model] are replaced by the weights of
-    that stage's run (see `_weights_of`), and max_hours is removed, because it applies to the whole run.
-
-    Raises UsageError if those weights do not exist.
-    """
+    """A stage's run spec: "stage:NAME" in [model] becomes the weights of that stage's run, and max_hours, which is the
+    whole run's, is removed. Raises UsageError if those weights do not exist."""
     alone = stage_spec(spec, stage)
     model = alone.recipe.model
     merged = alone.recipe.method.kind == "full"
@@ -82,13 +144,9 @@ def resolved_stage_spec(spec: RunSpec, run: RunDirectory, stage: Stage) -> RunSp
 
 
 def _weights_of(spec: RunSpec, run: RunDirectory, reference: str, *, merged: bool) -> str:
-    """Resolve the reference "stage:NAME[@STEP|@best]" to a value of model.id or model.adapter. Returns
-    "run:PATH[@STEP|@best]" with the absolute path of that stage's run directory; an adapter named in this way is loaded
-    together with its base model. With `merged`, returns the folder of the stage's merged model instead, if that exists
-    and no step is named.
-
-    Raises UsageError if the stage has no such weights.
-    """
+    """The value of model.id or model.adapter for "stage:NAME[@STEP|@best]": "run:PATH[@STEP|@best]", which loads an
+    adapter with its base; with `merged` and no step the folder of the stage's merged model, if that exists. Raises
+    UsageError if the stage has no such weights."""
     name, which = stage_of_reference(reference)
     number = [other.name for other in spec.recipe.stages].index(name) + 1
     before = stage_directory(run, number, name)

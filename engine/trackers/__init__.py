@@ -1,1 +1,1 @@
-"""Experiment trackers: a process beside the engine reads the journal and forwards its metrics. Imports no torch."""
+"""Experiment trackers: a process beside the engine reads the journal and forwards its metrics."""

@@ -1,10 +1,5 @@
-"""Follows the journal of a run and forwards its metrics to one tracker, each event once.
-
-The follower is a process of its own, so that a tracker which is slow, hangs or fails does not slow or end the run. It
-remembers the last event that it forwarded; the next process goes on after it.
-
-Try: `tunedeck forward last --to tensorboard`
-"""
+"""Follows the journal of a run and forwards its metrics to one tracker, each event once, over any number of
+restarts, in a process of its own: a tracker that is slow, hangs or fails neither slows nor ends the run."""
 
 from __future__ import annotations
 
@@ -13,26 +8,57 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError
-from engine.journal.directory import RunDirectory
+from engine.config.load import load_run_spec
+from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError, UsageError
+from engine.journal.directory import RunDirectory, locked
 from engine.journal.events import Event, EventTail
-from engine.journal.files import locked
 from engine.journal.liveness import ProcessIdentity, identify, is_alive
-from engine.trackers.metrics import point_of
-from engine.trackers.open_tracker import open_tracker
-from engine.trackers.packages import install_command
-from engine.trackers.record import Record, read_record, write_record
-from engine.trackers.tracker import Tracker
+from engine.journal.stages import stage_name
+from engine.trackers.tensorboard_tracker import TensorBoardTracker
+from engine.trackers.tracker import Record, TrackedRun, Tracker, install_command, point_of, read_record, write_record
+from engine.trackers.trackio_tracker import TrackioTracker
+from engine.trackers.wandb_tracker import WandbTracker
+
+DEFAULT_PROJECT = "tunedeck"
+
+TRACKER_CLASSES: dict[str, type[TensorBoardTracker] | type[WandbTracker] | type[TrackioTracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+}
+
+
+def open_tracker(directory: RunDirectory, name: str, position: dict[str, Any] | None) -> Tracker:
+    """Open a tracker; `position` is what its `position` or `close` returned in an earlier process. Raises UsageError
+    for an unknown name, and whatever the tracker's package raises."""
+    if name not in TRACKER_CLASSES:
+        raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
+    return TRACKER_CLASSES[name](tracked_run(directory, name), position)
+
+
+def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
+    """Also creates the folder for the tracker's files."""
+    spec = load_run_spec(directory.run_toml, own=True)
+    parent = directory.path.parent.parent.name if directory.path.parent.name == "stages" else None
+    sweep = spec.provenance.sweep
+    folder = directory.trackers / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return TrackedRun(
+        name=f"{parent}/{stage_name(directory)}" if parent else directory.name,
+        group=parent or (sweep.id if sweep else None),
+        project=spec.recipe.trackers.project or DEFAULT_PROJECT,
+        tags=spec.recipe.trackers.tags,
+        config=spec.recipe.model_dump(mode="json", by_alias=True, exclude_none=True),
+        folder=folder,
+    )
+
 
 POLL_SECONDS = 1.0
-"""How often new events are looked for."""
 
 
 def forward_all(directory: RunDirectory, name: str) -> int:
-    """Forward every event that tracker `name` does not have yet; returns how many had metrics.
-
-    Raises EnvironmentProblem if the tracker fails, or another process forwards to it now.
-    """
+    """Forward every event that tracker `name` lacks; returns how many had metrics. Raises EnvironmentProblem if the
+    tracker fails, or another process forwards to it now."""
     try:
         return _follow(directory, name, None, 0, lock_seconds=0.0)
     except TimeoutError as error:
@@ -43,12 +69,9 @@ def forward_all(directory: RunDirectory, name: str) -> int:
 
 
 def follow_engine(directory: RunDirectory, name: str, engine_pid: int, after: int) -> int:
-    """Forward the events of a run to tracker `name` until the engine with process id `engine_pid` has ended; returns
-    how many had metrics.
-
-    `after`: the `seq` of the journal's last event when that engine began. If an earlier process still forwards the run,
-    this one waits for its end. Raises EnvironmentProblem if the tracker fails.
-    """
+    """Forward events until the engine `engine_pid` has ended; returns how many had metrics. `after`: the `seq` of the
+    journal's last event when that engine began. Waits for an earlier process that still forwards the run. Raises
+    EnvironmentProblem if the tracker fails."""
     return _follow(directory, name, identify(engine_pid), after, lock_seconds=-1.0)
 
 
@@ -65,8 +88,7 @@ def _follow(
 
 @contextmanager
 def _failures_recorded(directory: RunDirectory, name: str, record: Record) -> Iterator[None]:
-    """Inside the block, any exception is written with its fix into `record`, the record of tracker `name`, and raised
-    as EnvironmentProblem."""
+    """Write any exception in the block with its fix into `record`, and raise it as EnvironmentProblem."""
     try:
         yield
     except Exception as error:  # of any kind: the code of a tracker's package runs here
@@ -86,8 +108,6 @@ def _problem(directory: RunDirectory, name: str, error: Exception) -> Environmen
 
 
 class _Follower:
-    """Forwards the events of one journal to one tracker."""
-
     def __init__(self, directory: RunDirectory, name: str, record: Record, tracker: Tracker) -> None:
         self._directory, self._name, self._record, self._tracker = directory, name, record, tracker
         self._tail = EventTail(directory.events)
@@ -96,9 +116,8 @@ class _Follower:
         self._ended = False
 
     def run(self, engine: ProcessIdentity | None, after: int) -> int:
-        """Forward new events until `engine` has ended, then close the tracker; returns how many events had metrics. If
-        `engine` is None, stop at the journal's present end. `after`: the `seq` of the journal's last event when the
-        engine began."""
+        """Forward until `engine` has ended (None: to the journal's present end); returns how many events had
+        metrics."""
         self._remember()
         count = 0
         while True:
@@ -122,8 +141,7 @@ class _Follower:
         return count
 
     def _forward(self, event: Event, after: int) -> bool:
-        """Forward one event; returns whether it had metrics. A `run_finished` event ends the following if its `seq` is
-        above `after`."""
+        """Whether the event had metrics. A `run_finished` event ends the following if its `seq` is above `after`."""
         self._seq = event["seq"]
         if event["kind"] == "resumed":
             self._tracker.rewind(event["step"])

@@ -1,9 +1,7 @@
 """Writes metrics into TensorBoard's event files, in `trackers/tensorboard/` of the run directory.
 
-Records are written here instead of by tensorboard's EventFileWriter, which writes in a thread of its own: to forward
-each event once, the follower must know how many bytes of each file belong to events that it has remembered.
-
-Try: `tensorboard --logdir runs`
+tensorboard's own EventFileWriter writes in a thread: to forward each event once, the follower must know how many bytes
+of each file belong to events that it has remembered.
 """
 
 from __future__ import annotations
@@ -15,24 +13,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.trackers.metrics import Point
-from engine.trackers.tracker import TrackedRun
+from engine.trackers.tracker import Point, TrackedRun
 
 FILE_PREFIX = "events.out.tfevents"
-"""Beginning of the names by which TensorBoard recognises its files. TensorBoard reads the files of a folder in the
-order of their names, each to its end."""
+"""By which TensorBoard recognises its files. It reads a folder's files in the order of their names."""
 
 
 class TensorBoardTracker:
-    """Writes the metrics of a run into event files in the folder of `run`. Each process that follows the run begins a
-    new file."""
+    """Each process that follows the run begins a new event file in the folder of `run`."""
 
     last_seq: int | None = None
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position` is {file name: size in bytes} as an earlier process remembered it. Bytes beyond these sizes, and
-        files not named, were written by a process that was killed before it remembered them; they are removed. None: no
-        process has remembered any, so all event files of an earlier process are removed."""
+        """`position` is {file name: size in bytes}. What is beyond these sizes or not named, a killed process wrote
+        without remembering it; it is removed (with None, all files are)."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -49,7 +43,6 @@ class TensorBoardTracker:
             self._add(time.time(), 0, summary=_description(run))
 
     def forward(self, point: Point) -> None:
-        """Add one scalar for each metric of an event to this process's file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
@@ -62,15 +55,14 @@ class TensorBoardTracker:
         self._add(time.time(), step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def position(self) -> dict[str, Any]:
-        """Write all metrics to the disk; returns {file name: size in bytes} for every event file of the run."""
+        """Write all metrics to the disk; returns {file name: bytes} for every event file of the run."""
         self._records.flush()
         os.fsync(self._file.fileno())
         self._sizes[self._path.name] = self._file.tell()
         return self._sizes
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Close this process's file; returns what `position` returns. `exit_code` is not used: TensorBoard shows no
-        status of a run."""
+        """TensorBoard shows no status of a run: `exit_code` is not used."""
         position = self.position()
         self._records.close()
         return position
@@ -80,8 +72,7 @@ class TensorBoardTracker:
 
 
 def _cut_back(folder: Path, sizes: dict[str, int]) -> None:
-    """Cut each event file in `folder` to its size in bytes in `sizes`, and remove the event files that are not in
-    `sizes`."""
+    """Event files that are not in `sizes` are removed."""
     for path in folder.glob(f"{FILE_PREFIX}.*"):
         if path.name in sizes:
             os.truncate(path, min(sizes[path.name], path.stat().st_size))
@@ -90,7 +81,6 @@ def _cut_back(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def _description(run: TrackedRun) -> Any:
-    """A summary for TensorBoard's Text tab: run, project, tags and the recipe."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

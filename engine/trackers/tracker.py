@@ -1,49 +1,130 @@
-"""The protocol of a tracker, which the follower of a journal calls, and the description of the run that the tracker
-gets."""
+"""The protocol of a tracker, the metrics that it gets, and the record of what was forwarded to it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from engine.trackers.metrics import Point
+from engine.config.schema.recipe import Recipe
+from engine.errors import EnvironmentProblem
+from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.events import Event
+
+
+def missing_trackers(recipe: Recipe) -> list[str]:
+    return [name for name in recipe.trackers.use if find_spec(name) is None]
+
+
+def install_command(names: list[str]) -> str:
+    return f"pip install {' '.join(names)}"
+
+
+def require_trackers(recipe: Recipe) -> None:
+    if missing := missing_trackers(recipe):
+        raise EnvironmentProblem(
+            f"trackers.use: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            fix=f"{install_command(missing)}; or train without: --set trackers.use=[]",
+        )
+
+
+@dataclass
+class Record:
+    seq: int = 0
+    """The last event that was forwarded."""
+    position: dict[str, Any] | None = None
+    """What the tracker needs to continue the run (`Tracker.position`)."""
+    error: str = ""
+    """Why the last process that forwarded the run failed, else empty."""
+    fix: str = ""
+
+
+def record_file(directory: RunDirectory, name: str) -> Path:
+    return directory.trackers / f"{name}.json"
+
+
+def read_record(directory: RunDirectory, name: str) -> Record:
+    """An empty record if there is no file. Raises EnvironmentProblem for a damaged one."""
+    path = record_file(directory, name)
+    try:
+        return Record(**json.loads(path.read_text("utf-8")))
+    except FileNotFoundError:
+        return Record()
+    except (ValueError, TypeError) as error:
+        raise EnvironmentProblem(
+            f"{path} cannot be read: {error}", fix="remove it; the tracker then gets every event again"
+        ) from error
+
+
+def write_record(directory: RunDirectory, name: str, record: Record) -> None:
+    """Raises OSError."""
+    write_atomically(record_file(directory, name), json.dumps(asdict(record)) + "\n")
+
+
+NOT_METRICS = frozenset({"seq", "rank", "step", "stage_seq"})
+"""Numbers of a step event that say where it belongs."""
+
+
+class Point(NamedTuple):
+    seq: int
+    seconds: float
+    """Since 1970, when the event was written."""
+    step: int
+    """Counted from 1; an evaluation before the first step has step 0."""
+    metrics: dict[str, float]
+
+
+def point_of(event: Event) -> Point | None:
+    """`train/loss`, `eval/rougeL`, `experts/entropy`. None for other events, and where no value is a finite number."""
+    if event["kind"] == "step":
+        metrics = {f"train/{name}": value for name, value in event.items() if name not in NOT_METRICS}
+        used = event.get("expert_utilisation") or {}
+        metrics |= {f"experts/{name}": value for name, value in used.items() if name != "layer"}
+    elif event["kind"] == "eval":
+        metrics = {f"eval/{name}": value for name, value in event["metrics"].items()}
+    else:
+        return None
+    numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+    seconds = datetime.fromisoformat(event["time"]).timestamp()
+    return Point(event["seq"], seconds, event["step"], numbers) if numbers else None
+
+
+def _is_number(value: object) -> bool:
+    """A bool is none; None stands for a value that was not finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The description of a run with which a tracker begins or continues it."""
-
     name: str
     """The run directory's name; for a stage "RUN/STAGE"."""
     group: str | None
-    """The id of the sweep, or the name of the staged run, that the run belongs to; None if it belongs to neither."""
+    """The sweep's id, or the name of the staged run, that the run belongs to."""
     project: str
     tags: list[str]
     config: dict[str, Any]
-    """The resolved recipe."""
     folder: Path
-    """Folder for the tracker's own files; exists."""
+    """For the tracker's own files; exists."""
 
 
 class Tracker(Protocol):
     """Takes the metrics of one run. Every method may raise any exception of the tracker's package."""
 
     last_seq: int | None
-    """`seq` of the last event that the tracker's own storage has. None if the tracker cannot tell: then `seq` of the
-    follower's record is used."""
+    """`seq` of the last event in the tracker's own storage; None leaves it to the
+    follower's record."""
 
     def forward(self, point: Point) -> None:
         """Send the metrics of one event to the tracker."""
 
     def rewind(self, step: int) -> None:
-        """Discard the forwarded metrics of the steps after `step`: the run was resumed from its checkpoint of that
-        step."""
+        """Discard the metrics of the steps after `step`: the run was resumed from its checkpoint of that step."""
 
     def position(self) -> dict[str, Any] | None:
-        """Write everything that was forwarded to the tracker's storage; returns what a later process needs to continue
-        after it. None if the tracker can only do this in `close`."""
+        """Store everything forwarded; returns what a later process needs to continue, None if only `close` can."""
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """End the run in the tracker after writing everything that was forwarded; returns what a later process needs to
-        continue, as `position` does. `exit_code` is 0 unless the run failed."""
+        """Store everything and end the run; returns what `position` does. `exit_code` is 0 unless the run failed."""

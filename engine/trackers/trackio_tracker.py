@@ -1,7 +1,4 @@
-"""Forwards metrics to trackio, into its local database or wherever its own variables (TRACKIO_SPACE_ID …) say.
-
-Try: `tunedeck train -p demo -r demo --set 'trackers.use=["trackio"]'`, then `trackio show`
-"""
+"""Forwards metrics to trackio, into its local database or wherever its own variables (TRACKIO_SPACE_ID …) say."""
 
 from __future__ import annotations
 
@@ -10,20 +7,17 @@ import subprocess
 import sys
 from typing import Any
 
-from engine.trackers.metrics import Point
-from engine.trackers.tracker import TrackedRun
+from engine.trackers.tracker import Point, TrackedRun
 
 SEQ_METRIC = "journal/seq"
-"""Name under which the event's `seq` is logged with every point. trackio writes in a thread of its own, so after a kill
-only its database can say which points were written."""
+"""trackio writes in a thread of its own, so after a kill only its database can say which points were written."""
 
 
 class TrackioTracker:
     """One trackio run, continued under the same name by every process that follows the run."""
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position` is None if no earlier process began the trackio run; otherwise its value does not matter, because
-        trackio's database says which events it has."""
+        """`position` is None if no earlier process began the run; trackio's database says which events it has."""
         import trackio
 
         self.last_seq = None if position is None else _last_seq(run)
@@ -33,27 +27,23 @@ class TrackioTracker:
         )
 
     def forward(self, point: Point) -> None:
-        """Log the metrics of an event at their optimizer step, with the event's `seq`."""
         self._run.log({**point.metrics, SEQ_METRIC: point.seq}, step=point.step)
 
     def rewind(self, step: int) -> None:
-        """Do nothing: trackio keeps the points that it has, and those of the steps that are repeated appear beside
-        them."""
+        """Nothing: trackio keeps its points, and those of repeated steps appear beside them."""
 
     def position(self) -> dict[str, Any]:
-        """Return an empty dict, which means that the trackio run was begun. Which events it has is in trackio's
-        database."""
+        """Empty: the run was begun. Which events it has is in trackio's database."""
         return {}
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Wait until trackio has written everything; returns an empty dict. `exit_code` is not used: trackio shows no
-        status of a run."""
+        """Wait until trackio has written everything. It shows no status of a run: `exit_code` is not used."""
         self._run.finish()
         return {}
 
 
 def _last_seq(run: TrackedRun) -> int | None:
-    """Return the `seq` of the run's last event in trackio's database; None if the database has no such run."""
+    """None if the database has no such run."""
     words = ["get", "metric", "--project", run.project, "--run", run.name, "--metric", SEQ_METRIC, "--json"]
     found = subprocess.run(
         [sys.executable, "-P", "-m", "trackio.cli", *words], check=False, capture_output=True, text=True

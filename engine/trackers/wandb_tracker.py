@@ -1,7 +1,4 @@
-"""Forwards metrics to Weights & Biases. Where there is no network: WANDB_MODE=offline, and `wandb sync` later.
-
-Try: `WANDB_MODE=offline tunedeck train -p demo -r demo --set 'trackers.use=["wandb"]'`
-"""
+"""Forwards metrics to Weights & Biases. Where there is no network: WANDB_MODE=offline, and `wandb sync` later."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from engine.trackers.metrics import Point
-from engine.trackers.tracker import TrackedRun
+from engine.trackers.tracker import Point, TrackedRun
 
 STEP_METRIC = "train/global_step"
 """The x-axis of all charts, by the name that Hugging Face's trainer gives it."""
@@ -20,14 +16,14 @@ STEP_METRIC = "train/global_step"
 class WandbTracker:
     """One wandb run, continued under the same id by every process that follows the run.
 
-    wandb keeps metrics in memory and loses some if its process is killed; only after `finish` is everything stored. So
-    the follower's record is written only then. After a kill, wandb's server says which events it has; offline, the
-    folder of the killed process is removed and its events are forwarded again.
+    wandb keeps metrics in memory and loses some if its process is killed, so the follower's record is written only
+    after `finish`. After a kill, wandb's server says which events it has; offline, the killed process's folder is
+    removed and its events are forwarded again.
     """
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
-        """`position` is {"id": id of the wandb run, "finished": names of the offline folders that are complete}; None
-        if no earlier process finished."""
+        """`position`: {"id": id of the wandb run, "finished": names of complete offline folders}; None before the first
+        end."""
         import wandb
 
         own = hashlib.sha256(f"{run.folder}".encode()).hexdigest()[:12]
@@ -51,21 +47,18 @@ class WandbTracker:
         self.last_seq: int | None = self._run.step - 1 if self._run.resumed else None
 
     def forward(self, point: Point) -> None:
-        """Log the metrics of an event. wandb's own step is set to the event's `seq`, so that wandb's server can say
-        which events it has."""
+        """wandb's own step is set to the event's `seq`, so that wandb's server can say which events it has."""
         self._run.log({**point.metrics, STEP_METRIC: point.step}, step=point.seq)
 
     def rewind(self, step: int) -> None:
-        """Do nothing: wandb keeps the points that it has, and those of the steps that are repeated appear beside them.
-        """
+        """Nothing: wandb keeps its points, and those of repeated steps appear beside them."""
 
     def position(self) -> None:
-        """Return None: wandb stores everything for certain only in `close`."""
+        """None: only after `close` is everything stored."""
         return
 
     def close(self, exit_code: int) -> dict[str, Any]:
-        """Wait until wandb has stored everything, and mark the run as finished or, by `exit_code`, as failed. Returns
-        the id and the complete offline folders, as `__init__` takes them."""
+        """Wait until wandb has stored everything, and mark the run as finished or failed."""
         folder = Path(self._run.dir).parent.name
         self._run.finish(exit_code=exit_code)
         return {"id": self._id, "finished": [*self._finished, folder]}

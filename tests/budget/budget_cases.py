@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from engine.spec.installed import installed, older
-from engine.spec.schema.run import RunSpec
+from engine.config.files.machine import installed, older
+from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import (
     GEMMA2,
     GEMMA3,
@@ -72,9 +72,7 @@ WAYS: dict[str, Way] = {
     "full, stochastic, state in bf16": Way(
         "bfloat16", FULL, {**SAVING, "rounding": "stochastic", "state_dtype": "bfloat16"}
     ),
-    "full, nearest, sgd": Way(
-        "bfloat16", FULL, {**SAVING, "rounding": "nearest", "optimizer": "sgd", "momentum": 0.9}
-    ),
+    "full, nearest, sgd": Way("bfloat16", FULL, {**SAVING, "rounding": "nearest", "optimizer": "sgd", "momentum": 0.9}),
     "full, adafactor in bf16": Way("bfloat16", FULL, {**SAVING, "optimizer": "adafactor"}),
     "lora bf16, stochastic, + head": Way(
         "bfloat16", {**LORA16, "also_train": ["lm_head"]}, {**SAVING, "rounding": "stochastic"}

@@ -17,8 +17,8 @@ from typing import Any
 from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
+from engine.config.schema.run import RunSpec
 from engine.errors import MemoryExhaustedError
-from engine.spec.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, WAYS, applies
 from tests.budget.metered_step import folder_of
 from tests.train.run_helpers import new_run, of_kind, train

@@ -10,83 +10,178 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 
 QWEN2: dict[str, Any] = {
-    "model_type": "qwen2", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "model_type": "qwen2",
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False,
+    "model_type": "qwen3",
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
 }
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 600, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": False,
+    "model_type": "llama",
+    "vocab_size": 600,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "tie_word_embeddings": False,
 }
 MISTRAL: dict[str, Any] = {
-    "model_type": "mistral", "vocab_size": 700, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": None,
+    "model_type": "mistral",
+    "vocab_size": 700,
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "sliding_window": None,
     "tie_word_embeddings": False,
 }
 GEMMA2: dict[str, Any] = {
-    "model_type": "gemma2", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
+    "model_type": "gemma2",
+    "vocab_size": 800,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
 }
 GEMMA3: dict[str, Any] = {
-    "model_type": "gemma3_text", "vocab_size": 800, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
-    "sliding_window": 64, "pad_token_id": 0,
+    "model_type": "gemma3_text",
+    "vocab_size": 800,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "sliding_window": 64,
+    "pad_token_id": 0,
 }
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0,
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
 }
 PHI3: dict[str, Any] = {"model_type": "phi3", **SMALL, "sliding_window": None}
 GPT2: dict[str, Any] = {
-    "model_type": "gpt2", "vocab_size": 900, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512,
-    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "model_type": "gpt2",
+    "vocab_size": 900,
+    "n_embd": 128,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
 }
 MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+    "model_type": "mixtral",
+    **SMALL,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
 }
 QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", **SMALL, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96, "norm_topk_prob": True,
+    "model_type": "qwen3_moe",
+    **SMALL,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
 }
 GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "model_type": "gpt_oss",
+    **SMALL,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "sliding_window": 64,
 }
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
 }
 PATCHES: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
 AXES: dict[str, Any] = {"rope_type": "default", "mrope_section": [4, 6, 6]}
 QWEN2_VL: dict[str, Any] = {
-    "model_type": "qwen2_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999,
+    "model_type": "qwen2_vl",
+    **TEXT,
+    "rope_scaling": AXES,
+    "image_token_id": 999,
     "vision_config": {**PATCHES, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 4},
 }
 QWEN2_5_VL: dict[str, Any] = {
-    "model_type": "qwen2_5_vl", **TEXT, "rope_scaling": AXES, "image_token_id": 999, "tie_word_embeddings": True,
+    "model_type": "qwen2_5_vl",
+    **TEXT,
+    "rope_scaling": AXES,
+    "image_token_id": 999,
+    "tie_word_embeddings": True,
     "vision_config": {
-        **PATCHES, "hidden_size": 64, "intermediate_size": 176, "out_hidden_size": 128, "window_size": 112,
+        **PATCHES,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "out_hidden_size": 128,
+        "window_size": 112,
         "fullatt_block_indexes": [1],
     },
 }
 GEMMA3_VL: dict[str, Any] = {
-    "model_type": "gemma3", "mm_tokens_per_image": 16, "image_token_index": 999, "boi_token_index": 998,
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 16,
+    "image_token_index": 999,
+    "boi_token_index": 998,
     "eoi_token_index": 997,
     "text_config": {
-        "model_type": "gemma3_text", **TEXT, "head_dim": 32, "sliding_window": 64, "pad_token_id": 0,
+        "model_type": "gemma3_text",
+        **TEXT,
+        "head_dim": 32,
+        "sliding_window": 64,
+        "pad_token_id": 0,
         "sliding_window_pattern": 2,
     },
     "vision_config": {
-        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "image_size": 224, "patch_size": 14, "vision_use_head": False,
+        "model_type": "siglip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 224,
+        "patch_size": 14,
+        "vision_use_head": False,
     },
 }
 WITH_VISION_ENCODER: dict[str, dict[str, Any]] = {
@@ -158,7 +253,7 @@ def measured_generation(spec: RunSpec, rows: int, prompt: int) -> int:
             attention_mask=mask,
             **images,
             logits_processor=chain,
-            generation_config=generation_config(settings, eos_id=-1, pad_id=0),
+            generation_config=generation_config(settings, end_ids=-1, pad_id=0),
         )
         return int(step.device.memory().peak_bytes)
 
@@ -224,8 +319,8 @@ class LoadedStep:
         written to the end of each row of `ids`."""
         from engine.budget.architecture.lookup import find_architecture
         from engine.budget.trace.memory_config import image_patches
-        from engine.simulate.images import images_of
-        from engine.spec.check.images import image_key
+        from engine.config.check.data_rules import image_key
+        from engine.simulate.batch import images_of
 
         if image_key(self.spec.recipe) is None:
             return {}

@@ -16,6 +16,8 @@ from engine.budget.predict.prediction import predict
 from tests.budget.budget_cases import EXPERTS, FAMILIES, FULL, LORA, WAYS, applies, error
 from tests.budget.metered_step import PHI3, QWEN2, folder_of, measured_step, run_spec
 
+pytestmark = pytest.mark.usefixtures("quick_half_products")
+
 COMMON = ("lora", "full")
 CELLS = [(family, way) for way in COMMON for family in FAMILIES] + [("gpt_oss", "full fp16")]
 CELLS += [

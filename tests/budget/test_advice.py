@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.advice import broken_offers, overlooked, questions
-from engine.budget.advise.changes import is_refused, with_changes
-from engine.budget.advise.fit import advise, changed, fits, possible_levers
-from engine.budget.advise.lever import lever_of
+from engine.budget.advise.levers import is_refused, lever_of, with_changes
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.search import Trial
-from engine.spec.schema.run import RunSpec
+from engine.budget.advise.search import Trial, advise, changed, fits, possible_levers
+from engine.budget.architecture.lookup import find_facts
+from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import run_spec
 
 MODEL = "Qwen/Qwen2.5-1.5B"
@@ -71,15 +70,19 @@ def test_no_cheaper_set_of_levers_is_overlooked(kind: str, share: float) -> None
     train = {"gradient_checkpointing": False, "micro_batch": 4, "batch_size": 8, "loss": "plain"}
     roomy = spec_on(400.0, method={"kind": kind}, data={"max_length": 512}, train=train)
     spec = with_changes(roomy, {"device.memory_gib": share * make_plan(roomy).prediction.device_bytes / 2**30})
-    advice, trial = advise(spec), Trial(spec, None)
+    facts = find_facts(spec.recipe.model)
+    advice, trial = advise(spec), Trial(spec, None, facts)
     assert advice.plan.verdict != "fits" and advice.suggestions
     for suggestion in advice.suggestions:
-        assert fits(suggestion.plan) and not is_refused(changed(spec, suggestion.levers))
-    levers, least = possible_levers(spec, advice.plan), sum(lever.cost for lever in advice.suggestions[0].levers)
+        assert fits(suggestion.plan) and not is_refused(changed(spec, suggestion.levers), facts)
+    levers = possible_levers(spec, advice.plan, facts)
+    least = sum(lever.cost for lever in advice.suggestions[0].levers)
     for size in (1, 2, 3):
         for chosen in combinations(levers, size):
             if sum(lever.cost for lever in chosen) < least and len({key for one in chosen for key in one.keys}) == size:
-                assert not trial.fits(chosen) or is_refused(changed(spec, chosen)), [one.changes for one in chosen]
+                assert not trial.fits(chosen) or is_refused(changed(spec, chosen), facts), [
+                    one.changes for one in chosen
+                ]
 
 
 def test_offers_to_random_questions_are_accepted_and_plan_as_they_say() -> None:

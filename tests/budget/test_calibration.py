@@ -17,9 +17,8 @@ from engine.budget.calibration import RUNS_KEPT, CalibrationKey, Residuals, cali
 from engine.budget.predict.non_torch_memory import FRAGMENTED_SHARE, non_torch_memory
 from engine.budget.predict.prediction import Prediction, predict
 from engine.cli import app
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.run import RunSpec
-from engine.train.monitor.calibrate import ProbeMemory
+from engine.config.schema.run import Profile, RunSpec
+from engine.train.run.measured_memory import ProbeMemory
 from tests.budget.metered_step import run_spec
 
 H100 = CalibrationKey("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)

@@ -11,8 +11,8 @@ from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.prediction import predict
 from engine.budget.trace.attention import scratch_per_token
+from engine.config.schema.run import RunSpec
 from engine.simulate.step import simulate_step
-from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import QWEN2, folder_of, run_spec
 
 MIB = 2**20

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.preflight import refuse_unsafe
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, run_spec
+
+pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 MIXED = {**QWEN3_MOE, "num_hidden_layers": 5, "mlp_only_layers": [0, 3], "intermediate_size": 1024}
 
@@ -40,7 +42,7 @@ def test_adapters_that_would_land_on_the_experts_instead_are_refused_where_named
     method = {"rank": 8, "targets": ["q_proj", "**.mlp.gate_proj"]}
     spec = run_spec(folder_of(MIXED, tmp_path), method=method, train={"batch_size": 4})
     with pytest.raises(UsageError, match="peft takes that name") as refused:
-        refuse_unsafe(spec)
+        refuse_unsafe(spec, find_facts(spec.recipe.model))
     assert "all-linear" in refused.value.fix
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.changes import with_changes
-from engine.budget.advise.fit import Advice, advise
+from engine.budget.advise.levers import with_changes
+from engine.budget.advise.search import Advice, advise
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, FULL, KEEPING, LORA, SAVING
 from tests.budget.capacity_runs import texts
 from tests.budget.metered_step import folder_of

@@ -11,12 +11,11 @@ import torch
 
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.host_memory import host_bytes
-from engine.budget.predict.non_torch_memory import CONTEXT_BYTES
+from engine.budget.predict.non_torch_memory import CONTEXT_BYTES, host_bytes
 from engine.budget.predict.prediction import Prediction, predict
 from engine.budget.trace.memory_config import memory_config_of
 from engine.commands.plan_text import host_sentence
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, FULL, LORA
 from tests.budget.metered_step import folder_of, loaded_step, run_spec
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.evaluation_plan import plan_evaluation
-from engine.budget.advise.plan import make_plan
+from engine.budget.advise.plan import make_plan, plan_evaluation
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.lookup import builtin_config, find_architecture
 from engine.budget.predict import inference
@@ -16,9 +15,9 @@ from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, genera
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
-from engine.spec.installed import older
-from engine.spec.schema.recipe import Generate
-from engine.spec.schema.run import RunSpec
+from engine.config.files.machine import older
+from engine.config.schema.recipe import Generate
+from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import (
     GEMMA3,
     GPT2,
@@ -137,9 +136,3 @@ def test_generation_that_cannot_fit_decides_the_verdict() -> None:
     assert make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT)).verdict == "fits"
     plan = make_plan(run_spec(device=device, train={"micro_batch": 1}, **HELD_OUT, **long_answers))
     assert (plan.verdict, plan.prediction.deciding_phase) == ("does_not_fit", "generate")
-
-
-def test_the_plan_starts_generation_where_the_engine_does() -> None:
-    from engine.evaluate.context import GENERATION_ROWS as ENGINE_ROWS
-
-    assert ENGINE_ROWS == GENERATION_ROWS

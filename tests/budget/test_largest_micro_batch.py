@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.strategy import settle_parallel
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 
 CASES: list[tuple[str, str, str]] = [
     ("24gb", "lora", "Qwen/Qwen2.5-7B"),

@@ -9,7 +9,7 @@ import pytest
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.budget.trace.memory_config import resolved_attention
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 
 CARD = {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 8.0}
 

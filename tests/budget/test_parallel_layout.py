@@ -12,7 +12,7 @@ from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.parallel_layout import BUCKET_BYTES, bucket_bytes, layout_of, static_of_a_rank
 from engine.budget.predict.prediction import cost_model, predict
 from engine.budget.trace.memory_config import memory_config_of
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import run_spec
 
 H100 = {"kind": "cuda", "memory_gib": 79.2, "compute_capability": 9.0}
@@ -40,8 +40,10 @@ def test_sharding_makes_a_full_fine_tuning_fit() -> None:
 
 def test_each_rank_holds_an_equal_part() -> None:
     """Small differences are allowed, because parts of small tensors are rounded up to blocks of 512 bytes."""
-    alone, quarter = (plan_for(count, parallel, **FULL).prediction.phases["optimizer_step"]
-                      for count, parallel in ((1, {}), (4, SHARDED)))
+    alone, quarter = (
+        plan_for(count, parallel, **FULL).prediction.phases["optimizer_step"]
+        for count, parallel in ((1, {}), (4, SHARDED))
+    )
     for part in ("weights", "gradients", "optimizer"):
         assert 4 * quarter[part] == pytest.approx(alone[part], rel=1e-4)
 
@@ -53,15 +55,11 @@ def test_keeping_gathered_weights_costs_all_of_them() -> None:
 
 
 def test_replicas_add_the_buffer_they_sum_gradients_in() -> None:
-    alone, replica = (plan_for(count, parallel, train={"micro_batch": 1, "batch_size": 16 * count}).peak_bytes
-                      for count, parallel in ((1, {}), (2, {"strategy": "replicated"})))
+    alone, replica = (
+        plan_for(count, parallel, train={"micro_batch": 1, "batch_size": 16 * count}).peak_bytes
+        for count, parallel in ((1, {}), (2, {"strategy": "replicated"}))
+    )
     assert replica - alone == BUCKET_BYTES
-
-
-def test_the_bucket_is_the_engines() -> None:
-    from engine.distributed.gradient_all_reduce import BUCKET_BYTES as ENGINES
-
-    assert ENGINES == BUCKET_BYTES
 
 
 def test_few_trained_values_need_a_small_bucket() -> None:
@@ -78,8 +76,9 @@ def test_ranks_share_the_batch_and_neighbours_in_a_sequence_share_that() -> None
 
 
 def test_parts_of_a_sequence_hold_parts_of_its_activations() -> None:
-    whole, halves = (plan_for(4, {**SHARDED, "sequence": sequence}, train={"micro_batch": 1}).prediction
-                     for sequence in (1, 2))
+    whole, halves = (
+        plan_for(4, {**SHARDED, "sequence": sequence}, train={"micro_batch": 1}).prediction for sequence in (1, 2)
+    )
     saved = [prediction.phases["layer_first"]["activations"] for prediction in (whole, halves)]
     assert saved[0] == pytest.approx(2 * saved[1], rel=0.01)
 

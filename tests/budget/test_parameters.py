@@ -8,8 +8,11 @@ import pytest
 
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import shipped_entries
-from engine.budget.architecture.parameters import layer_parameters, layer_prefix, outer_parameters, parameter_count
-from engine.budget.architecture.vision_parameters import (
+from engine.budget.architecture.parameters import (
+    layer_parameters,
+    layer_prefix,
+    outer_parameters,
+    parameter_count,
     vision_end_parameters,
     vision_layer_parameters,
     vision_layer_prefix,

@@ -13,9 +13,9 @@ from engine.budget.advise.pattern_matches import adaptable_names, parameter_name
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import find_architecture
 from engine.cli import app
+from engine.config.load import resolve
 from engine.errors import DataError, UsageError
 from engine.model.adapters import fused_experts, linear_layers
-from engine.spec.load import resolve
 from tests.budget.metered_step import GPT2, GPT_OSS, MIXTRAL, PHI3, QWEN2, QWEN3_MOE, folder_of
 
 VISION = "model.id=Qwen/Qwen2.5-VL-3B-Instruct"
@@ -60,7 +60,7 @@ def test_plan_refuses_a_misspelt_target() -> None:
 
 
 def test_training_only_what_sees_images_on_text_is_refused_before_loading() -> None:
-    only = ["method.train_only=[\"model.visual\"]", VISION]
+    only = ['method.train_only=["model.visual"]', VISION]
     with pytest.raises(DataError, match="nothing that learns is used by these samples"):
         refuse("full", *only)
     with pytest.raises(DataError, match="nothing that learns"):

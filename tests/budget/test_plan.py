@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine.budget.advise.fit import advise
-from engine.budget.advise.lever import lever_of
+from engine.budget.advise.levers import lever_of
 from engine.budget.advise.plan import make_plan
+from engine.budget.advise.search import advise
 from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.cli import app
 from engine.commands import plan_text
+from engine.config.files.caches import lengths_record, record_longest
 from engine.errors import EnvironmentProblem, UsageError
-from engine.spec.files.known_lengths import lengths_record, record_longest
 from tests.budget.metered_step import run_spec
 
 
@@ -52,8 +52,11 @@ def test_a_fixed_micro_batch_that_is_too_large_fits_smaller_and_names_the_remedy
     plan = make_plan(spec)
     assert plan.verdict == "fits_smaller"
     assert plan.micro_batch == 64
-    assert plan.remedies == {"train.micro_batch": make_plan(run_spec(
-        "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})).micro_batch}
+    assert plan.remedies == {
+        "train.micro_batch": make_plan(
+            run_spec("Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})
+        ).micro_batch
+    }
 
 
 def test_remedies_never_raise_the_micro_batch_of_the_recipe() -> None:
@@ -99,8 +102,7 @@ def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(t
 def test_a_plan_says_what_generating_adds() -> None:
     held_out: dict[str, Any] = {"data": {"max_length": 64, "valid_fraction": 0.1}}
     few, many = (
-        make_plan(run_spec(**held_out, eval={"samples": n}, generate={"max_new_tokens": 64 * n}))
-        for n in (1, 64)
+        make_plan(run_spec(**held_out, eval={"samples": n}, generate={"max_new_tokens": 64 * n})) for n in (1, 64)
     )
     assert few.generate_adds_bytes == 0
     row = sum(many.prediction.phases["generate"].values())
@@ -110,8 +112,17 @@ def test_a_plan_says_what_generating_adds() -> None:
 
 def test_json_has_the_agreed_keys() -> None:
     document = make_plan(run_spec()).as_json()
-    assert {"verdict", "capacity_bytes", "peak_bytes", "deciding_phase", "components", "phases", "micro_batch",
-            "accumulation", "tokens_per_micro_batch"} <= set(document)
+    assert {
+        "verdict",
+        "capacity_bytes",
+        "peak_bytes",
+        "deciding_phase",
+        "components",
+        "phases",
+        "micro_batch",
+        "accumulation",
+        "tokens_per_micro_batch",
+    } <= set(document)
     json.dumps(document)
 
 

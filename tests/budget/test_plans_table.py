@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.plans import MODELS, Refused, Row, rows, table
-from engine.spec.files.find import list_spec_files
+from engine.config.files.find import list_spec_files
 
 
 def test_every_shipped_profile_and_recipe_is_answered_or_refused_with_the_reason() -> None:

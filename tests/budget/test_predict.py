@@ -12,7 +12,7 @@ from engine.budget.architecture.lookup import builtin_config, find_architecture,
 from engine.budget.architecture.parameters import layer_parameters
 from engine.budget.predict.layer_traces import layer_backward
 from engine.budget.predict.prediction import COMPONENTS, cost_model, predict
-from engine.budget.trace.layer_kinds import layer_stack
+from engine.budget.trace.layer import layer_stack
 from engine.budget.trace.memory_config import memory_config_of
 from tests.budget.metered_step import (
     GEMMA2,

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.budget.advise.preflight import checkpoints_bytes, warnings_of
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict import shards
 from engine.cli import app
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, SpecError, UsageError
 from engine.launch.create_run import create_run
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
 
 
 def spec_of(recipe: str, *sets: str, profile: str = "80gb") -> RunSpec:
@@ -23,7 +23,7 @@ def spec_of(recipe: str, *sets: str, profile: str = "80gb") -> RunSpec:
 
 
 def warned(spec: RunSpec, free_disk_bytes: int | None = None) -> str:
-    return "\n".join(warnings_of(find_architecture(spec), spec, free_disk_bytes=free_disk_bytes))
+    return "\n".join(warnings_of(find_facts(spec.recipe.model), spec, free_disk_bytes=free_disk_bytes))
 
 
 @pytest.mark.parametrize("change", ['model.dtype="bfloat16"', 'model.attention="flash"'])
@@ -108,17 +108,17 @@ def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(
 
 def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> None:
     spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", profile="4xh100")
-    arch = find_architecture(spec)
-    (warning,) = (text for text in warnings_of(arch, spec, torch_version="2.99.0") if "2.99.0" in text)
+    facts = find_facts(spec.recipe.model)
+    (warning,) = (text for text in warnings_of(facts, spec, torch_version="2.99.0") if "2.99.0" in text)
     assert "restart of all ranks" in warning
-    assert not any("restart of all ranks" in text for text in warnings_of(arch, spec, torch_version="2.13.0"))
+    assert not any("restart of all ranks" in text for text in warnings_of(facts, spec, torch_version="2.13.0"))
 
 
 def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", profile="4xh100")
-    assert "cannot train this" in "\n".join(warnings_of(find_architecture(spec), spec, torch_version="2.12.1"))
+    assert "cannot train this" in "\n".join(warnings_of(find_facts(spec.recipe.model), spec, torch_version="2.12.1"))
     monkeypatch.setattr(shards, "installed", lambda package: "2.12.1+cu130")
     with pytest.raises(EnvironmentProblem) as refused:
         create_run(spec, tmp_path)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.fit import advise
 from engine.budget.advise.preflight import warnings_of
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.advise.search import advise
+from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import Prediction, Predictor, predict
-from engine.spec.check.rules import problems_of_recipe
-from engine.spec.schema.run import RunSpec
+from engine.config.check.rules import problems_of_recipe
+from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import LLAMA, folder_of, measured_step, run_spec
 
 FULL = {"kind": "full"}
@@ -125,7 +125,7 @@ def test_state_in_bf16_is_refused_where_there_is_none(train: dict[str, Any], cul
 def test_keys_about_bf16_are_said_to_do_nothing_where_nothing_is_trained_in_bf16(tmp_path: Path) -> None:
     def said(method: dict[str, Any], dtype: str) -> list[str]:
         spec = run_spec(folder_of(LLAMA, tmp_path), CARD, method=method, model={"dtype": dtype}, train=STOCHASTIC)
-        found = warnings_of(find_architecture(spec), spec, torch_version="2.13.0")
+        found = warnings_of(find_facts(spec.recipe.model), spec, torch_version="2.13.0")
         return [warning.partition(" = ")[0] for warning in found if "changes nothing" in warning]
 
     assert said(FULL, "float32") == said({"rank": 4}, "bfloat16") == ["train.rounding", "train.state_dtype"]

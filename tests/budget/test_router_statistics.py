@@ -11,9 +11,11 @@ import pytest
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from engine.budget.predict.router_statistics import router_statistics
+from engine.budget.predict.step import router_statistics
 from engine.budget.trace.memory_config import memory_config_of
 from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, run_spec
+
+pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 MANY: dict[str, Any] = {
     **QWEN3_MOE, "num_experts": 256, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 6,

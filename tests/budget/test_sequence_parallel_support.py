@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.sequence_parallel_support import can_be_dealt, refuse_sequence_parallel
+from engine.budget.architecture.support import can_be_dealt, refuse_sequence_parallel
+from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.spec.schema.run import RunSpec
 
 TINY = find_config("builtin:tiny")
 """The config of a model with four query heads and two key heads."""

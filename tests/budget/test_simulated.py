@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.batching.cost import micro_batch_cost
+from engine.batching.budget import micro_batch_cost
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
-from engine.budget.advise.strategy import settle_parallel
 from engine.budget.predict.prediction import MicroBatchShape
-from engine.budget.predict.simulated import keep_simulation
+from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation
 from engine.cli import app
-from engine.commands.simulate import simulation
+from engine.commands.background import simulation
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UsageError
 from engine.simulate.curves import simulate_curves
 from engine.simulate.step import simulate_step
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import folder_of, run_spec
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
@@ -32,6 +32,26 @@ OPT: dict[str, Any] = {
     "bos_token_id": 2, "eos_token_id": 2, "dropout": 0.0,
 }  # fmt: skip
 SHALLOW = {**OPT, "num_hidden_layers": 1}
+NARROW: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: list[dict[str, Any]] = [
+    {**OPT, "hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 1, "max_position_embeddings": 2048},
+    {"model_type": "smollm3", **NARROW},
+    {
+        "model_type": "qwen3_5_text", **NARROW, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    {
+        "model_type": "llama4_text", **NARROW, "intermediate_size_mlp": 128, "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+    },
+    {
+        "model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 1, "state_size": 16, "num_heads": 4,
+        "head_dim": 32, "n_groups": 1, "chunk_size": 64, "pad_token_id": 0,
+    },
+]  # fmt: skip
 KEPT = {"batch_size": 8, "gradient_checkpointing": False}
 TABLES: dict[str, Any] = {"method": {"kind": "full"}, "train": KEPT, "model": {"dtype": "float32"}}
 
@@ -77,6 +97,24 @@ def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt:
     assert micro_batch_cost(spec, length).cost(rows, length) == pytest.approx(
         predictor.predict(rows, length).peak_bytes - found.static_bytes, rel=0.05
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "vocabulary"),
+    [(FAMILIES[0], 50_000), *zip(FAMILIES, (150_000, 50_000, 150_000, 150_000, 50_000), strict=True)],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)
+def test_the_loss_of_a_large_vocabulary_takes_one_chunk_of_logits(
+    config: dict[str, Any], vocabulary: int, tmp_path: Path
+) -> None:
+    """The simulated loss has two chunks, the steps here one to 37; their logits take most of the memory."""
+    folder = folder_of({**config, "vocab_size": vocabulary}, tmp_path)
+    spec = run_spec(folder, train={"batch_size": 16}, model={"dtype": "bfloat16"}, data={"max_length": 2048})
+    predictor = SimulatedPredictor(spec, simulate_curves(spec))
+    for rows, length in ((1, 200), (3, 510), (8, 1022)):
+        found = simulate_step(spec, rows=rows, length=length)
+        predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
+        assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3), (rows, length)
 
 
 def test_a_run_is_compared_with_its_simulation(opt: Path, tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.budget.advise import strategy
+from engine.budget.advise import parallel as strategy
+from engine.budget.advise.parallel import Settled, settle_parallel
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.sequence import Settled
-from engine.budget.advise.strategy import settle_parallel
-from engine.spec.load import dump_run_spec, load_run_spec, override, resolve
+from engine.config.load import dump_run_spec, load_run_spec, override, resolve
 
 Q05, Q3, Q7, Q14, Q32 = (f"Qwen/Qwen2.5-{size}B" for size in ("0.5", "3", "7", "14", "32"))
 L8, L70, MIX, G27 = (

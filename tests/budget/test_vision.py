@@ -14,9 +14,9 @@ from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.polynomial import shape_of
+from engine.config.schema.recipe import Generate
+from engine.config.schema.run import RunSpec
 from engine.simulate.step import simulate_step
-from engine.spec.schema.recipe import Generate
-from engine.spec.schema.run import RunSpec
 from tests.budget.metered_step import (
     WITH_VISION_ENCODER,
     folder_of,
@@ -25,6 +25,8 @@ from tests.budget.metered_step import (
     measured_step,
     run_spec,
 )
+
+pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
@@ -43,7 +45,10 @@ def test_the_peak_of_training_on_text_is_predicted(
 ) -> None:
     spec = run_spec(
         folder_of(WITH_VISION_ENCODER[family], tmp_path),
-        method=method, train={**train, "batch_size": 2}, model={"dtype": "bfloat16"}, data={"max_length": 256, **data},
+        method=method,
+        train={**train, "batch_size": 2},
+        model={"dtype": "bfloat16"},
+        data={"max_length": 256, **data},
     )
     static_bytes, peak_bytes = measured_step(spec, 2, 200)
     predicted = predict(find_architecture(spec), spec, rows=2, length=200)
@@ -74,8 +79,11 @@ def with_images(family: str, way: str, folder: Path, tokens: int, device: dict[s
         here = {"qwen2_vl": (0, 1, 2), "qwen2_5_vl": (0, 1, 3), "gemma3": (0, 2, 4)}[family]
         method = {**method, "targets": [VISION_LORA["targets"][place] for place in here]}
     return run_spec(
-        folder_of(WITH_VISION_ENCODER[family], folder), device,
-        method=method, train={**train, "batch_size": 4}, model={"dtype": "bfloat16", **model},
+        folder_of(WITH_VISION_ENCODER[family], folder),
+        device,
+        method=method,
+        train={**train, "batch_size": 4},
+        model={"dtype": "bfloat16", **model},
         data={"max_length": 512, "image_max_pixels": tokens * 28 * 28},
     )
 

@@ -15,9 +15,7 @@ Tunedeck = Callable[..., Outcome]
 
 
 @pytest.fixture
-def tunedeck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Tunedeck]:
+def tunedeck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Tunedeck]:
     """A function that runs one command with the given arguments, in the test's own empty folder, and returns its
     Outcome."""
     monkeypatch.chdir(tmp_path)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from engine.budget.advise.plan import make_plan
+from engine.config.load import dump_run_spec, resolve
 from engine.journal.directory import RunDirectory, create_run_directory
-from engine.spec.load import dump_run_spec, resolve
 
 RECIPE = """\
 schema = 1

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch import require_hub
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
+from engine.launch import requirements
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import write_profile, write_recipe
 
@@ -49,9 +49,7 @@ def asked_for(folder: Path, overrides: tuple[str, ...] = (), more: str = "") -> 
 
 @pytest.mark.parametrize("command", ["train", "queue add"])
 @pytest.mark.parametrize("kind", MISSING)
-def test_offline_it_is_refused_with_what_to_type(
-    tunedeck: Tunedeck, tmp_path: Path, command: str, kind: str
-) -> None:
+def test_offline_it_is_refused_with_what_to_type(tunedeck: Tunedeck, tmp_path: Path, command: str, kind: str) -> None:
     overrides, more, words = MISSING[kind]
     outcome = tunedeck(*command.split(), *asked_for(tmp_path, overrides, more))
     outcome.complains(6, *words, "and HF_HUB_OFFLINE is set", "fix: unset HF_HUB_OFFLINE; or hf download ")
@@ -88,7 +86,7 @@ def test_what_is_whole_in_the_cache_is_not_asked_for(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     cached(tmp_path, *names)
     options = asked_for(tmp_path, ("model.id=owner/model", *overrides))
-    assert (require_hub.missing_from_cache(spec_of(options)) == []) == found
+    assert (requirements.missing_from_cache(spec_of(options)) == []) == found
 
 
 def spec_of(options: list[str]) -> RunSpec:
@@ -100,9 +98,9 @@ def test_data_that_were_prepared_here_are_not_asked_for(tmp_path: Path, monkeypa
     monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path))
     spec = spec_of(asked_for(tmp_path, (), SCORED))
     (tmp_path / "datasets" / "owner___scored" / "default" / "0.0.0" / "89ab.incomplete").mkdir(parents=True)
-    assert len(require_hub.missing_from_cache(spec)) == 1
+    assert len(requirements.missing_from_cache(spec)) == 1
     (tmp_path / "datasets" / "owner___scored" / "default" / "0.0.0" / "89ab").mkdir()
-    assert require_hub.missing_from_cache(spec) == []
+    assert requirements.missing_from_cache(spec) == []
 
 
 def test_a_folder_named_as_the_fix_says_makes_the_run(tunedeck: Tunedeck, tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_online_the_hub_is_asked_once(
         return answers
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(require_hub, "hub_answers", hub_answers)
+    monkeypatch.setattr(requirements, "hub_answers", hub_answers)
     outcome = tunedeck("queue", "add", *asked_for(tmp_path, (), SCORED + HELD))
     assert outcome.code == (0 if answers else 6) and len(asked) == 1
     if not answers:
@@ -133,7 +131,7 @@ def test_online_the_hub_is_asked_once(
 
 def test_a_hub_that_cannot_be_reached_does_not_answer() -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    code = "from engine.launch.require_hub import hub_answers; print(hub_answers())"
+    code = "from engine.launch.requirements import hub_answers; print(hub_answers())"
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from engine.config.load import load_run_spec
 from engine.journal.directory import RunDirectory
-from engine.spec.load import load_run_spec
 from tests.cli.conftest import Tunedeck
 
 GRID = 'sweep={"train.learning_rate" = [1e-3, 2e-3], "train.seed" = [1, 2, 3]}'

@@ -31,12 +31,24 @@ _OTHER = "{% else %}{{ '<user>' + m['content'] + '<end>' }}{% endif %}"
 _PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 THINKING = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>" + _CONTENT + _THOUGHT + _THINKING_TURN
-    + _OTHER + "{% endfor %}" + _PROMPT
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>"
+    + _CONTENT
+    + _THOUGHT
+    + _THINKING_TURN
+    + _OTHER
+    + "{% endfor %}"
+    + _PROMPT
 )
 MARKED_THINKING = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>" + _CONTENT + _THOUGHT
-    + "{% generation %}" + _THINKING_TURN + "{% endgeneration %}" + _OTHER + "{% endfor %}" + _PROMPT
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>"
+    + _CONTENT
+    + _THOUGHT
+    + "{% generation %}"
+    + _THINKING_TURN
+    + "{% endgeneration %}"
+    + _OTHER
+    + "{% endfor %}"
+    + _PROMPT
 )
 END_OF_TEXT = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}{% endfor %}"
@@ -49,8 +61,11 @@ PREFILLED = (
 )
 CLOSED = PREFILLED.replace("<assistant><think>\n", "<assistant><think></think>")
 SWITCHED = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}" + _CONTENT + _THOUGHT
-    + "{{ '<assistant><think>' + ('\n' + thought + '\n' if thought else '') + '</think>' + text + '<end>' }}" + _OTHER
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    + _CONTENT
+    + _THOUGHT
+    + "{{ '<assistant><think>' + ('\n' + thought + '\n' if thought else '') + '</think>' + text + '<end>' }}"
+    + _OTHER
     + "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}"
     "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' }}{% endif %}"
 )
@@ -59,8 +74,10 @@ ANALYSIS = (
     "{% if m.get('reasoning_content') and loop.index0 > messages | length - 3 and messages[-1]['role'] != 'assistant' "
     "or loop.last %}{{ '<assistant>analysis ' + m['reasoning_content'] + '<end>' }}{% endif %}"
     "{{ '<assistant>call ' + m['tool_calls'][0]['function']['name'] + '<end>' }}"
-    "{% elif m['role'] == 'assistant' %}{{ '<assistant>final ' + m['content'] + '<end>' }}" + _OTHER
-    + "{% endfor %}" + _PROMPT
+    "{% elif m['role'] == 'assistant' %}{{ '<assistant>final ' + m['content'] + '<end>' }}"
+    + _OTHER
+    + "{% endfor %}"
+    + _PROMPT
 )
 PARTS = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% for part in m['content'] %}"

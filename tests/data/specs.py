@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Profile, RunSpec
 from engine.model.tokenizer import byte_tokenizer
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.recipe import Recipe
-from engine.spec.schema.run import RunSpec
 
 PROFILE = Profile.model_validate({"name": "here", "device": {"kind": "cpu", "memory_gib": 1.0}})
 

@@ -13,8 +13,10 @@ from engine.errors import DataError
 from tests.data.specs import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
 
 TURNS = [
-    {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hallo née"},
-    {"role": "user", "content": "more"}, {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hallo née"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "yes"},
 ]
 
 
@@ -34,7 +36,8 @@ def learned(template: str | None, turns: list[dict[str, Any]] = TURNS, **setting
     ids, flags = one_row(renderer, turns)
     stretches = [
         str(made.decode([token for token, _ in group]))
-        for flag, group in groupby(zip(ids, flags, strict=True), key=lambda pair: pair[1]) if flag
+        for flag, group in groupby(zip(ids, flags, strict=True), key=lambda pair: pair[1])
+        if flag
     ]
     return str(made.decode(ids)), stretches
 

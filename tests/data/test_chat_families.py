@@ -47,7 +47,10 @@ def call(arguments: Any = None) -> list[dict[str, Any]]:
 
 TWO_TURNS = [user("hi"), assistant("yo"), user("more"), assistant("yes")]
 TWO_THOUGHTS = [
-    user("hi"), assistant("yo", reasoning_content="A"), user("more"), assistant("<think>\nB\n</think>\n\nyes"),
+    user("hi"),
+    assistant("yo", reasoning_content="A"),
+    user("more"),
+    assistant("<think>\nB\n</think>\n\nyes"),
 ]
 
 
@@ -107,9 +110,7 @@ def test_thinking_that_the_template_removes_from_a_turn_continues_the_prompt() -
 
 
 def test_an_answer_without_thinking_is_learned_as_the_template_shows_it() -> None:
-    assert rows(PREFILLED, TWO_TURNS) == [
-        "<user>hi<end><assistant>[[yo<end>]]<user>more<end><assistant>[[yes<end>]]"
-    ]
+    assert rows(PREFILLED, TWO_TURNS) == ["<user>hi<end><assistant>[[yo<end>]]<user>more<end><assistant>[[yes<end>]]"]
     result = renderer(PREFILLED).render(ChatRecord(TWO_TURNS))
     assert not isinstance(result, Dropped)
     assert result.facts == {"per_conversation": 1, "unprompted": 2}
@@ -139,7 +140,9 @@ def test_the_thinking_switch_that_fits_the_answer_is_used() -> None:
 
 def test_the_final_answer_follows_the_thinking_that_the_template_shows_at_inference() -> None:
     messages = [
-        user("rain?"), assistant("", reasoning_content="ask", tool_calls=call({})), {"role": "tool", "content": "no"},
+        user("rain?"),
+        assistant("", reasoning_content="ask", tool_calls=call({})),
+        {"role": "tool", "content": "no"},
         assistant("dry"),
     ]
     assert rows(ANALYSIS, messages) == [
@@ -157,8 +160,11 @@ def test_a_template_that_reads_parts_is_given_parts() -> None:
 @pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'])
 @pytest.mark.parametrize(
     ("template", "shown"),
-    [(TEXT_ARGUMENTS, 'weather {"city": "Oslo"}'), (OBJECT_ARGUMENTS, "weather city=Oslo"),
-     (NESTED_ARGUMENTS, 'weather {"city": "Oslo"}')],
+    [
+        (TEXT_ARGUMENTS, 'weather {"city": "Oslo"}'),
+        (OBJECT_ARGUMENTS, "weather city=Oslo"),
+        (NESTED_ARGUMENTS, 'weather {"city": "Oslo"}'),
+    ],
 )
 def test_tool_arguments_have_the_shape_that_the_template_reads(template: str, shown: str, arguments: Any) -> None:
     messages = [user("rain?"), assistant("", tool_calls=call(arguments))]
@@ -203,8 +209,12 @@ def test_a_greeting_before_any_question_is_learned_where_the_template_allows_it(
 @pytest.mark.parametrize(
     ("expression", "error"),
     [
-        ("1 // 0", "ZeroDivisionError"), ("'a' + 1", "TypeError"), ("'{'.format()", "ValueError"),
-        ("[1][messages | length]['x']", None), ("range(1000000)", "OverflowError"), ("messages.x.y", None),
+        ("1 // 0", "ZeroDivisionError"),
+        ("'a' + 1", "TypeError"),
+        ("'{'.format()", "ValueError"),
+        ("[1][messages | length]['x']", None),
+        ("range(1000000)", "OverflowError"),
+        ("messages.x.y", None),
     ],
 )
 def test_whatever_the_template_raises_drops_the_conversation(expression: str, error: str | None) -> None:
@@ -282,9 +292,7 @@ def test_the_rows_of_one_conversation_stay_on_one_side_of_the_split(jsonl: Calla
     assert not set(origins[data.train.documents]) & set(origins[data.validation.documents])
 
 
-def test_the_fingerprint_changes_only_where_rows_do(
-    jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fingerprint_changes_only_where_rows_do(jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The expected fingerprint was recorded with the first version of the rendering."""
     turns = [[user(f"ask {n}"), assistant(f"say {n}"), user("more"), assistant("yes")] for n in range(3)]
     path = jsonl([{"messages": messages} for messages in turns])

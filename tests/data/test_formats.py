@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.config.schema.data import Source
 from engine.data.formats import recognise
 from engine.data.records import ChatRecord, Dropped, PairRecord, TextRecord
 from engine.errors import DataError
-from engine.spec.schema.data import Source
 
 
 def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> Any:
@@ -94,8 +94,10 @@ def test_broken_rows_are_dropped_with_their_reason(row: dict[str, Any], reason: 
 def test_text_parts_are_joined_and_nulls_of_arrow_vanish() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turns = [
-        {"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None, "tool_calls": [1]},
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [1]},
     ]
     assert record({"messages": turns}).messages == [
-        {"role": "user", "content": "ab"}, {"role": "assistant", "content": "", "tool_calls": [1]},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "tool_calls": [1]},
     ]

@@ -14,15 +14,14 @@ import torch
 from PIL import Image
 
 from engine.commands.data import _as_cells, in_half_blocks, in_letters
+from engine.config.schema.run import RunSpec
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
 from engine.data.images import decoded
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokens import IGNORED
 from engine.errors import DataError
-from engine.model.image_processor import load_image_processor
-from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.run import RunSpec
+from engine.model.tokenizer import load_image_processor, load_tokenizer
 from tests.budget.metered_step import run_spec
 from tests.present import present
 from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl

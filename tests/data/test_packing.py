@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.data.batch import collate
-from engine.data.packing import pack
+from engine.data.order import pack
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
 from tests.data.specs import run_spec, tokenizer
@@ -64,8 +64,13 @@ def test_packed_logits_and_gradients_are_those_of_separate_documents(
 ) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(  # type: ignore[call-arg]  # every config takes the attention, none declares it
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation=attention,
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
     )
     model = Qwen2ForCausalLM(config).double()
     packed, loose = data
@@ -74,7 +79,9 @@ def test_packed_logits_and_gradients_are_those_of_separate_documents(
         model.zero_grad()
         batch = collate(rows, range(len(rows)), pad_id=258)
         logits_BSV = model(
-            batch.input_ids_BS, attention_mask=batch.attention_mask_BS, position_ids=batch.position_ids_BS,
+            batch.input_ids_BS,
+            attention_mask=batch.attention_mask_BS,
+            position_ids=batch.position_ids_BS,
             use_cache=False,
         ).logits
         loss = torch.nn.functional.cross_entropy(

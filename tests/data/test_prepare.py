@@ -83,7 +83,8 @@ def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: W
 def test_broken_rows_are_counted_by_reason(jsonl: Write) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, {"prompt": "a", "completion": 3}]
     assert prepared({"sources": one(jsonl(rows))}).report.sources[0].dropped == {
-        "completion is missing": 1, "completion is not text": 1,
+        "completion is missing": 1,
+        "completion is not text": 1,
     }
 
 
@@ -160,8 +161,11 @@ def test_the_fingerprint_is_stable_and_follows_what_matters(jsonl: Write, own_ca
     shutil.rmtree(own_cache)
     assert prepared({"sources": one(str(moved))}, train={"seed": 4, "batch_size": 2}).fingerprint == first
     changes: list[dict[str, Any]] = [
-        {"sources": one(path, limit=39)}, {"sources": one(path, weight=2.0)}, {"sources": one(path), "max_length": 9},
-        {"sources": one(path), "loss_on": "all"}, {"sources": one(path), "valid_fraction": 0.5},
+        {"sources": one(path, limit=39)},
+        {"sources": one(path, weight=2.0)},
+        {"sources": one(path), "max_length": 9},
+        {"sources": one(path), "loss_on": "all"},
+        {"sources": one(path), "valid_fraction": 0.5},
     ]
     assert len({first, *(prepared(change).fingerprint for change in changes)}) == 6
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.data.batch import Batch
-from engine.data.slices import slice_of
+from engine.data.batch import Batch, slice_of
 from engine.data.tokens import IGNORED
 
 PAD = 99

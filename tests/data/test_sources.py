@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from engine.data.source_rows import SourceRows
+from engine.config.schema.data import Source
+from engine.data.records import SourceRows
 from engine.data.sources import open_rows
 from engine.errors import DataError
-from engine.spec.schema.data import Source
 
 ROWS = [{"prompt": f"p{number}", "completion": f"c{number}"} for number in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -167,7 +167,7 @@ def test_a_file_without_read_permission_is_named(tmp_path: Path) -> None:
 def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
     # A process of its own: huggingface_hub reads the switch when it is imported.
     code = (
-        "from engine.data.sources import open_rows; from engine.spec.schema.data import Source\n"
+        "from engine.data.sources import open_rows; from engine.config.schema.data import Source\n"
         "from engine.errors import EnvironmentProblem\n"
         "try: open_rows(Source(name='s', hub='nobody/nothing'), seed=0)\n"
         "except EnvironmentProblem as error: print(error.exit_code, error.render())"
@@ -180,7 +180,7 @@ def test_a_hub_name_without_a_connection_is_an_environment_problem() -> None:
 
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     code = (
-        "from engine.data.sources import open_rows; from engine.spec.schema.data import Source\n"
+        "from engine.data.sources import open_rows; from engine.config.schema.data import Source\n"
         "from engine.errors import EnvironmentProblem\n"
         "try: open_rows(Source(name='s', hub='nobody/nothing'), seed=0)\n"
         "except EnvironmentProblem as error: print(error.render())"

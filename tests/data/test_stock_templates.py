@@ -17,7 +17,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.data.chat import ChatRenderer, RenderedRows
-from engine.data.chat_content import THINKING_END
+from engine.data.conversations import THINKING_END
 from engine.data.records import ChatRecord, Dropped
 from tests.data.conversations import CONVERSATIONS, ODD, PLAIN, SYSTEM, THINKING, TOOL_CALLS, TOOLS, Message
 from tests.data.specs import tokenizer

@@ -13,7 +13,7 @@ import torch
 
 from engine.device.determinism import deterministic_kernels, unfilled_memory
 from engine.errors import EnvironmentProblem, UsageError
-from engine.train.proofs import memory
+from engine.train.proofs import state
 from engine.train.step.computation import StepComputation
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -80,13 +80,13 @@ def test_a_run_trains_with_deterministic_kernels_and_learns_the_same(
 
     monkeypatch.setattr(StepComputation, "apply", looking)
     filled: list[bool] = []
-    catch: Any = vars(memory)["catch_oom"]
+    catch: Any = vars(state)["catch_oom"]
 
     def beyond_the_cap(*arguments: Any) -> Any:
         filled.append(deterministic.fill_uninitialized_memory)
         return catch(*arguments)
 
-    monkeypatch.setattr(memory, "catch_oom", beyond_the_cap)
+    monkeypatch.setattr(state, "catch_oom", beyond_the_cap)
     found = {}
     for on in (True, False):
         spec = make_spec(samples, device="metered", train={"deterministic": on, "max_steps": 3})

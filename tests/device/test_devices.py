@@ -11,6 +11,9 @@ import psutil
 import pytest
 import torch
 
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Device as DeviceTable
+from engine.config.schema.run import Profile, RunSpec
 from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
 from engine.device.cpu import CpuDevice
@@ -19,10 +22,6 @@ from engine.device.host_copies import PlainCopy
 from engine.device.metered import MeteredDevice
 from engine.device.nvml import read_gpus
 from engine.errors import EnvironmentProblem
-from engine.spec.schema.profile import Device as DeviceTable
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.recipe import Recipe
-from engine.spec.schema.run import RunSpec
 
 GIB = 2**30
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.allocator import allocator_notices
+from engine.config.load import dump_run_spec, resolve
+from engine.config.schema.run import RunSpec
+from engine.device.cuda import allocator_notices
 from engine.journal.directory import RunDirectory
 from engine.launch.cluster_scripts import Job, slurm_script
 from engine.launch.environment import device_environment, set_device_environment
 from engine.launch.process import start_engine
-from engine.spec.load import dump_run_spec, resolve
-from engine.spec.schema.run import RunSpec
 
 WANTED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 EXPANDABLE = "expandable_segments:True"
@@ -41,8 +41,6 @@ def test_the_users_own_values_win(name: str) -> None:
     assert environment == mine
 
 
-
-
 def bitsandbytes_that_reads(folder: Path) -> Path:
     """Write a stand-in for bitsandbytes which, like the real package, makes torch read its allocator's settings at
     import. Returns the file to which the stand-in writes these settings."""
@@ -57,9 +55,7 @@ def bitsandbytes_that_reads(folder: Path) -> Path:
     return read
 
 
-def test_the_engine_sets_the_allocator_before_peft_starts_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_sets_the_allocator_before_peft_starts_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*WANTED, "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     read = bitsandbytes_that_reads(tmp_path)
@@ -75,7 +71,7 @@ def test_a_setting_that_came_too_late_is_said() -> None:
     late = (
         "import os, torch; torch._C._accelerator_getAllocatorSettings(); "
         f"os.environ['PYTORCH_CUDA_ALLOC_CONF'] = {EXPANDABLE!r}; "
-        f"from engine.device.allocator import allocator_notices; print(allocator_notices({EXPANDABLE!r}))"
+        f"from engine.device.cuda import allocator_notices; print(allocator_notices({EXPANDABLE!r}))"
     )
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
     finished = subprocess.run(

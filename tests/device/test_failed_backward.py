@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.device.base import MemoryReading
-from engine.device.catch_oom import STEADY_LIMIT, STEADY_READINGS, free_failed_graph, retry_on_oom, wait_until_steady
+from engine.device.oom import STEADY_LIMIT, STEADY_READINGS, free_failed_graph, retry_on_oom, wait_until_steady
 
 
 def test_it_waits_until_the_bytes_no_longer_change() -> None:
@@ -47,7 +47,7 @@ class Card(SimpleNamespace):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    monkeypatch.setattr("engine.device.catch_oom.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("engine.device.oom.time.sleep", lambda seconds: None)
     yield Card(allocated_bytes=1000, synchronised=False)
 
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from engine.device.page_lock import page_locked_copy
+from engine.device.host_copies import page_locked_copy
 
 
 class Driver:

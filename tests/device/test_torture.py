@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
-from engine.device.oom import classify, flush_autograd
+from engine.device.oom import classify, flush_autograd, frozen_gc
 from tests.present import present
 
 WIDTH, LENGTH = 16, 8

@@ -123,9 +123,7 @@ def sample_of_faults(asked: Sequence[Asked], count: int, seed: int) -> list[Faul
     every = list(range(len(asked)))
     who = [[rank] for rank in every] + [every]
     anywhere = [[number for numbers in rank.device.values() for number in numbers] for rank in asked]
-    return [
-        {rank: Fault(drawn.choice(anywhere[rank])) for rank in who[number % len(who)]} for number in range(count)
-    ]
+    return [{rank: Fault(drawn.choice(anywhere[rank])) for rank in who[number % len(who)]} for number in range(count)]
 
 
 def sweep_of_faults(asked: Sequence[Asked], seed: str) -> Iterator[Faults]:

@@ -14,10 +14,10 @@ import pytest
 
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem
-from engine.train.monitor.journal import Journal
+from engine.journal.writer import Journal
 from engine.train.proofs.prove import prove
 from engine.train.proofs.record import Proof
-from engine.train.setup import TrainingSetup
+from engine.train.step.context import TrainingSetup
 from tests.distributed.rank_workbench import FULL, RankWorkbench, sharded, small_model
 
 Break = Callable[[pytest.MonkeyPatch, TrainingSetup], None]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from engine.device.catch_oom import frozen_gc
+from engine.device.oom import frozen_gc
 from engine.distributed.ranks import Ranks, process_group
 
 multiprocessing.set_forkserver_preload(["tests.distributed.rank_workbench", "transformers.models.qwen2.modeling_qwen2"])

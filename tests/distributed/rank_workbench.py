@@ -19,18 +19,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.batching.cost import micro_batch_cost
+from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.plan import find_predictor
 from engine.budget.predict.parallel_layout import shards
 from engine.budget.predict.shards import SHARDS_SINCE
+from engine.config.files.machine import installed, older
+from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
-from engine.spec.installed import installed, older
-from engine.spec.schema.run import RunSpec
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.ceiling_watch import CLEAN_STEPS, CeilingWatch
-from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
-from engine.train.recovery.records import RecoveredOom
-from engine.train.setup import TrainingSetup, set_up
+from engine.journal.writer import Journal
+from engine.train.run.setup import set_up
+from engine.train.step.budget_growth import CLEAN_STEPS, CeilingWatch
+from engine.train.step.context import TrainingSetup
+from engine.train.step.failures import RecoveredOom
+from engine.train.step.ladder import adopt_memory, memory_as_json
 from engine.train.step.transaction import StepTransaction
 from engine.train.strategy.sequence_parallel import SequenceParallel
 from engine.train.strategy.sharded import Sharded
@@ -62,9 +63,7 @@ def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
     spec = make_spec(folder / SAMPLES, memory_gib=1.0, **{**tables, "train": train})
     parallel = spec.profile.parallel.model_copy(update=asked)
     device = spec.profile.device.model_copy(update={"count": ranks})
-    return spec.model_copy(
-        update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})}
-    )
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})})
 
 
 def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: Any) -> dict[str, Any]:
@@ -147,9 +146,7 @@ class RankWorkbench:
         with self.device.host_region(), torch.no_grad():
             for parameter, first in zip(self.setup.context.strategy.parameters, self._weights, strict=True):
                 parameter.copy_(first)
-            for state, first in zip(
-                context.optimizer.state.values(), self._state["state"].values(), strict=True
-            ):
+            for state, first in zip(context.optimizer.state.values(), self._state["state"].values(), strict=True):
                 for key, tensor in first.items():
                     state[key].copy_(tensor)
         if isinstance(context.strategy, Sharded):
@@ -258,7 +255,7 @@ def exchanged_in_micro_batch(ranks: Ranks, folder: Path, tables: dict[str, Any])
     groups = shards(predictor.arch, predictor.config, predictor.layout)
     work.close()
     assert groups is not None
-    planned = [groups.gathered_in_micro_batch(), groups.reduced_in_micro_batch()]
+    planned = [groups.micro_batch.gathered, groups.micro_batch.reduced]
     return planned, [count / outcome.micro_batches for count in counts]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
 from engine.journal.directory import RunDirectory
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
-from engine.train.main import run_other_rank, run_rank0
-from engine.train.run_context import RunStart
+from engine.train.run.main import run_other_rank, run_rank0
+from engine.train.run.run_context import RunStart
 from tests.distributed.rank_workbench import spec_of
 
 

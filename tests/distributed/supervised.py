@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.journal.directory import RunDirectory
 from engine.launch.process import start_engine
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
 from tests.distributed.rank_workbench import spec_of
 from tests.events import read_events
 from tests.train.run_helpers import losses, of_kind, train
@@ -41,7 +41,10 @@ TABLES: dict[str, Any] = {
 
 
 def engine_ends(
-    place: RunDirectory, *, resume: bool = False, meanwhile: Callable[[], None] = lambda: None,
+    place: RunDirectory,
+    *,
+    resume: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> int:
     process = start_engine(place, resume=resume)

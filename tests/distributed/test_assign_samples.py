@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.distributed.assign_samples import assign_samples
+from engine.distributed.ranks import assign_samples
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.distributed.ranks import Ranks
 from engine.journal import checkpoints_on_disk
 from engine.journal.directory import RunDirectory
-from engine.train.checkpoint.files import write_checkpoint
-from engine.train.checkpoint.manager import CheckpointManager
-from engine.train.monitor.journal import Journal
+from engine.journal.writer import Journal
+from engine.train.run.checkpoint_files import write_checkpoint
+from engine.train.run.checkpoints import CheckpointManager
+from engine.train.step.optimizer_state import state_tensors
+from engine.train.step.transaction import StepTransaction
+from tests.distributed.proofs_of_ranks import sharded_setup
 from tests.distributed.rank_processes import run_ranks
+from tests.distributed.rank_workbench import NEEDS_SHARDS
 
 SIZE = 1000
 BROKEN_STEP = 2
@@ -54,3 +59,31 @@ def test_one_rank_hashes_a_checkpoint_and_tells_the_others(tmp_path: Path) -> No
     first, second = run_ranks([newest], tmp_path)["newest"]
     assert first == (1, 2 * SIZE)
     assert second == (1, 0)
+
+
+def read_back(ranks: Ranks, folder: Path) -> list[str]:
+    """Save weights and optimizer state in shards, overwrite both in memory, and read them back; returns the names of
+    those of this rank that differ in a bit."""
+    with sharded_setup(folder, ranks) as setup:
+        context, named = setup.context, setup.context.loaded.trainable()
+        StepTransaction(context).run(1, setup.order.step(1))
+        storage = context.strategy.checkpoint_storage(context.optimizer)
+        held = {**dict(named), **dict(state_tensors(context.optimizer, named))}
+        before = {name: tensor.detach().clone() for name, tensor in held.items()}
+
+        def save() -> None:
+            storage.write_weights(folder / "saved" / "weights")
+            storage.write_optimizer(folder / "saved")
+
+        ranks.run_on_rank0(save)
+        with torch.no_grad():
+            for tensor in held.values():
+                tensor.fill_(1)
+        context.loaded.load_weights(folder / "saved" / "weights")
+        storage.read_optimizer(folder / "saved")
+        return [name for name, tensor in held.items() if not torch.equal(tensor.detach(), before[name])]
+
+
+@NEEDS_SHARDS
+def test_every_rank_reads_its_part_of_weights_and_optimizer_state_back_bit_for_bit(tmp_path: Path) -> None:
+    assert run_ranks([read_back], tmp_path, size=3)["read_back"] == [[], [], []]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed.interface import choose_interface, interface_of, source_address
+from engine.distributed.rendezvous import choose_interface, interface_of, source_address
 from tests.distributed.namespaces import ADDRESSES, machines
 
 LIMIT_SECONDS = 240.0

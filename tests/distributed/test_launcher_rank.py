@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.launch.launcher_rank import find_launcher_rank, first_host, require_rank_per_device
-from engine.spec.schema.run import RunSpec
+from engine.launch.environment import find_launcher_rank, first_host, require_rank_per_device
 from tests.distributed.rank_workbench import spec_of
 
 TORCHRUN = {

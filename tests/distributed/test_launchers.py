@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-no
 def arguments(tmp_path: Path) -> list[str]:
     """Arguments of `tunedeck train` on two CPU devices."""
     recipe = write_recipe(tmp_path, ("max_steps = 2", "max_steps = 30"), ("every_steps = 1", "every_steps = 5"))
-    both = "memory_gib = 8.0\ncount = 2\n\n[parallel]\nstrategy = \"replicated\"\ntimeout_seconds = 60\n"
+    both = 'memory_gib = 8.0\ncount = 2\n\n[parallel]\nstrategy = "replicated"\ntimeout_seconds = 60\n'
     profile = write_profile(tmp_path, ("memory_gib = 8.0\n", both))
     return ["train", "-p", str(profile), "-r", str(recipe), "--runs", str(tmp_path / "runs"), "--json"]
 

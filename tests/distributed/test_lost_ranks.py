@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
-from engine.train.monitor.journal import Journal
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.train.run.setup import set_up
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import SAMPLES, spec_of
 from tests.distributed.supervised import (
@@ -65,7 +65,7 @@ if os.environ.get("RANK") == "1" and not broken.exists():
 def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else(
     sharing: str, rank: int, blow: str, moment: str, folder: Path, curve: dict[int, float]
 ) -> None:
-    """"early": up to three seconds after the rank's process has started, while it imports, joins or is set up. "late":
+    """ "early": up to three seconds after the rank's process has started, while it imports, joins or is set up. "late":
     at a random line of the journal, also while rank 0 writes alone."""
     name = f"{sharing}-{rank}-{blow}-{moment}"
     drawn = random.Random(name)
@@ -85,9 +85,7 @@ def test_a_rank_killed_or_stopped_at_any_moment_costs_a_restart_and_nothing_else
 
 
 @pytest.mark.torture
-def test_rank_0_stopped_while_it_works_alone_is_noticed_within_the_bound(
-    folder: Path, curve: dict[int, float]
-) -> None:
+def test_rank_0_stopped_while_it_works_alone_is_noticed_within_the_bound(folder: Path, curve: dict[int, float]) -> None:
     place = new_run(folder / "alone-stopped", with_ranks(folder, 2, VOTE_SECONDS))
 
     def stop() -> None:

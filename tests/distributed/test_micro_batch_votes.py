@@ -19,11 +19,9 @@ import torch
 
 from engine.device.metered import MeteredDevice
 from engine.device.oom import OutOfMemory
-from engine.distributed.host_gather import LostRankError
-from engine.distributed.micro_batch_votes import Collective, MicroBatchVotes
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import RepeatWithVotesError, VotedGroup
+from engine.distributed.votes import Collective, LostRankError, MicroBatchVotes, RepeatWithVotesError, VotedGroup
 from engine.train.strategy.sharded import Sharded
 from tests.distributed.faults import Asked, Fault, Faults, asked_by, complaints, differences, faulty_steps
 from tests.distributed.rank_processes import Case, run_ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,16 +18,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from engine.device.base import Device
 from engine.device.metered import MeteredDevice
-from engine.distributed import weight_files
-from engine.distributed.own_rows import own_rows
+from engine.distributed import weight_loading
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
-from engine.distributed.weight_files import WeightFiles, fingerprint, mapped_tensors
+from engine.distributed.weight_exchange import own_rows
+from engine.distributed.weight_loading import WeightFiles, fingerprint, mapped_tensors
 from engine.errors import UsageError
-from engine.model import saved_tensors
 from engine.model.loaded import local_part
 from engine.model.tokenizer import load_tokenizer
-from engine.train.recovery.records import RecoveredOom
-from engine.train.strategy.load_sharded import load_sharded
+from engine.train.step.failures import RecoveredOom
+from engine.train.strategy.load import load_sharded
 from engine.train.strategy.sharded import Sharded
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, sharded, spec_of
@@ -40,8 +40,8 @@ class CountingFile:
 
     read_bytes = 0
 
-    def __init__(self, path: Path, framework: str) -> None:
-        self._path, self._framework = path, framework
+    def __init__(self, filename: Path, framework: str) -> None:
+        self._path, self._framework = filename, framework
 
     def __enter__(self) -> CountingFile:
         opened: Any = safe_open(self._path, framework=self._framework)
@@ -54,6 +54,10 @@ class CountingFile:
     def keys(self) -> list[str]:
         """The names of the tensors."""
         return list(self._file.keys())
+
+    def metadata(self) -> Any:
+        """What the file's header says beside its tensors."""
+        return self._file.metadata()
 
     def get_slice(self, name: str) -> CountingSlice:
         """The tensor `name`, not read yet."""
@@ -70,6 +74,10 @@ class CountingSlice:
         """The tensor's shape."""
         return list(self._inner.get_shape())
 
+    def get_dtype(self) -> str:
+        """The tensor's dtype, by its name in the file."""
+        return str(self._inner.get_dtype())
+
     def __getitem__(self, rows: Any) -> Tensor:
         read: Tensor = self._inner[rows]
         CountingFile.read_bytes += read.numel() * read.element_size()
@@ -81,7 +89,7 @@ def counted() -> Iterator[None]:
     """Inside the block, `CountingFile.read_bytes` counts what this process reads of files."""
     CountingFile.read_bytes = 0
     with pytest.MonkeyPatch.context() as patch:
-        for reader in (saved_tensors, weight_files):
+        for reader in (safetensors, weight_loading):
             patch.setattr(reader, "safe_open", CountingFile)
         yield
 
@@ -140,7 +148,7 @@ def loaded_twice(ranks: Ranks, folder: Path) -> Any:
         with counted():
             strategy = load(ranks, folder, model, kind)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weight_files, "MAPS", folder / "no such file")
+            patch.setattr(weight_loading, "MAPS", folder / "no such file")
             sent = load(ranks, folder, model, kind)
         found[case] = unequal(strategy, sent), CountingFile.read_bytes, strategy.loaded.loading, sent.loaded.loading
     return found
@@ -150,7 +158,7 @@ def with_a_file_on_rank0_only(ranks: Ranks, folder: Path) -> Any:
     """Load a model whose file rank 1 cannot read; returns which parameters differ, and the summary."""
     with pytest.MonkeyPatch.context() as patch:
         if not ranks.is_rank0:
-            patch.setattr(weight_files, "fingerprint", lambda path: None)
+            patch.setattr(weight_loading, "fingerprint", lambda path: None)
         strategy = load(ranks, folder, folder / "llama")
     return differing(strategy, load_file(folder / "llama" / "model.safetensors")), strategy.loaded.loading
 
@@ -222,8 +230,10 @@ def test_weights_that_transformers_converts_come_from_rank_0(seen: dict[str, lis
     """Experts are merged in memory; the rest of a mixture is read from its file."""
     weights = load_file(folder / "mixtral" / "model.safetensors")
     rest = sum(tensor.nbytes for name, tensor in weights.items() if ".experts." not in name)
-    assert sum(rank["mixtral"][1] for rank in seen["loaded_twice"]) == rest < bytes_of(
-        folder / "mixtral" / "model.safetensors"
+    assert (
+        sum(rank["mixtral"][1] for rank in seen["loaded_twice"])
+        == rest
+        < bytes_of(folder / "mixtral" / "model.safetensors")
     )
 
 

@@ -13,12 +13,12 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
-from engine.distributed.host_gather import SLOT_BYTES, LostRankError
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, signs_of_life
+from engine.distributed.votes import SLOT_BYTES, LostRankError
 from engine.errors import DeviceBusyError, EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.train.external_launcher import require_shared
-from engine.train.main import all_gather_busy
+from engine.train.run.external_launcher import require_shared
+from engine.train.run.main import all_gather_busy
 from tests.distributed.rank_processes import run_ranks
 from tests.events import read_events
 

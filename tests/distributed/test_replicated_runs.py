@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.load import dump_run_spec
+from engine.config.load import dump_run_spec
 from tests.distributed.supervised import (
     SHARING,
     ask_to_stop,
@@ -50,9 +50,7 @@ def test_a_killed_rank_restarts_the_run_a_stopped_one_too_many_ends_it_and_one_p
 
 @pytest.mark.torture
 @pytest.mark.parametrize("sharing", SHARING)
-def test_four_ranks_then_two_then_one_go_on_on_one_curve(
-    sharing: str, folder: Path, curve: dict[int, float]
-) -> None:
+def test_four_ranks_then_two_then_one_go_on_on_one_curve(sharing: str, folder: Path, curve: dict[int, float]) -> None:
     place = new_run(folder / f"fewer-{sharing}", with_ranks(folder, 4, sharing=sharing))
     for ranks, step in ((4, 8), (2, 16)):
         place.run_toml.write_text(dump_run_spec(with_ranks(folder, ranks, sharing=sharing)))

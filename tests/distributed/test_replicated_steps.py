@@ -43,9 +43,7 @@ def uneven_devices(ranks: Ranks, folder: Path) -> Any:
 def no_room_for_the_optimizer(ranks: Ranks, folder: Path) -> Any:
     """Take steps with the optimizer state on the host, in which rank 1 cannot allocate memory for the state on its
     device. Returns the faults and the results."""
-    work = RankWorkbench(
-        folder, ranks, {**small_model(folder, KINDS["full"]), "train": {"optimizer_offload": True}}
-    )
+    work = RankWorkbench(folder, ranks, {**small_model(folder, KINDS["full"]), "train": {"optimizer_offload": True}})
     work.steps()
     room = asked_by(work).device["optimizer"][0]
     faults = {1: Fault(room)}
@@ -91,9 +89,7 @@ def alone(folder: Path, seen: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_learn_what_one_process_learns(
-    kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]
-) -> None:
+def test_two_ranks_learn_what_one_process_learns(kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     for clean, _ in (rank[kind] for rank in seen["both_kinds"]):
         assert differences(clean, alone[kind]) == []
 
@@ -113,15 +109,11 @@ def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_not
     assert wrong_among([rank[kind][1] for rank in seen["both_kinds"]], alone[kind]) == []
 
 
-def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
-    seen: dict[str, list[Any]], alone: dict[str, Any]
-) -> None:
+def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     assert wrong_on_uneven_devices(seen["uneven_devices"], alone["full"]) == []
 
 
-def test_no_rank_takes_a_step_that_another_has_no_room_for(
-    seen: dict[str, list[Any]], alone: dict[str, Any]
-) -> None:
+def test_no_rank_takes_a_step_that_another_has_no_room_for(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     assert wrong_among(seen["no_room_for_the_optimizer"], alone["full"]) == []
     assert [phase for _, phase, _ in seen["no_room_for_the_optimizer"][0][0][1]["told"]] == ["optimizer"]
 

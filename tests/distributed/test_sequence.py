@@ -89,8 +89,10 @@ def _difference(group: SequenceGroup, heads: int, key_heads: int, width: int) ->
     shapes = [(3, heads, 8, 3), (3, key_heads, 8, 3), (3, key_heads, 8, width), (3, heads, 8, width)]
     *whole, weights = [torch.randn(shape, generator=drawn) for shape in shapes]
     mine = slice(group.place * 8 // group.size, (group.place + 1) * 8 // group.size)
-    expected, found = ([tensor.requires_grad_() for tensor in tensors]
-                       for tensors in (whole, [tensor[:, :, mine].clone() for tensor in whole]))
+    expected, found = (
+        [tensor.requires_grad_() for tensor in tensors]
+        for tensors in (whole, [tensor[:, :, mine].clone() for tensor in whole])
+    )
     output = attention(*expected)
     sliced = to_positions(group, attention(*to_heads(group, found)))
     pairs = [(output[:, :, mine], sliced)]
@@ -226,9 +228,7 @@ def test_beside_shards_the_same_is_learned(seen: dict[str, list[Any]], alone: di
         assert differences(found, alone[IN_SHARDS]) == []
 
 
-def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
-    seen: dict[str, list[Any]], alone: dict[str, Any]
-) -> None:
+def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(seen: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     assert wrong_on_uneven_devices(seen["uneven_devices"], alone["full"]) == []
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import tunedeck
+from engine.config.load import dump_run_spec, resolve
 from engine.journal.directory import RunDirectory
-from engine.spec.load import dump_run_spec, resolve
-from engine.train.checkpoint.run_state import settings
+from engine.train.run.run_state import settings
 from tests.train.run_helpers import losses, new_run, of_kind, train
 
 LIMIT_SECONDS = 240.0

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.batching.budget import MicroBatchBudget
+from engine.config.schema.recipe import Generate
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.evaluate import context as passes
 from engine.evaluate.context import EvaluationContext, FailedPass
 from engine.evaluate.scores import evaluate
-from engine.spec.schema.recipe import Generate
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, NEEDS_SHARDS, RankWorkbench, sharded, small_model
 

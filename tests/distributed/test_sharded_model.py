@@ -13,9 +13,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 
 from engine.budget.predict.shards import KNOWN_TORCH
 from engine.distributed import sharded
-from engine.distributed.host_gather import LostRankError
 from engine.distributed.sharded import ShardedModel, groups_of
-from engine.model.model_with_loss import HeadWithLoss
+from engine.distributed.votes import LostRankError
+from engine.model.loss import HeadWithLoss
 from tests.distributed.rank_workbench import NEEDS_SHARDS
 
 PRIVATE = {

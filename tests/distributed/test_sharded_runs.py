@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
-from engine.spec.schema.run import RunSpec
-from engine.train.main import run_rank0
-from engine.train.run_context import RunStart
-from engine.train.step.rounding import join_
-from engine.train.strategy.checkpoint_storage import read_parts
+from engine.train.run.main import run_rank0
+from engine.train.run.run_context import RunStart
+from engine.train.step.checkpoint_storage import read_parts
+from engine.train.step.piecewise_update import join_
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
@@ -140,7 +140,7 @@ def joined(checkpoint: Path) -> dict[str, Tensor]:
         for name in names
         for whole, _, key in [name.partition("::")]
     }
-    read_parts(checkpoint, state, on_all_ranks=False)
+    read_parts(checkpoint, state)
     found = {}
     for name, weight in weights.items():
         bits = torch.empty(weight.numel(), dtype=torch.int32)

@@ -21,8 +21,8 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal import checkpoints_on_disk
 from engine.journal.checkpoints_on_disk import Checkpoint, damage, find_checkpoints
 from engine.model.tensor_file import write_tensors
-from engine.train.checkpoint.files import write_checkpoint
-from engine.train.strategy import checkpoint_gatherer
+from engine.train.run.checkpoint_files import write_checkpoint
+from engine.train.step import checkpoint_storage
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, NEEDS_SHARDS, RankWorkbench, sharded, small_model
 
@@ -58,9 +58,7 @@ def saved(ranks: Ranks, folder: Path) -> Any:
 
 
 def write(storage: Any, place: Path, step: int) -> None:
-    write_checkpoint(
-        place, step, lambda path: storage.write_weights(path / "weights") | storage.write_optimizer(path)
-    )
+    write_checkpoint(place, step, lambda path: storage.write_weights(path / "weights") | storage.write_optimizer(path))
 
 
 def failing(work: RankWorkbench, storage: Any, place: Path, kind: str) -> Any:
@@ -80,7 +78,7 @@ def failing(work: RankWorkbench, storage: Any, place: Path, kind: str) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         if work.ranks.rank == work.ranks.size - 1 and kind == "disk":
-            patch.setattr(checkpoint_gatherer, "write_tensors", full)
+            patch.setattr(checkpoint_storage, "write_tensors", full)
         if work.ranks.rank == work.ranks.size - 1 and kind == "memory":
             work.device.fail_host_at(20)
         ended = work.ranks.run_on_rank0(attempt)
@@ -109,7 +107,7 @@ def noted() -> Iterator[dict[str, Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", exchanging)
-        patch.setattr(checkpoint_gatherer, "write_tensors", writing)
+        patch.setattr(checkpoint_storage, "write_tensors", writing)
         patch.setattr(checkpoints_on_disk, "sha256", reading)
         yield seen
 

@@ -132,9 +132,7 @@ def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_not
     assert wrong_among([rank[case][1] for rank in seen], alone[case]) == []
 
 
-def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(
-    crew: dict[str, list[Any]], alone: dict[str, Any]
-) -> None:
+def test_a_smaller_device_on_one_rank_sets_the_budget_of_all(crew: dict[str, list[Any]], alone: dict[str, Any]) -> None:
     assert wrong_on_uneven_devices(crew["uneven_devices"], alone["full, weights dropped"]) == []
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.device.catch_oom import catch_oom
 from engine.device.metered import MeteredDevice
+from engine.device.oom import catch_oom
 from engine.distributed.ranks import Ranks
-from engine.distributed.voted_group import VotedGroup
+from engine.distributed.votes import VotedGroup
 from tests.distributed.rank_processes import run_ranks
 from tests.present import present
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from engine.device.cpu import CpuDevice
 from engine.device.cuda import CudaDevice
 from engine.distributed import warm_up as module
-from engine.distributed.host_gather import LostRankError, raising_lost_rank
 from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import join_sequence_group
+from engine.distributed.votes import LostRankError, raising_lost_rank
 from engine.distributed.warm_up import explain, run_each_collective, warm_up
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
-from engine.train.proofs import collectives
+from engine.train.proofs.among_ranks import COLLECTIVES
 from engine.train.proofs.record import DisprovedError
-from engine.train.setup import TrainingSetup
+from engine.train.step.context import TrainingSetup
 from tests.distributed.rank_processes import run_ranks
 
 GIB = 2**30
@@ -44,18 +44,17 @@ def proof_broken_on_rank_1(ranks: Ranks, _folder: Path) -> Any:
     """Make the proof of collectives whole, and with an all-gather that is broken on rank 1 alone; returns what each
     says."""
     setup = cast(TrainingSetup, SimpleNamespace(context=SimpleNamespace(ranks=ranks, device=CpuDevice(GIB))))
-    assert collectives.applies(setup)
-    found = [collectives.prove(setup)]
+    assert COLLECTIVES.applies(setup)
+    found = [COLLECTIVES.prove(setup)]
     with pytest.MonkeyPatch.context() as patch:
         right = module._all_gather
         if ranks.rank == 1:
             patch.setattr(module, "_all_gather", lambda *tensors, **named: _zeroed(right, *tensors, **named))
         try:
-            found.append(collectives.prove(setup))
+            found.append(COLLECTIVES.prove(setup))
         except DisprovedError as error:
             found.append(str(error))
-    with pytest.raises(EnvironmentProblem):
-        collectives.fall_back(setup)
+    assert "NCCL_P2P_DISABLE" in COLLECTIVES.fall_back(setup)
     return found
 
 

@@ -11,19 +11,19 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import typer
 
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.strategy import settle_parallel
 from engine.cli import app
-from engine.spec.load import resolve
+from engine.config.load import resolve
 from tests.docs.blocks import ROOT, Command, blocks, commands, inline_commands
 from tui import arguments
 
@@ -171,7 +171,7 @@ def test_other_commands_name_what_exists(command: Command) -> None:
     elif words[:2] == ["python", "-c"]:
         compile(words[2], str(command), "exec")
     elif words[:2] == ["pip", "install"]:
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         asked = re.findall(r"\[([\w,]+)\]", " ".join(words))
         assert {extra for group in asked for extra in group.split(",")} <= set(extras)
     else:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.schema.recipe import Generate
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
-from engine.evaluate.generation import KeyedDraw, generate
+from engine.evaluate.generation import KeyedDraw, end_tokens, generate
 from engine.model.decoder import eval_mode
 from engine.model.loss import make_loss
-from engine.spec.schema.recipe import Generate
+from tests.data.chat_families import END_OF_TEXT
+from tests.data.specs import CHATML, LLAMA_LIKE, tokenizer
 from tests.data.specs import run_spec as data_spec
-from tests.data.specs import tokenizer
 from tests.model.samples import batch_of, cpu, load, run_spec
 
 PROMPTS = [[65, 66, 67], [70, 71], [80, 81, 82, 83, 84], [90, 91]]
@@ -29,9 +30,13 @@ def answers(samples: list[int], **settings: Any) -> list[list[int]]:
         return generate(loaded, [PROMPTS[number] for number in samples], samples, asked)
 
 
+ENDS = {257, 262}
+"""<eos> and <end> of the byte tokenizer."""
+
+
 def cut(tokens: list[int]) -> list[int]:
-    """The answer up to its end of sequence; what follows is padding."""
-    return tokens[: tokens.index(257)] if 257 in tokens else tokens
+    """The answer up to its end; what follows is padding."""
+    return tokens[: next((at for at, token in enumerate(tokens) if token in ENDS), None)]
 
 
 def test_an_answer_depends_on_seed_and_sample_and_not_on_the_batch() -> None:
@@ -39,6 +44,31 @@ def test_an_answer_depends_on_seed_and_sample_and_not_on_the_batch() -> None:
     apart = [cut(answers([number])[0]) for number in (3, 2, 1, 0)]
     assert together == apart[::-1]
     assert together != [cut(answer) for answer in answers([0, 1, 2, 3], seed=1)]
+
+
+def test_an_answer_ends_at_the_end_of_turn_that_the_chat_template_writes() -> None:
+    made = answers([0, 1, 2, 3], max_new_tokens=100)
+    ended = [tokens for tokens in made if 262 in tokens]
+    assert ended
+    assert all(set(tokens[tokens.index(262) + 1 :]) <= {258} for tokens in ended)
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "ends"),
+    [
+        (CHATML, None, [257, 262]),
+        (LLAMA_LIKE, None, [257, 262]),
+        (END_OF_TEXT, None, [257, 262]),
+        ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", None, [257]),
+        ("{{ raise_exception('no') }}", [263, 65], [257, 263]),
+        ("", 263, [257, 263]),
+    ],
+)
+def test_end_tokens_are_those_of_tokenizer_template_and_model(template: str, named: Any, ends: list[int]) -> None:
+    loaded = load(run_spec(init="random", tokenizer="builtin:bytes"))
+    loaded.tokenizer = tokenizer(template)
+    loaded.base.generation_config.eos_token_id = named
+    assert end_tokens(loaded) == ends
 
 
 def test_draws_follow_the_distribution() -> None:

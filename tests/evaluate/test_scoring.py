@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from engine.batching.budget import MicroBatchBudget
+from engine.config.load import load_run_spec
 from engine.data.prepare import prepare_data
 from engine.device import open_device
 from engine.errors import UsageError
+from engine.evaluate.answers import KeptAnswers, KeptLosses, planned_rows
 from engine.evaluate.context import EvaluationContext, FailedPass
-from engine.evaluate.kept import KeptAnswers, KeptLosses
-from engine.evaluate.label_scores import score_labels
-from engine.evaluate.rows import planned_rows
+from engine.evaluate.metrics import score_labels
 from engine.evaluate.run import score_run
 from engine.evaluate.scores import Scores, evaluate
 from engine.journal.directory import RunDirectory
@@ -28,7 +28,6 @@ from engine.journal.evaluations import read_evaluations, values_of
 from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.load import load_run_spec
 from tests.events import read_events
 from tests.present import present
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples

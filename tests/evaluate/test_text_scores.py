@@ -9,10 +9,16 @@ from collections.abc import Sequence
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
-from engine.evaluate.box_scores import box_iou, boxes_in, detection_rate
-from engine.evaluate.label_scores import score_labels
-from engine.evaluate.rouge import lost_letters, rouge
-from engine.evaluate.text_scores import exact_match, token_f1
+from engine.evaluate.metrics import (
+    box_iou,
+    boxes_in,
+    detection_rate,
+    exact_match,
+    lost_letters,
+    rouge,
+    score_labels,
+    token_f1,
+)
 from tests.evaluate.scikit_learn_f1 import RECORDED, drawn_labels, drawn_texts
 
 
@@ -74,9 +80,7 @@ def test_boxes_are_matched_one_to_one_best_pair_first() -> None:
         answered, wanted = drawn_boxes(drawn, drawn.randint(0, 4)), drawn_boxes(drawn, drawn.randint(1, 4))
         left, right, expected = list(answered), list(wanted), 0.0
         while left and right:
-            value, mine, theirs = max(
-                ((brute_iou(a, w), a, w) for a in left for w in right), key=lambda pair: pair[0]
-            )
+            value, mine, theirs = max(((brute_iou(a, w), a, w) for a in left for w in right), key=lambda pair: pair[0])
             expected += value
             left.remove(mine)
             right.remove(theirs)

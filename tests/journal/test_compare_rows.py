@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.journal.compare import Comparison
-from engine.journal.compare_rows import comparison_rows, format_cell, format_setting, score_label
+from engine.journal.compare import Comparison, comparison_rows, format_cell, format_setting, score_label
 from engine.journal.score_groups import ScoreGroup
 
 GROUP = ScoreGroup(

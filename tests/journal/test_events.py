@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import EVENT_KINDS
-from engine.journal.events import EventTail, EventWriter, end_of_events
-from engine.journal.heartbeat import heartbeats
+from engine.journal.events import EVENT_KINDS, EventTail, EventWriter, end_of_events
+from engine.journal.writer import heartbeats
 from tests.events import read_events
 from tests.journal.event_fields import backoff_fields, step_fields
 
@@ -126,9 +125,11 @@ def test_end_of_events_is_after_the_last_complete_line(run: RunDirectory) -> Non
 
 def test_threads_do_not_mix_lines_or_numbers(run: RunDirectory) -> None:
     with EventWriter(run) as writer:
+
         def work() -> None:
             for _ in range(200):
                 writer.write("warning", code="c", text="x" * 500, fix="")
+
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -183,5 +184,3 @@ def test_a_full_disk_does_not_end_the_heart(run: RunDirectory) -> None:
         threading.Event().wait(0.05)
         alive = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
         assert len(alive) == 1
-
-

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from engine.commands.reporter import LiveReporter, PlainReporter
-from engine.journal.event_schema import EVENT_KINDS
+from engine.commands.follow import LiveReporter, PlainReporter
 from engine.journal.event_text import (
     EVENT_DESCRIPTIONS,
     clean,
@@ -17,8 +16,9 @@ from engine.journal.event_text import (
     format_bytes,
     format_share,
 )
-from engine.journal.progress import Progress
-from engine.launch.resume_changes import find_changes, makes_longer, notices_of, refused_changes
+from engine.journal.events import EVENT_KINDS
+from engine.journal.summary_text import Progress
+from engine.launch.resume_run import find_changes, makes_longer, notices_of, refused_changes
 from tests.journal.event_fields import backoff_fields, step_fields
 
 
@@ -95,7 +95,7 @@ def test_a_sentence_needs_no_more_than_the_required_fields(kind: str) -> None:
 def test_every_rung_of_the_ladder_has_words() -> None:
     from typing import get_args
 
-    from engine.spec.schema.recipe import Rung
+    from engine.config.schema.recipe import Rung
 
     for remedy in get_args(Rung):
         assert "remedy:" not in str(describe_event(event("backoff", **backoff_fields(1, remedy=remedy))))

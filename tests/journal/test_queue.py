@@ -11,10 +11,10 @@ import pytest
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
+from engine.journal.index import move_to_trash
 from engine.journal.liveness import ProcessIdentity, identify
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
-from engine.journal.trash import move_to_trash
 from engine.launch.queue_worker import run_queue
 
 

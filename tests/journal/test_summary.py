@@ -9,8 +9,7 @@ import time
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_schema import FINAL_STATUSES
-from engine.journal.events import EventWriter, encode_event
+from engine.journal.events import FINAL_STATUSES, EventWriter, encode_event
 from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, claim, identify, record_engine
 from engine.journal.summary import SummaryReader, summarise
 from tests.events import read_events

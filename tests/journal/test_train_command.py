@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from engine.cli import app
+from engine.config.load import load_run_spec
+from engine.config.schema.run import Limits
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.index import list_runs, record_start
 from engine.journal.liveness import claim
 from engine.launch.resume_run import change_spec
-from engine.spec.load import load_run_spec
-from engine.spec.schema.run import Limits
 
 SPEC = """schema = 1
 kind = "run"

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from engine.config.schema.data import Data, Source
+from engine.config.schema.recipe import Method, Model, Moe, Recipe, Train
+from engine.config.schema.run import Device, Profile, RunSpec
 from engine.data.batch import Batch
 from engine.device.cpu import CpuDevice
 from engine.model.load import load_model
 from engine.model.loaded import LoadedModel
 from engine.model.tokenizer import byte_tokenizer, load_tokenizer
-from engine.spec.schema.data import Data, Source
-from engine.spec.schema.profile import Device, Profile
-from engine.spec.schema.recipe import Method, Model, Moe, Recipe, Train
-from engine.spec.schema.run import RunSpec
 
 VOCABULARY = 264
 _SIZES = {
@@ -33,8 +32,19 @@ _SIZES = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48,
-         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 256, "eos_token_id": 257}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 48,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 _MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine.spec.attention_kernels import flash_kernels
+from engine.config.attention import flash_kernels
 
 PACKAGES = {
     "flash-attn": ("flash_attn", "2.8.3"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.model.dropout import KeyedDropout, keyed, keyed_dropouts
-from engine.model.dropout_masks import keep_mask, row_key
+from engine.model.dropout_kernel import keep_mask, row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 from tests.present import grad_of, present
@@ -100,8 +100,12 @@ def test_split_and_checkpointing_leave_gradients_alone() -> None:
         for rows in splits:
             labels = batch.labels_BS[rows]
             part = type(batch)(
-                batch.input_ids_BS[rows], labels, present(batch.attention_mask_BS)[rows], None,
-                tuple(rows), int((labels[:, 1:] != -100).sum()),
+                batch.input_ids_BS[rows],
+                labels,
+                present(batch.attention_mask_BS)[rows],
+                None,
+                tuple(rows),
+                int((labels[:, 1:] != -100).sum()),
             )
             with keyed(keyed_dropouts(loaded.model), seed=7, step=3, sample_ids=part.sample_ids):
                 (loss(part) / batch.target_tokens).backward()

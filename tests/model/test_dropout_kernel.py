@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from engine.model.dropout import KeyedDropout, keyed
-from engine.model.dropout_kernel import difference, use_kernel, using
-from engine.model.dropout_masks import RowKey, reference_drop
+from engine.model.dropout_kernel import RowKey, difference, reference_drop, use_kernel, using
 
 CPU = torch.device("cpu")
 

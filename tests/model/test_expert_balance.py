@@ -18,6 +18,7 @@ from tests.model.samples import MIXTURES, cpu, disturb, load, run_spec, write_mo
 
 FULL = {"method": {"kind": "full"}}
 
+
 def loaded_with_loss(folder: Path, family: str, **options: Any) -> tuple[LoadedModel, LossFunction]:
     spec = run_spec(str(write_model(folder / family, family, **MIXTURES.get(family, {}))), **options)
     loaded = load(spec)

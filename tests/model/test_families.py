@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto as auto
 from typer.testing import CliRunner
 
 from engine.budget.advise.preflight import notes_on_experts
-from engine.budget.architecture.trainable_families import (
+from engine.budget.architecture.families import (
     ENCODER_DECODERS,
     ENCODERS,
     PEFT_EXPERT_FAMILIES,
@@ -26,13 +26,14 @@ from engine.budget.architecture.trainable_families import (
     needs_own_code,
     refuse_family,
 )
+from engine.budget.architecture.lookup import find_facts
 from engine.cli import app
+from engine.config.schema.recipe import Method
+from engine.config.schema.run import Limits, RunSpec
 from engine.errors import UsageError
 from engine.launch.create_run import create_run
 from engine.model.loss import make_loss
 from engine.model.tokenizer import byte_tokenizer
-from engine.spec.schema.recipe import Method
-from engine.spec.schema.run import Limits, RunSpec
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, run_spec, write_model
 
 IDS = {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -168,7 +169,8 @@ def test_the_tables_of_families_are_those_of_the_installed_packages() -> None:
 def test_a_plan_says_of_every_mixture_that_its_experts_get_no_adapters(tmp_path: Path, family: str) -> None:
     folder = tmp_path / family
     write_model(folder, family, **ODD.get(family, {}))
-    (note,) = notes_on_experts(run_spec(str(folder)))
+    recipe = run_spec(str(folder)).recipe
+    (note,) = notes_on_experts(recipe, find_facts(recipe.model))
     assert family in note and "experts.down_proj" in note
     facts = json.loads((folder / "config.json").read_text())
     assert experts_note(facts, run_spec(str(folder), method={"kind": "full"}).recipe) is None

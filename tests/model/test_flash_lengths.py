@@ -38,21 +38,33 @@ def attend(
     return output_HSD.transpose(0, 1)
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False,
-                    window_size: Any = (-1, -1)) -> Tensor:
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1)
+) -> Tensor:
     assert causal
     return torch.stack([attend(*row, softmax_scale, window_size) for row in zip(q, k, v, strict=True)])
 
 
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-                           max_seqlen_q: Any, max_seqlen_k: Any, softmax_scale: Any = None, causal: bool = False,
-                           window_size: Any = (-1, -1)) -> Tensor:
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    softmax_scale: Any = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+) -> Tensor:
     assert causal
     bounds = cu_seqlens_q.numpy().tolist()
     assert cu_seqlens_q.dtype == torch.int32
     assert int(max_seqlen_q) == max(end - start for start, end in itertools.pairwise(bounds))
-    pieces = [attend(q[start:end], k[start:end], v[start:end], softmax_scale, window_size)
-              for start, end in itertools.pairwise(bounds)]
+    pieces = [
+        attend(q[start:end], k[start:end], v[start:end], softmax_scale, window_size)
+        for start, end in itertools.pairwise(bounds)
+    ]
     return torch.cat(pieces)
 
 

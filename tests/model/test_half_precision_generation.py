@@ -17,9 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_flash_attention_utils import fa_peft_integration_check
 
+from engine.config.schema.recipe import Generate
 from engine.evaluate.generation import generate_tokens, generation_config
 from engine.model.decoder import eval_mode
-from engine.spec.schema.recipe import Generate
 from tests.model.samples import load, run_spec
 
 

@@ -15,12 +15,12 @@ from engine.budget.predict.layer_traces import head_step
 from engine.budget.trace import memory_config
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.polynomial import highest_value, shape_of
+from engine.config.load import resolve
 from engine.device.metered import MeteredDevice
 from engine.errors import UsageError
-from engine.model.head import OutputHead
-from engine.model.liger import liger_problem
+from engine.model.chunked import liger_problem
+from engine.model.decoder import OutputHead
 from engine.model.loss import choose_implementation, make_loss
-from engine.spec.load import resolve
 from tests.model.samples import cpu, load, run_spec
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
         f"hidden, weight, target, bias=None, label_smoothing=0.0, reduction='mean'):{body}"
     )
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr("engine.model.liger.is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr("engine.model.chunked.is_liger_kernel_available", lambda: True)
     for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -64,9 +64,7 @@ def frozen_head(dtype: torch.dtype = torch.float32) -> OutputHead:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_that_works_is_chosen(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_works_is_chosen(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, RIGHT)
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)  # it would also seed every card

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.device.catch_oom import catch_oom, free_failed_graph
 from engine.device.metered import MeteredDevice
+from engine.device.oom import catch_oom, free_failed_graph
 from engine.model.loss import LossFunction, make_loss
 from engine.model.offload import ActivationOffload
 from tests.device.lazy_streams import LazyDevice
@@ -79,9 +79,7 @@ def test_hardly_anything_is_held_between_forward_and_backward(tmp_path: Path, ch
 
 @pytest.mark.parametrize("kind", [MeteredDevice, LazyDevice])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_failed_attempt_leaves_nothing_behind(
-    tmp_path: Path, checkpointing: bool, kind: type[MeteredDevice]
-) -> None:
+def test_a_failed_attempt_leaves_nothing_behind(tmp_path: Path, checkpointing: bool, kind: type[MeteredDevice]) -> None:
     """Regression: tensors too small to be moved were kept with their history, which kept them, for good."""
     device, loss = bench(tmp_path, "qwen2", checkpointing=checkpointing, device=kind(4 * 2**30))
     loss.offload.on = True

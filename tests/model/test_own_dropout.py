@@ -11,10 +11,9 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from engine.errors import UsageError
-from engine.model.dropout import FunctionalDropout, KeyedDropout, keyed, keyed_dropouts
+from engine.model.dropout import FunctionalDropout, KeyedDropout, keyed, keyed_dropouts, settle_dropout
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
-from engine.model.own_dropout import settle_dropout
 from tests.model.samples import FAMILIES, VOCABULARY, batch_of, cpu, load, run_spec, write_model
 
 P = 0.3

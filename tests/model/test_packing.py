@@ -1,4 +1,5 @@
-"""Packed documents do not see each other: the logits of a packed row are those of its documents alone."""
+"""Packed documents do not see each other: the logits of a packed row are those of its documents alone. A model with
+which that is not so is refused when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.budget.architecture.packing_support import why_documents_mix
+from engine.budget.architecture.support import why_documents_mix
 from engine.errors import UsageError
+from engine.journal.writer import Journal
 from engine.model.config import check_packing
+from engine.model.loaded import LoadedModel
+from engine.model.packing import require_known_family, require_separation
+from engine.train.run.setup import set_up
 from tests.data.specs import run_spec
-from tests.model.samples import FAMILIES
+from tests.model.samples import FAMILIES, cpu, load, write_model
+from tests.model.samples import run_spec as model_spec
 
 LENGTHS = ((11, 5, 4), (3, 17))
 
@@ -50,9 +56,69 @@ def test_families_with_a_running_state_are_refused() -> None:
     assert "state" in (why_documents_mix(mixed) or "")
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "mpt"])
-def test_families_blind_to_positions_are_refused(model_type: str) -> None:
-    assert "position ids" in (why_documents_mix({"model_type": model_type}) or "")
+_SMALL = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+_WIDE = {**_SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+MASK_WITHOUT_POSITIONS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**_WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "afmoe": {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+    "falcon": {**_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "opt": {**_SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 128},
+    "biogpt": {**_SMALL, "intermediate_size": 48, "max_position_embeddings": 128},
+    "xglm": {"vocab_size": 264, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "pad_token_id": 0},
+    "bloom": {"vocab_size": 264, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0},
+    "mpt": {"vocab_size": 264, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+}
+"""Families that build their attention mask without position ids, which the engine hands over."""
+MIXING: dict[str, dict[str, Any]] = {
+    "bart": {"vocab_size": 264, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+             "encoder_layers": 2, "is_decoder": True, "is_encoder_decoder": False, "pad_token_id": 0},
+    "qwen3_5_text": {**_WIDE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "mamba": {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0},
+}  # fmt: skip
+"""Families whose documents see each other, or get other positions than alone."""
+
+
+def loaded(tmp_path: Path, family: str, sizes: dict[str, Any], **options: Any) -> LoadedModel:
+    folder = write_model(tmp_path, family, **sizes)
+    return load(model_spec(str(folder), method={"kind": "full"}, **options))
+
+
+@pytest.mark.parametrize("family", MASK_WITHOUT_POSITIONS)
+def test_positions_are_handed_to_masks_that_are_built_without(tmp_path: Path, family: str) -> None:
+    require_separation(loaded(tmp_path, family, MASK_WITHOUT_POSITIONS[family], attention="eager"))
+
+
+@pytest.mark.parametrize("family", MIXING)
+def test_a_model_whose_documents_mix_is_refused_when_it_is_loaded(tmp_path: Path, family: str) -> None:
+    with pytest.raises(UsageError, match=r"packed document.* by \d+ ?%|packed behind it by \d+ ?%"):
+        require_separation(loaded(tmp_path, family, MIXING[family]))
+
+
+def test_separation_is_tried_in_bfloat16_too(tmp_path: Path) -> None:
+    require_separation(loaded(tmp_path / "llama", "llama", {}, dtype="bfloat16"))
+    with pytest.raises(UsageError, match="packed behind it"):
+        require_separation(loaded(tmp_path / "mamba", "mamba", MIXING["mamba"], dtype="bfloat16"))
+
+
+def test_shards_pack_only_families_that_are_known() -> None:
+    require_known_family("qwen2")
+    with pytest.raises(UsageError, match="not known"):
+        require_known_family("opt")
+
+
+def test_layer_types_of_a_nested_config_are_read() -> None:
+    text = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+    assert "state" in (why_documents_mix({"model_type": "qwen3_5", "text_config": text}) or "")
+
+
+def test_a_run_that_would_mix_documents_ends_before_its_first_step(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 264, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    folder = write_model(tmp_path / "model", "openai-gpt", **sizes)
+    data = {"sources": [{"name": "main", "path": "builtin:dates", "limit": 40}], "packing": True, "max_length": 96}
+    spec = run_spec(data, model={"id": str(folder)}, method={"kind": "full"}, train={"max_steps": 1, "batch_size": 2})
+    with pytest.raises(UsageError, match=r"data\.packing = true, but with this model"):
+        set_up(spec, cpu(), Journal(None), report=lambda recovered: None)
 
 
 def test_packing_is_refused_where_documents_would_mix(tmp_path: Path) -> None:

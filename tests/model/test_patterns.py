@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from engine.config.name_patterns import matches
+from engine.config.schema.recipe import ParameterGroup, Train
 from engine.errors import UsageError
-from engine.model.groups import parameter_groups
-from engine.spec.name_patterns import matches
-from engine.spec.schema.recipe import ParameterGroup, Train
+from engine.model.trained import parameter_groups
 from tests.model.samples import load, load_family, run_spec
 
 WEIGHT = "model.layers.12.self_attn.q_proj.weight"
@@ -101,7 +101,8 @@ def test_the_first_matching_group_counts() -> None:
     ]
     groups = parameter_groups(named, Train(learning_rate=9.0, weight_decay=0.1, groups=own))
     assert [(g["names"], g["lr"], g["weight_decay"]) for g in groups] == [
-        (["a.weight"], 1.0, 0.1), (["b.bias"], 2.0, 0.5),
+        (["a.weight"], 1.0, 0.1),
+        (["b.bias"], 2.0, 0.5),
     ]
 
 

@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
-from engine.budget.advise.recipe_with_model import problems_with_model
+from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture.lookup import find_config
 from engine.budget.architecture.positions import positions_of, refuse_long_sequences, scaled_config
 from engine.cli import app
+from engine.config.schema.recipe import Model, Recipe, RopeScaling
+from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.errors import UsageError
 from engine.export.merge import merge
@@ -24,8 +26,6 @@ from engine.model.config import load_config
 from engine.model.decoder import hidden_states
 from engine.model.loss import make_loss
 from engine.model.reference import find_starting_weights
-from engine.spec.schema.recipe import Model, Recipe, RopeScaling
-from engine.spec.schema.run import RunSpec
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec, write_model
 from tests.train.run_helpers import losses, make_spec, new_run, train, write_samples
 
@@ -63,7 +63,7 @@ def test_learned_positions_end_where_their_table_ends(tmp_path: Path, family: st
 def test_rotary_positions_may_be_scaled_instead(tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "model", "llama"))
     (problem,) = problems_with_model(recipe_of(folder, 400))
-    assert "model.rope_scaling = {type = \"yarn\", factor = 3.13}" in problem
+    assert 'model.rope_scaling = {type = "yarn", factor = 3.13}' in problem
     assert problems_with_model(recipe_of(folder, 400, rope_scaling=RopeScaling(type="yarn", factor=3.13))) == []
     (problem,) = problems_with_model(recipe_of(folder, 600, rope_scaling=RopeScaling(**YARN)))
     assert "beyond the 512 positions that model.rope_scaling reaches (128 x 4)" in problem

@@ -96,9 +96,7 @@ def test_a_base_that_exists_nowhere_else_is_saved_without_the_wrapping_of_adapte
 
 @pytest.mark.parametrize("method", [{"kind": "full"}, {}, {"dora": True}, {"also_train": ["model.embed_tokens"]}])
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
-def test_load_weights_restores_every_trainable_in_place(
-    tmp_path: Path, family: str, method: dict[str, object]
-) -> None:
+def test_load_weights_restores_every_trainable_in_place(tmp_path: Path, family: str, method: dict[str, object]) -> None:
     if family == "gpt2" and "also_train" in method:
         method = {"also_train": ["transformer.ln_f"]}
     loaded = load_family(tmp_path, family, method=method)

@@ -20,7 +20,7 @@ from engine.journal import checkpoints_on_disk
 from engine.journal.checkpoints_on_disk import damage
 from engine.model import full_model_file, tensor_file
 from engine.model.tensor_file import DTYPES, FileTensor, write_tensors
-from engine.train.checkpoint.files import write_checkpoint
+from engine.train.run.checkpoint_files import write_checkpoint
 from tests.model.samples import load_family
 
 

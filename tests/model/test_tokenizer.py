@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.model.tokenizer import byte_tokenizer, check_vocabulary, give_pad_token, load_tokenizer
-from engine.spec.schema.recipe import Model
 from tests.model.samples import write_model
 
 TEXTS = ["", "plain", "née ñ", "日本語 🎉", " a  b\n\n\tc ", "\x00\x7f\u2028", "e\u0301 not composed", "n't 's <b>"]

@@ -15,15 +15,14 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, PreTrainedConfig
 
+from engine.config.attention import AttentionCard, KernelChoice, choose_kernel
 from engine.data.batch import Batch, Documents
 from engine.device.host_syncs import host_syncs
 from engine.errors import UsageError
-from engine.model.attention import attention_needs
+from engine.model.attention import attention_needs, register_varlen, varlen_attention
 from engine.model.decoder import decoder_of, hidden_states
-from engine.model.documents import separate_documents
 from engine.model.loaded import LoadedModel
-from engine.model.varlen import register_varlen, varlen_attention
-from engine.spec.attention_choice import AttentionCard, KernelChoice, choose_kernel
+from engine.model.positions import separate_documents
 from tests.model.samples import FAMILIES, load_family
 
 REAL = varlen.varlen_attn
@@ -37,8 +36,18 @@ class Kernel:
         self.calls: list[int] = []
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
     ) -> Tensor:
         assert cu_seq_q.dtype == torch.int32
         assert window_size[1] == 0  # causal
@@ -145,8 +154,10 @@ def generated(loaded: LoadedModel, prompt: dict[str, Tensor]) -> Tensor:
 
 def test_a_layer_that_is_not_told_where_documents_begin_refuses(kernel: Kernel) -> None:
     query_BHSD = torch.zeros(1, 2, 8, 8)
-    with separate_documents(True, handed_over=True), pytest.raises(UsageError, match="not told where packed"):
-        varlen_attention(torch.nn.Identity(), query_BHSD, query_BHSD, query_BHSD, None)
+    module = torch.nn.Identity()
+    apart = separate_documents(module, None, apart=True, handed_over=True)
+    with apart, pytest.raises(UsageError, match="not told where packed"):
+        varlen_attention(module, query_BHSD, query_BHSD, query_BHSD, None)
 
 
 @pytest.mark.parametrize(

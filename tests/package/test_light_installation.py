@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from engine.launch.training_packages import INSTALL_COMMAND, TRAINING_PACKAGES
+from engine.launch.requirements import INSTALL_COMMAND, TRAINING_PACKAGES
 from tests.package.conftest import Distributions, Installation, install
 from tests.package.test_wheel import OPEN_LAUNCH, run
 

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
 
 from tests.package.conftest import ROOT, USER_FILES, Distributions, Installation, tracked_files
 
@@ -77,7 +77,7 @@ def test_the_metadata_names_licence_and_python(distributions: Distributions) -> 
 
 
 def test_the_citation_has_the_version_of_the_package() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from engine.budget.advise.staged_plan import planning_specs, with_model
 from engine.budget.architecture.lookup import find_config
+from engine.config.load import resolve
 from engine.simulate.step import simulate_step
-from engine.spec.load import resolve
 
 GIB = 2**30
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from engine.config.schema.run import RunSpec
 from engine.journal.control import send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.liveness import engine_process, is_alive
@@ -31,7 +32,6 @@ from engine.journal.stages import NOT_COPIED, find_stage, stage_directories, sta
 from engine.journal.summary import summarise
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
-from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.stages.staged_runs import (
     assert_equal,

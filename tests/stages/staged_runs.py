@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.config.schema.run import RunSpec
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event
 from engine.journal.liveness import engine_process, is_alive
 from engine.launch.create_run import create_run
 from engine.launch.process import start_engine
 from engine.model.tokenizer import byte_tokenizer
-from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.train.run_helpers import ROOMY_GIB, make_spec, write_samples
 
@@ -35,9 +35,7 @@ def staged_spec(
     train = {"max_steps": 4, "batch_size": 4, "learning_rate": 1e-3, "seed": 3, **tables.pop("train", {})}
     checkpoint = {"every_steps": 2, "every_minutes": 0}
     samples = write_samples(folder / "samples.jsonl", count=16)
-    spec = make_spec(
-        samples, device=device, memory_gib=memory_gib, train=train, checkpoint=checkpoint, **tables
-    )
+    spec = make_spec(samples, device=device, memory_gib=memory_gib, train=train, checkpoint=checkpoint, **tables)
     data = spec.model_dump(by_alias=True, exclude_none=True)
     return RunSpec.model_validate({**data, "recipe": {**data["recipe"], "stages": stages}})
 

@@ -169,9 +169,7 @@ def test_checkpoints_of_a_run_that_is_done_are_removed_and_the_result_stands_for
         weights_to_score(one, "2")
     with pytest.raises(UsageError, match=removed) as caught:
         find_run_weights(f"run:{one.path}@2")
-    assert caught.value.fix == (
-        "leave the step out; to keep them the next time: --set stages.one.checkpoint.keep=2"
-    )
+    assert caught.value.fix == ("leave the step out; to keep them the next time: --set stages.one.checkpoint.keep=2")
     with pytest.raises(UsageError, match=removed):
         prepare_resume(one, ["train.max_steps=8"], {})
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.load import resolve
 from engine.device.base import GpuProcess, GpuReading
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.spec.load import resolve
-from engine.stages import device_use
-from engine.stages.device_use import read_device_use, wait_until_released
+from engine.stages import create_stage
+from engine.stages.create_stage import read_device_use, wait_until_released
 
 SPEC = resolve("24gb", "lora").spec
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -25,8 +25,8 @@ Holds = Callable[[subprocess.Popen[bytes]], None]
 def holds(monkeypatch: pytest.MonkeyPatch) -> Holds:
     """Lets the driver report that a process, while it lives, holds 3 GiB of the second GPU, which CUDA sees first."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    monkeypatch.setattr(device_use, "LONGEST_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(device_use, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(create_stage, "LONGEST_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(create_stage, "POLL_SECONDS", 0.05)
 
     def report(process: subprocess.Popen[bytes]) -> None:
         def readings() -> list[GpuReading]:
@@ -35,7 +35,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> Holds:
             return [GpuReading(0, "a card", "GPU-a", 24 << 30, 5 << 30, None, None, None, ()),
                     GpuReading(1, "a card", "GPU-b", 24 << 30, used, None, None, None, held)]  # fmt: skip
 
-        monkeypatch.setattr(device_use, "read_gpus", readings)
+        monkeypatch.setattr(create_stage, "read_gpus", readings)
 
     return report
 
@@ -65,7 +65,7 @@ def test_memory_of_the_stage_before_is_waited_for(tmp_path: Path, holds: Holds, 
 def test_a_process_of_this_run_that_stays_is_named_with_what_ends_it(
     tmp_path: Path, holds: Holds, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_use, "LONGEST_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(create_stage, "LONGEST_WAIT_SECONDS", 0.3)
     run = RunDirectory(tmp_path / "run")
     engine = start(600, "_engine", f"{run.path}/stages/01-a")
     holds(engine)
@@ -75,9 +75,7 @@ def test_a_process_of_this_run_that_stays_is_named_with_what_ends_it(
     assert caught.value.fix == f"end them with: kill -9 {engine.pid}, then: tunedeck resume run"
 
 
-def test_a_process_of_somebody_else_is_told_and_not_waited_for(
-    tmp_path: Path, holds: Holds, start: Start
-) -> None:
+def test_a_process_of_somebody_else_is_told_and_not_waited_for(tmp_path: Path, holds: Holds, start: Start) -> None:
     other = start(600, "_engine", f"{tmp_path}/run-2/stages/01-a")
     holds(other)
     use = wait_until_released(SPEC, RunDirectory(tmp_path / "run"))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from engine.budget.advise.staged_plan import make_staged_plan
+from engine.config.schema.run import RunSpec
 from engine.journal.control import send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
-from engine.spec.schema.run import RunSpec
 from tests.stages.kill_anywhere import MIXTURE, Killer, assert_story_told_once, check, mixture_spec
 from tests.stages.staged_runs import conduct, ends_of, events_of, new_staged_run, staged_spec, wait_for
 

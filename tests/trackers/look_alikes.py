@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.config.load import dump_run_spec, resolve
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
-from engine.spec.load import dump_run_spec, resolve
 
 PACKAGES = Path(__file__).resolve().parents[1] / "look_alikes" / "trackers"
 

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.load import resolve
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.spec.load import resolve
-from engine.trackers import packages
-from engine.trackers.follow import forward_all
-from engine.trackers.metrics import Point, point_of
-from engine.trackers.open_tracker import open_tracker, tracked_run
-from engine.trackers.packages import require_trackers
-from engine.trackers.record import read_record
+from engine.trackers import tracker
+from engine.trackers.follow import forward_all, open_tracker, tracked_run
 from engine.trackers.tensorboard_tracker import TensorBoardTracker
-from engine.trackers.tracker import Tracker
+from engine.trackers.tracker import Point, Tracker, point_of, read_record, require_trackers
 from engine.trackers.trackio_tracker import TrackioTracker
 from engine.trackers.wandb_tracker import WandbTracker
 from tests.trackers.look_alikes import (
@@ -125,7 +121,7 @@ def test_every_tracker_of_the_schema_can_be_opened(run: RunDirectory) -> None:
 
 def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve("demo", "demo", ['trackers.use=["wandb", "trackio"]']).spec.recipe
-    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None if name == "wandb" else name)
     with pytest.raises(EnvironmentProblem) as caught:
         require_trackers(recipe)
     assert "wandb is not installed" in caught.value.found

@@ -79,7 +79,7 @@ class CrashServer:
 def serve() -> None:
     """Fork an engine for each request on standard input, until the input is closed. The engine is imported before,
     because a process must not have threads when it forks."""
-    from engine.train import main
+    from engine.train.run import main
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -14,24 +14,21 @@ from typing import Any
 
 import torch
 
-from engine.budget.blocks import round_to_blocks
+from engine.budget.calibration import round_to_blocks
+from engine.config.schema.run import RunSpec
 from engine.device.metered import MeteredDevice
-from engine.journal.control import ControlInbox
-from engine.journal.directory import RunDirectory
+from engine.journal.control import ControlInbox, RunRequests
+from engine.journal.directory import RunDirectory, write_atomically
 from engine.journal.events import EventWriter
-from engine.journal.files import write_atomically
-from engine.launch.run_requests import RunRequests
-from engine.spec.schema.run import RunSpec
-from engine.train.checkpoint.run_state import RunState
-from engine.train.loop import Ending, Training
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.emergency_memory import EmergencyHostMemory
-from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
-from engine.train.recovery.oom_report import oom_reporter
-from engine.train.run_context import RunContext
-from engine.train.setup import TrainingSetup, set_up
-from engine.train.step.loss_scaler import LossScaler
+from engine.journal.writer import Journal
+from engine.train.run.checkpoints import EmergencyHostMemory
+from engine.train.run.loop import Ending, Training
+from engine.train.run.run_context import RunContext, Watchdog
+from engine.train.run.run_state import RunState
+from engine.train.run.setup import set_up
+from engine.train.step.context import LossScaler, TrainingSetup
+from engine.train.step.ladder import adopt_memory, memory_as_json
+from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
@@ -232,9 +229,7 @@ class Rig:
         failures = self.journal.failures
         held_bytes = device.memory().allocated_bytes
         unit.then(self.training)
-        return Result(
-            self._copies(), self._facts(), failures, held_bytes, after[0] - before[0], after[1] - before[1]
-        )
+        return Result(self._copies(), self._facts(), failures, held_bytes, after[0] - before[0], after[1] - before[1])
 
     def _facts(self) -> dict[str, Any]:
         state = self.training.state
@@ -251,9 +246,7 @@ class Rig:
 
 
 @contextmanager
-def rigged(
-    case: Case, folder: Path, disturb: Callable[[MeteredDevice], None] = lambda device: None
-) -> Iterator[Rig]:
+def rigged(case: Case, folder: Path, disturb: Callable[[MeteredDevice], None] = lambda device: None) -> Iterator[Rig]:
     """Set up a rig for `case`, whose device is active inside the block. `disturb` is called with the device before the
     set-up, to make allocations fail."""
     spec = case.spec(folder)
@@ -286,5 +279,3 @@ def replace_optimizer(setup: TrainingSetup, options: dict[str, Any]) -> None:
     context.guard = StepGuard(PiecewiseUpdate(context.optimizer, trainable, rounding), trainable, context.device)
     context.device.release_cached()
     context.static_bytes = context.device.memory().allocated_bytes
-
-

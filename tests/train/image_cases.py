@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 from tests.train.fault_rig import Case
 from tests.train.run_helpers import make_spec
 from tests.vision_models import detection_source, write_boxes, write_gemma3, write_qwen2_vl

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import engine.data.dataset_files  # noqa: F401  # an engine imports it when it opens a file, which is beyond the limit
-from engine.train import main
+from engine.train.run import main
 
 
 def limit_to(mib: int) -> None:

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from engine.batching.budget import MicroBatchBudget
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
-from engine.train import main
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.oom_report import oom_reporter
-from engine.train.setup import TrainingSetup, set_up
+from engine.journal.writer import Journal
+from engine.train.run import main
+from engine.train.run.setup import set_up
+from engine.train.step.context import TrainingSetup
+from engine.train.step.oom_report import oom_reporter
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
 
@@ -43,9 +44,7 @@ def write_samples(path: Path, *, count: int = 48, seed: int = 0, longest: int = 
     return path
 
 
-def make_spec(
-    samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: Any
-) -> RunSpec:
+def make_spec(samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "metered", **tables: Any) -> RunSpec:
     """A run spec of the tiny model on the file `samples`; keyword arguments are recipe tables laid over it."""
     recipe: dict[str, Any] = {
         "name": "small",

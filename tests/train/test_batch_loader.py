@@ -15,8 +15,7 @@ import torch
 from engine.data.batch import Batch
 from engine.device.cpu import CpuDevice
 from engine.device.cuda import CudaDevice
-from engine.train.step.batch_loader import AHEAD, BatchLoader
-from engine.train.step.computation import StepComputation
+from engine.train.step.computation import AHEAD, BatchLoader, StepComputation
 from engine.train.step.transaction import StepTransaction
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.journal.checkpoints_on_disk import best_step
-from engine.train.checkpoint.best import agree, is_better
-from engine.train.checkpoint.files import mark_best, write_checkpoint
-from engine.train.checkpoint.run_state import Best
+from engine.train.run.checkpoint_files import mark_best, write_checkpoint
+from engine.train.run.run_state import Best, agree, is_better
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from engine.journal.checkpoints_on_disk import (
     hashes_of,
     newest_sound,
 )
-from engine.train.checkpoint.files import forget_after, mark_best, place_result, prune, write_checkpoint
+from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, write_checkpoint
 
 
 def fill(path: Path) -> None:

@@ -18,15 +18,15 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.config.check.notes import refuse_unsupported
+from engine.config.schema.run import RunSpec
 from engine.errors import SpecError
 from engine.model.compiled import BACKENDS, is_compiled
 from engine.model.decoder import decoder_of
-from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.schema.run import RunSpec
-from engine.train import main
+from engine.train.proofs.prove import PROOFS
 from engine.train.proofs.record import ProofResult
-from engine.train.proofs.table import PROOFS
-from engine.train.setup import TrainingSetup
+from engine.train.run import main
+from engine.train.step.context import TrainingSetup
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
 from tests.model.samples import batch_of, logits_of

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.config.schema.run import RunSpec
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event
-from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.train.crash_server import CrashServer, Death
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, write_samples

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.load import resolve
 from engine.journal.directory import RunDirectory
-from engine.spec.load import resolve
 from tests.events import read_events
+from tests.fork_server import fresh_interpreters
 from tests.train.run_helpers import Event, losses, new_run, of_kind, train
 
 COMMAND = Path(__file__).resolve().parents[2] / "tunedeck.py"
@@ -23,12 +24,11 @@ SHORT = (
 
 
 def test_the_demo_learns_and_survives_without_losing_a_sample(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", COMMAND, "train", "-p", "demo", "-r", "demo", "--json", "--runs", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with fresh_interpreters():
+        done = subprocess.run(
+            [sys.executable, "-P", COMMAND, "train", "-p", "demo", "-r", "demo", "--json", "--runs", tmp_path],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     scores = [event["metrics"]["exact_match"] for event in of_kind(events, "eval")]

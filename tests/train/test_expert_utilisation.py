@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batching.budget import MicroBatchBudget
+from engine.config.schema.run import RunSpec
 from engine.device.metered import MeteredDevice
-from engine.spec.schema.run import RunSpec
-from engine.train import main
-from engine.train.monitor import expert_utilisation
-from engine.train.monitor.expert_utilisation import LOGGED_STEPS, ExpertCounters, ExpertUtilisation, entropies
+from engine.train.run import expert_utilisation, main
+from engine.train.run.expert_utilisation import LOGGED_STEPS, ExpertCounters, ExpertUtilisation, entropies
 from engine.train.step.transaction import StepTransaction
 from tests.model.samples import MIXTURES, write_model
 from tests.train.run_helpers import Workshop, losses, make_spec, new_run, of_kind, train, write_samples

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from engine.batching.micro_batches import plan_micro_batches
-from engine.launch.run_requests import RunRequests
-from engine.train.loop import Training
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
-from engine.train.recovery.emergency_memory import EmergencyHostMemory
-from engine.train.recovery.memory_settings import adopt_memory, memory_as_json
-from engine.train.run_context import RunContext
+from engine.journal.control import RunRequests
+from engine.journal.writer import Journal
+from engine.train.run.checkpoints import EmergencyHostMemory
+from engine.train.run.loop import Training
+from engine.train.run.run_context import RunContext, Watchdog
+from engine.train.step.ladder import adopt_memory, memory_as_json
 from engine.train.step.transaction import StepTransaction, TimedPass
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from engine.batching.budget import MicroBatchBudget
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
+from engine.config.load import dump_run_spec
+from engine.config.schema.recipe import Generate
 from engine.evaluate.generation import generate
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.recipe import Generate
 from engine.train.step.transaction import StepTransaction
 from tests.train.fault_rig import STEP, UNITS, rigged
 from tests.train.image_cases import IMAGE_CASES, LANGUAGE, TOWER, WRITERS, image_spec

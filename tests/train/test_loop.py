@@ -114,7 +114,12 @@ def test_evaluation_survives_and_counts_every_sample_once(tmp_path: Path, sample
         held_out = present(setup.prepared.validation)
         budget = MicroBatchBudget(step.cost(4, 64), step.cost(4, 64))
         context = EvaluationContext(
-            step.device, step.loaded, step.loss, step.cost, budget, spec.recipe.generate,
+            step.device,
+            step.loaded,
+            step.loss,
+            step.cost,
+            budget,
+            spec.recipe.generate,
             lambda failed, *_: failures.append(failed.failure.phase),
         )
         undisturbed = evaluate(context, held_out, ["loss", "exact_match"], limit=None, samples=3)

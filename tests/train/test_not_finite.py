@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config.schema.run import RunSpec
 from engine.journal.directory import RunDirectory
-from engine.spec.schema.run import RunSpec
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 

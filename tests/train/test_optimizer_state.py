@@ -13,8 +13,7 @@ from torch.nn import Parameter
 from engine.device.metered import MeteredDevice
 from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import REMAINDER, Rounding, allocate_state, state_tensors
-from engine.train.step.piecewise_update import PiecewiseUpdate
-from engine.train.step.rounding import join_
+from engine.train.step.piecewise_update import PiecewiseUpdate, join_
 from tests.train.blockwise_adamw import BlockwiseAdamW
 from tests.train.rounding_modes import RoundingMode
 

@@ -19,12 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
 from engine.device import open_device
 from engine.model.load import load_model
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.schema.run import RunSpec
 from tests.present import present
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -90,9 +90,7 @@ class Losses(TrainerCallback):
             self.grad_norms[state.global_step] = logs["grad_norm"]
 
 
-def with_their_trainer(
-    spec: RunSpec, model: Any, folder: Path, **changes: Any
-) -> tuple[Losses, Any]:
+def with_their_trainer(spec: RunSpec, model: Any, folder: Path, **changes: Any) -> tuple[Losses, Any]:
     """Train `model` with transformers' Trainer on the same samples in the same order. Returns losses and gradient norms
     by step, and the trained model."""
     tokenizer = load_tokenizer(spec.recipe.model)

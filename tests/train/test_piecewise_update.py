@@ -12,8 +12,7 @@ from torch.nn import Parameter
 
 from engine.device.metered import MeteredDevice
 from engine.train.step.optimizer_state import REMAINDER, Rounding, allocate_state, state_tensors
-from engine.train.step.piecewise_update import PiecewiseUpdate
-from engine.train.step.rounding import join_
+from engine.train.step.piecewise_update import PiecewiseUpdate, join_
 from tests.train.rounding_modes import RoundingMode
 
 SHAPES = ((48, 33), (7,), (300, 5), (1,), (2, 3, 4))

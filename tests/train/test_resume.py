@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.config.schema.run import RunSpec
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail
 from engine.launch.process import start_engine
-from engine.spec.schema.run import RunSpec
 from tests.events import read_events
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 

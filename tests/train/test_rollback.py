@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.device.cpu import CpuDevice
-from engine.train.step.loss_scaler import LossScaler
+from engine.train.step.context import LossScaler
 from engine.train.step.rollback import Rollback
 from tests.present import present
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.train.step.rounding import INDEX_LIMIT, join_, noise_, round_stochastically_, split_
+from engine.train.step.piecewise_update import INDEX_LIMIT, join_, noise_, round_stochastically_, split_
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from engine.spec.check.notes import warmup_note
-from engine.spec.schema.recipe import Train
-from engine.train.schedule import Schedule
+from engine.config.check.notes import warmup_note
+from engine.config.schema.recipe import Train
+from engine.train.step.optimizer import Schedule
 
 TOTAL = 40
 

@@ -11,8 +11,8 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.train.monitor.journal import Journal
-from engine.train.monitor.watchdog import Watchdog
+from engine.journal.writer import Journal
+from engine.train.run.run_context import Watchdog
 from tests.events import read_events
 from tests.train.run_helpers import of_kind
 

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from engine.device.catch_oom import frozen_gc
 from engine.device.metered import MeteredDevice
-from engine.model.library_output import disable_progress_bars
+from engine.device.oom import frozen_gc
+from engine.model.config import disable_progress_bars
 from tests.conftest import FOLDERS
 from tests.train.fault_rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 from tests.train.image_cases import IMAGE_CASES

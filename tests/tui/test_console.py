@@ -224,9 +224,7 @@ def _as_written(pilot: ConsolePilot, strip: Strip) -> Strip:
 
 
 @pytest.mark.asyncio
-async def test_without_colour_nothing_is_coloured(
-    console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_colour_nothing_is_coloured(console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     make_run(runs)
     async with console() as pilot:

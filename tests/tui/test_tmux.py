@@ -54,9 +54,7 @@ def loss_on(screen: str) -> float:
     return float(found[1])
 
 
-def test_a_run_outlives_its_console(
-    terminal: Terminal, runs: Path, recipe: Path
-) -> None:
+def test_a_run_outlives_its_console(terminal: Terminal, runs: Path, recipe: Path) -> None:
     terminal.open_console("-p", "demo", "-r", str(recipe))
     terminal.sees("Launch", "fits with micro-batch 17")
     terminal.press("s")

@@ -16,9 +16,9 @@ from engine.errors import DivergedError
 from engine.journal.compare import compare
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
-from engine.launch.create_sweep import create_sweep
+from engine.launch.create_run import create_sweep
 from engine.model.loss import loss_of
-from engine.train.monitor import expert_utilisation
+from engine.train.run import expert_utilisation
 from tests.events import read_events
 from tests.model.auxiliary_loss import gradients, ragged, reference
 from tests.model.samples import cpu, disturb, load

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
+from engine.config.load import dump_run_spec, load_run_spec, override
 from engine.data.prepare import prepare_data
 from engine.device import open_device
 from engine.evaluate.run import score_model, score_run
@@ -20,8 +21,7 @@ from engine.journal.directory import RunDirectory
 from engine.model.load import load_model
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
-from engine.spec.load import dump_run_spec, load_run_spec, override
-from engine.train.setup import make_order
+from engine.train.run.setup import make_order
 from tests.train.run_helpers import Event, new_run, of_kind, train
 from tests.twins.twin import twin, write_model, write_pairs, write_profile
 

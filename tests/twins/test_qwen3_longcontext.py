@@ -13,14 +13,14 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from engine.budget.advise.plan import make_plan
 from engine.budget.predict.inference import generates
+from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.evaluate.run import score_run
 from engine.journal.evaluations import read_evaluations
-from engine.spec.schema.run import RunSpec
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.records import RecoveredOom
-from engine.train.setup import set_up
+from engine.journal.writer import Journal
+from engine.train.run.setup import set_up
+from engine.train.step.failures import RecoveredOom
 from engine.train.step.transaction import StepTransaction
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import NEEDS_SHARDS
@@ -34,8 +34,16 @@ LETTERS = 1900
 """In the longest answers, with which a sequence has nearly the 2048 tokens of the twin."""
 SUMMARIES = ["a b a b a b a b", "b a b a b a b a"]
 """Short answers, whose letters the model learns within a few steps."""
-SHORT = ("train.max_steps=16", "train.epochs=8", "train.batch_size=8", "train.learning_rate=0.05",
-         "checkpoint.every_steps=8", "eval.every_steps=8", "data.valid_fraction=0.2", "generate.max_new_tokens=16")
+SHORT = (
+    "train.max_steps=16",
+    "train.epochs=8",
+    "train.batch_size=8",
+    "train.learning_rate=0.05",
+    "checkpoint.every_steps=8",
+    "eval.every_steps=8",
+    "data.valid_fraction=0.2",
+    "generate.max_new_tokens=16",
+)
 """Settings with which two checkpoints are written of a model that has learned some of SUMMARIES."""
 EXACT = ("model.dtype=float32", "trackers.use=[]")
 """In bf16 the order of sums shows in the loss; trackers are packages of others."""

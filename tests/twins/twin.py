@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
 from engine.model.tokenizer import byte_tokenizer
-from engine.spec.load import resolve
-from engine.spec.schema.run import RunSpec
 
 SETS = Path(__file__).parent / "sets"
 

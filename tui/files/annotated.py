@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.spec.files.text import visible
+from engine.config.files.text import visible
 from tui.theme import glyphs
 from tui.toml.syntax import Span, SyntaxKind, scan
 

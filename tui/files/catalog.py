@@ -14,14 +14,14 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.config.files.find import SpecFile, SpecKind, find_spec_file, list_spec_files
+from engine.config.files.machine import count_devices, detect_device
+from engine.config.files.write import write_new_file
+from engine.config.load import load_spec_file
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Device, Profile
 from engine.errors import TunedeckError
 from engine.journal.index import state_folder
-from engine.spec.files.detect import count_devices, detect_device
-from engine.spec.files.find import SpecFile, SpecKind, find_spec_file, list_spec_files
-from engine.spec.files.share import write_new_file
-from engine.spec.load import load_spec_file
-from engine.spec.schema.profile import Device, Profile
-from engine.spec.schema.recipe import Recipe
 
 SAME_MEMORY = 0.01
 """GPUs whose memory differs by less than this share are the same product: drivers report some MiB more or less."""
@@ -48,8 +48,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A profile or recipe that can be chosen on the Launch screen. `argument` is the name or path that -p or -r takes.
-    """
+    """A profile or recipe that can be chosen on the Launch screen. `argument` is the name or path that -p or -r
+    takes."""
 
     argument: str
     title: str
@@ -76,7 +76,7 @@ def _detected_path(machine: Machine) -> Path:
 def write_detected_profile(machine: Machine) -> str:
     """Write the profile of this machine into the state folder. Returns the reason if it cannot be written, else an
     empty text."""
-    from engine.spec.files.templates import new_profile  # slow to import: not before the first paint
+    from engine.config.files.write import new_profile  # slow to import: not before the first paint
 
     device = machine.device.model_dump(exclude_none=True)
     text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()

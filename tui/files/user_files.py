@@ -1,5 +1,5 @@
 """Profile and recipe files that the console writes: new and changed ones go to the user's own
-folder (`engine.spec.files.find.own_folder`), shipped ones stay unchanged.
+folder (`engine.config.files.find.own_folder`), shipped ones stay unchanged.
 
 Try: `python -c "from tui.files.user_files import *; print(new_file_path('recipe', 'mine'))"`
 """
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.config.files.document import read_document
+from engine.config.files.find import SpecKind, list_spec_files, own_folder, unshareable_paths
+from engine.config.files.text import UNSAFE, quoted, visible
+from engine.config.files.write import import_spec_file, require_name, rewrite_text, write_new_file
 from engine.errors import UsageError
-from engine.spec.files.document import read_document
-from engine.spec.files.find import SpecKind, list_spec_files, own_folder
-from engine.spec.files.paths import unshareable_paths
-from engine.spec.files.rewrite import rewrite_text
-from engine.spec.files.share import import_spec_file, require_name, write_new_file
-from engine.spec.files.text import UNSAFE, quoted, visible
 
 
 def unused_name(kind: SpecKind, name: str) -> str:

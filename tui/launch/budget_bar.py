@@ -13,9 +13,9 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from engine.budget.advise.plan import Plan
+from engine.config.files.text import visible
+from engine.config.schema.run import RunSpec
 from engine.journal.event_text import describe_verdict
-from engine.spec.files.text import visible
-from engine.spec.schema.run import RunSpec
 from tui.launch.evaluate import EvaluatedChoice
 from tui.launch.needs import Needs, needs_line
 from tui.theme import VERDICTS, glyphs

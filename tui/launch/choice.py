@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind
+from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER, SpecKind
 from tui.launch.fields import DEVICES, NAME, ON_FINISH, overrides_from, row_of_key
 
 

@@ -11,15 +11,26 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.budget.advise.gate import refusals
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, Verdict, make_plan
-from engine.budget.advise.staged_plan import StagedPlan, StagePlan, make_staged_plan
-from engine.budget.advise.strategy import settle_parallel
+from engine.budget.advise.staged_plan import RunFacts, StagedPlan, StagePlan, find_run_facts, make_staged_plan
+from engine.config.check.hardware_rules import parse_device_indices, require_launcher, require_matching_devices
+from engine.config.files.data_files import find_data_files
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.files.machine import working_directory
+from engine.config.load import resolve
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Limits, Profile, RunSpec
+from engine.config.stages import stage_specs
 from engine.errors import (
     ConfigNotHereError,
+    DataError,
     NotSimulatedError,
     SpecError,
     TunedeckError,
@@ -27,19 +38,11 @@ from engine.errors import (
     UsageError,
 )
 from engine.journal.event_text import describe_verdict
-from engine.spec.check.devices import parse_device_indices, require_launcher, require_matching_devices
-from engine.spec.check.unsupported import refuse_unsupported
-from engine.spec.files.working_directory import working_directory
-from engine.spec.load import resolve
-from engine.spec.schema.run import Limits, RunSpec
-from engine.spec.stages import stage_specs
-from engine.trackers.packages import install_command, missing_trackers
+from engine.trackers.tracker import install_command, missing_trackers
 from tui.launch.choice import Choice
-from tui.launch.fields import DEVICES, NAME, SOURCES, row_of_key, stage_row
+from tui.launch.fields import DEVICES, NAME, row_of_key, stage_row
 from tui.launch.needs import needed_disk
 
-BUILTIN = "builtin:"
-NO_FILE = "no such file: "
 SIMULATING = "simulating…"
 
 
@@ -49,11 +52,13 @@ class FieldProblem(NamedTuple):
 
     row: str
     text: str
+    may_wait: bool = False
+    """The run may be queued all the same: its data may be added before it starts."""
 
     @property
     def sentence(self) -> str:
-        """The problem as a sentence: its text, preceded by the field's key unless the text already begins with the key.
-        """
+        """The problem as a sentence: its text, preceded by the field's key unless the text already begins with
+        the key."""
         return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
 
 
@@ -97,7 +102,7 @@ class EvaluatedChoice:
         """Why the run cannot be started (action "start"), started although it does not fit ("force"), or queued
         ("queue"); None if it can. Missing data files do not prevent queueing, because they may be added before the run
         starts."""
-        serious = [problem for problem in self.problems if action != "queue" or not problem.text.startswith(NO_FILE)]
+        serious = [problem for problem in self.problems if action != "queue" or not problem.may_wait]
         if serious:
             return f"cannot start: {serious[0].sentence}"
         if self.to_simulate is not None:
@@ -164,28 +169,32 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
         return EvaluatedChoice(problems=(FieldProblem(DEVICES, _sentence(error)),))
     spec, notices = resolved.spec, resolved.notices
     parts = stage_specs(spec) if spec.recipe.stages else [spec]
-    problems = list(dict.fromkeys([*_unsupported(spec), *(found for part in parts for found in _missing_data(part))]))
+    missing = dict.fromkeys(found for part in parts for found in _missing_data(part))
+    problems = [*_problems_of_machine(spec), *missing]
     plan, planned, unplanned, to_simulate = None, spec, "", None
     stages: tuple[StageVerdict, ...] = ()
     disk: int | None = None
+    facts = find_run_facts(spec)
     try:
-        spec, settled = settle_parallel(spec)
+        spec, settled = settle_parallel(spec, facts)
         planned, notices = spec, [*notices, *settled]
+        problems = [*_refused(spec, facts), *problems]
         if spec.recipe.stages:
-            staged = make_staged_plan(spec)
+            staged = make_staged_plan(spec, facts)
             stages, disk = _stage_verdicts(spec, staged), staged.disk_bytes
             plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, spec)
             notices = [*_shown_stage(staged), *notices]
             problems += _stages_that_do_not_fit(staged)
         else:
-            plan = make_plan(spec)
+            plan = make_plan(spec, facts=facts.of(spec.recipe.model))
     except NotSimulatedError as missing:
         unplanned = SIMULATING
         to_simulate = missing.spec if isinstance(missing.spec, RunSpec) and not problems else None
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         unplanned = unknown.found
     except TunedeckError as error:
-        problems.append(FieldProblem("model.id", _sentence(error)))
+        if _sentence(error) not in [problem.text for problem in problems]:  # the gate has said it
+            problems.append(FieldProblem("model.id", _sentence(error)))
     return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, to_simulate, tuple(notices), stages, disk)
 
 
@@ -236,7 +245,8 @@ def _sentence(error: TunedeckError) -> str:
 _WITH_PLACE = re.compile(r"(?:--set |(?P<file>.*?:\d+): )(?P<key>[\w.\"-]+?): (?P<text>.*)", re.DOTALL)
 """Parses a message of the checker: the override, or the file and line; then the key, then the text."""
 
-_LEADING_KEY = re.compile(r"(?P<key>[a-z]+(?:\.[\w-]+)+|--devices|--name)\b")
+_LEADING_KEY = re.compile(rf"(?P<key>(?:{'|'.join([*Recipe.model_fields, *Profile.model_fields])})(?:\.[\w-]+)+)\b")
+"""Parses the key that a message of the gate begins with."""
 
 
 def _field_problem(problem: str) -> FieldProblem:
@@ -250,15 +260,22 @@ def _field_problem(problem: str) -> FieldProblem:
     return FieldProblem(row_of_key(match["key"]), match["text"] + file_and_line)
 
 
-def _unsupported(spec: RunSpec) -> list[FieldProblem]:
-    """Return a problem for each setting that this version does not support, for trackers whose packages are not
-    installed, and for several machines, on which the console cannot start a run."""
-    try:
-        refuse_unsupported(spec)
-    except SpecError as error:
-        return [
-            FieldProblem(match["key"] if (match := _LEADING_KEY.match(text)) else "", text) for text in error.problems
-        ]
+def _refused(spec: RunSpec, facts: RunFacts) -> list[FieldProblem]:
+    """Return a problem for everything that the gate refuses, at the key that its text begins with, else at the model;
+    a sweep and what a profile cannot do belong to no field."""
+    found = []
+    for error in refusals(spec, facts):
+        texts = error.problems if isinstance(error, SpecError) else [_sentence(error)]
+        other = "" if isinstance(error, SpecError) or spec.recipe.sweep else "model.id"
+        for text in texts:
+            match = _LEADING_KEY.match(text)
+            found.append(FieldProblem(row_of_key(match["key"]) if match else other, text))
+    return found
+
+
+def _problems_of_machine(spec: RunSpec) -> list[FieldProblem]:
+    """Return a problem for trackers whose packages are not installed, and for several machines, on which the console
+    cannot start a run."""
     if missing := missing_trackers(spec.recipe):
         return [FieldProblem("trackers.use", f"not installed: {', '.join(missing)}; {install_command(missing)}")]
     try:
@@ -268,12 +285,15 @@ def _unsupported(spec: RunSpec) -> list[FieldProblem]:
     return []
 
 
-def _missing_data(spec: RunSpec) -> list[FieldProblem]:
-    """A problem for each data file that does not exist. Without this check the engine would fail only after loading the
-    model."""
-    paths = [(source.name, source.path) for source in spec.recipe.data.sources if source.enabled and source.path]
-    return [FieldProblem(SOURCES + name, f"{NO_FILE}{path}") for name, path in paths if not _may_exist(path)]
-
-
-def _may_exist(path: str) -> bool:
-    return path.startswith(BUILTIN) or "://" in path or glob.has_magic(path) or os.path.exists(path)
+def _missing_data(spec: RunSpec) -> Iterator[FieldProblem]:
+    """Yield a problem for each file of the data that a start would refuse. Folders and patterns are not searched: that
+    may take longer than the time between two keys."""
+    for key, sources in (("data.sources", spec.recipe.data.sources), ("data.validation", spec.recipe.data.validation)):
+        for source in sources:
+            path = source.path or BUILTIN_PREFIX
+            if not source.enabled or path.startswith(BUILTIN_PREFIX) or glob.has_magic(path) or os.path.isdir(path):
+                continue
+            try:
+                find_data_files(source, key)
+            except DataError as error:
+                yield FieldProblem(row_of_key(f"{key}.{source.name}.path"), _sentence(error), may_wait=True)

@@ -98,7 +98,6 @@ class FieldList(Vertical):
         yield TextLines(id="hint")
         yield FieldInput(self._changed)
 
-
     @property
     def row(self) -> FieldRow | None:
         """The row under the cursor; None if the list is empty."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.spec.files.rewrite import kind_of_table
-from engine.spec.files.text import visible
-from engine.spec.schema import describe
-from engine.spec.schema.data import Source
-from engine.spec.schema.run import RunSpec
+from engine.config.files.text import visible
+from engine.config.files.write import kind_of_table
+from engine.config.schema import base
+from engine.config.schema.data import Source
+from engine.config.schema.run import RunSpec
 
 DEVICES = "--devices"
 NAME = "--name"
@@ -252,10 +252,10 @@ def allowed_values(key: str) -> list[str]:
     if is_stage_row(key):
         return ["true", "false"]
     place = tuple(key.split("."))
-    allowed = describe.allowed_at(_model(key), place)
+    allowed = base.allowed_at(_model(key), place)
     if allowed == "true or false":
         return ["true", "false"]
-    words = describe.choices_at(_model(key), place)
+    words = base.choices_at(_model(key), place)
     return words if len(words) > 1 and " or " not in allowed else []
 
 
@@ -268,12 +268,12 @@ def field_help(key: str) -> str:
     if is_stage_row(key):
         return SPECIAL_HELP[STAGES]
     place = tuple(key.split("."))
-    table = describe.table_at(_model(key), place[:-1])
-    return (describe.description_of(table, place[-1]) if table is not None else "") or key
+    table = base.table_at(_model(key), place[:-1])
+    return (base.description_of(table, place[-1]) if table is not None else "") or key
 
 
 def _model(key: str) -> Any:
-    from engine.spec.schema.profile import Profile
-    from engine.spec.schema.recipe import Recipe
+    from engine.config.schema.recipe import Recipe
+    from engine.config.schema.run import Profile
 
     return Profile if kind_of_table(key.partition(".")[0]) == "profile" else Recipe

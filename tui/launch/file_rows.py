@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from engine.config.files.text import visible
 from engine.journal.event_text import describe_verdict
-from engine.spec.files.text import visible
 from tui.files.catalog import FileEntry
 from tui.launch.budget_bar import verdict_text
 from tui.launch.evaluate import EvaluatedChoice

@@ -1,6 +1,6 @@
 """Suggested changes as lines of text: the margin and speed each gives, the keys it changes, and the reasons.
 
-Pure functions of `engine.budget.advise.fit`.
+Pure functions of `engine.budget.advise.search`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tui.launch.budget_bar import decimal_bytes
 from tui.launch.fields import format_value
 
 if TYPE_CHECKING:
-    from engine.budget.advise.fit import Advice, Suggestion
+    from engine.budget.advise.search import Advice, Suggestion
 
 
 class FixLine(NamedTuple):

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.queue import Queue
 from engine.launch.create_run import create_run
-from engine.spec.schema.run import RunSpec
+from engine.launch.start_options import QUEUED_WAIT_SECONDS
 from tui.launch.choice import Choice
 from tui.launch.evaluate import evaluate_choice
-
-QUEUE_WAIT_SECONDS = 24 * 3600.0
-"""How long a queued run waits for a busy device; the same as in `tunedeck queue add`."""
 
 
 def make_run(choice: Choice, runs_dir: Path, *, force: bool = False) -> tuple[RunDirectory, list[str]]:
@@ -32,7 +30,7 @@ def enqueue_run(choice: Choice, runs_dir: Path) -> tuple[str, int]:
     """Create the run directory of a choice and put it at the end of the queue; returns the run's name and its place in
     the queue. Raises TunedeckError."""
     spec = _current_spec(choice)
-    limits = spec.limits.model_copy(update={"wait_seconds": QUEUE_WAIT_SECONDS})
+    limits = spec.limits.model_copy(update={"wait_seconds": QUEUED_WAIT_SECONDS})
     directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir, queued=True)
     return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
 

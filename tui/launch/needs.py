@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from textual.content import Content
 
-from engine.budget.advise.stage_memory import disk_bytes_of_training
+from engine.budget.advise.staged_plan import disk_bytes_of_training
 from engine.budget.architecture.lookup import find_architecture
+from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_duration
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs
-from engine.spec.schema.run import RunSpec
 from tui.widgets.memory_bar import size_text
 
 PACE_KEYS = (

@@ -16,8 +16,8 @@ from typing import Any
 
 from textual.content import Content
 
+from engine.config.files.text import visible
 from engine.errors import TunedeckError
-from engine.spec.files.text import visible
 
 SAMPLES = 8
 

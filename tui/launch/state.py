@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import free_bytes
+from engine.config.files.find import SpecKind
+from engine.config.files.machine import working_directory
+from engine.config.files.write import kind_of_table
+from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError
-from engine.spec.files.find import SpecKind
-from engine.spec.files.rewrite import kind_of_table
-from engine.spec.files.working_directory import working_directory
-from engine.spec.schema.run import RunSpec
 from tui.files import user_files
 from tui.files.catalog import (
     FileEntry,
@@ -37,7 +37,7 @@ from tui.launch.needs import Needs, find_pace, time_words
 from tui.theme import VERDICTS
 
 if TYPE_CHECKING:
-    from engine.budget.advise.fit import Advice, Suggestion
+    from engine.budget.advise.search import Advice, Suggestion
 
 DEMO = "demo"
 """The name of the shipped profile and of the shipped recipe that run on any machine."""
@@ -340,6 +340,6 @@ def _with_notes(row: FieldRow, before: Mapping[str, str], formula: str) -> Field
 
 def _advise(spec: RunSpec) -> Advice:
     """The advice of `fit` for a run spec. Raises NotSimulatedError if it needs a simulation that was not made."""
-    from engine.budget.advise.fit import advise  # slow to import: not before the first paint
+    from engine.budget.advise.search import advise  # slow to import: not before the first paint
 
     return advise(spec)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from textual.content import Content
 
+from engine.config.files.text import visible
 from engine.errors import TunedeckError
-from engine.spec.files.text import visible
 from tui.launch.choice import Choice, data_arguments, shell_lines, train_command
 from tui.launch.fields import format_value
 from tui.launch.fixes import FixLine, fix_lines
@@ -22,7 +22,7 @@ from tui.launch.samples import read_samples, sample_lines
 from tui.launch.state import LaunchState
 
 if TYPE_CHECKING:
-    from engine.budget.advise.fit import Suggestion
+    from engine.budget.advise.search import Suggestion
 
 FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
 

@@ -14,7 +14,7 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 from textual.message import Message
 
-from engine.spec.files.text import visible
+from engine.config.files.text import visible
 from tui.launch import file_rows
 from tui.launch.budget_bar import budget_lines
 from tui.launch.evaluate import EvaluatedChoice

@@ -93,8 +93,8 @@ def fit_y_range(curves: Sequence[PlotCurve], points: Sequence[float] = (), *, lo
 
 
 def ticks(y_range: YRange, height: int) -> dict[int, str]:
-    """Return labels of the y axis by row number of a plot of `height` rows: round numbers, at most one every few rows.
-    """
+    """Return labels of the y axis by row number of a plot of `height` rows: round numbers, at most one every
+    few rows."""
     labels: dict[int, str] = {}
     for value in tick_values(y_range, max(2, height // ROWS_PER_TICK)):
         labels.setdefault(y_range.row(value, height), f"{value:.4g}")

@@ -131,8 +131,8 @@ class RunCurve:
         _, self._tokens, self._seconds = self._place
 
     def _match_step(self, line: bytes) -> tuple[float, list[float | None], float, float] | None:
-        """Step, values, tokens and seconds from the journal line of a step; None for a line that STEP does not match.
-        """
+        """Step, values, tokens and seconds from the journal line of a step; None for a line that STEP does not
+        match."""
         at = line.find(STEP_MARK, 0, KIND_WITHIN_BYTES)
         found = STEP.match(line, at) if at >= 0 else None
         try:

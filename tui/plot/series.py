@@ -108,8 +108,8 @@ class BoundedSeries:
         return [self._merged(group) for group in groups]
 
     def reading(self, low: float, high: float) -> Reading | None:
-        """The points from `low` to `high`, both included: of every bucket that overlaps that range. None without one.
-        """
+        """The points from `low` to `high`, both included: of every bucket that overlaps that range. None
+        without one."""
         group = list(range(bisect_left(self._last, low), bisect_right(self._first, high)))
         merged = self._merged(group)
         return Reading(self._first[group[0]], self._last[group[-1]], *merged) if merged is not None else None

@@ -20,8 +20,8 @@ from textual.timer import Timer
 from textual.worker import Worker
 from textual.worker_manager import WorkerManager
 
+from engine.config.files.text import visible
 from engine.errors import TunedeckError
-from engine.spec.files.text import visible
 from tui import keys
 from tui.console import Console
 from tui.files.new_file import write_new

@@ -15,8 +15,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 
 from engine.errors import TunedeckError, UsageError
-from engine.journal.compare import Comparison, compare_summaries
-from engine.journal.compare_rows import CompareRow, score_rows, setting_rows, training_rows
+from engine.journal.compare import CompareRow, Comparison, compare_summaries, score_rows, setting_rows, training_rows
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean

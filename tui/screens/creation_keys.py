@@ -10,8 +10,8 @@ from __future__ import annotations
 from asyncio import to_thread
 from collections.abc import Coroutine
 
+from engine.config.files.text import visible
 from engine.errors import TunedeckError
-from engine.spec.files.text import visible
 from tui.launch.choice import Choice
 from tui.screens.base import CREATION, BaseScreen
 

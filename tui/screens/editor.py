@@ -15,10 +15,10 @@ from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
 
+from engine.config.files.find import SpecKind
+from engine.config.files.text import visible
+from engine.config.load import SPEC_TABLES, check_text
 from engine.errors import TunedeckError
-from engine.spec.files.find import SpecKind
-from engine.spec.files.text import visible
-from engine.spec.load import SPEC_TABLES, check_text
 from tui import keys
 from tui.files import user_files
 from tui.files.annotated import LABEL, line_problems, problems_below

@@ -16,9 +16,9 @@ from textual import events
 from textual.app import ComposeResult
 from textual.timer import Timer
 
+from engine.config.files.find import SpecKind
+from engine.config.files.text import visible
 from engine.errors import TunedeckError
-from engine.spec.files.find import SpecKind
-from engine.spec.files.text import visible
 from tui.files.catalog import read_machine
 from tui.keys import bindings
 from tui.launch.choice import Choice
@@ -61,9 +61,7 @@ class LaunchScreen(CreationKeys):
 
     def compose_body(self) -> ComposeResult:
         """Yield the `LaunchView` and the prompt for names."""
-        fields = FieldList(
-            allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only
-        )
+        fields = FieldList(allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only)
         recipe_given = isinstance(self._settings, Mapping) and bool(self._settings.get("recipe"))
         yield LaunchView(TABS, fields, FIELDS if recipe_given else RECIPES, ascii_only=self.console.ascii_only)
         yield InputPrompt()

@@ -13,10 +13,10 @@ from textual.app import ComposeResult
 from textual.containers import Container, Vertical
 from textual.content import Content
 
+from engine.config.files.find import SpecKind, own_folder
+from engine.config.files.text import visible
+from engine.config.load import check_text
 from engine.errors import TunedeckError
-from engine.spec.files.find import SpecKind, own_folder
-from engine.spec.files.text import visible
-from engine.spec.load import check_text
 from tui.files import user_files
 from tui.files.annotated import LABEL, annotated_text, line_problems, problems_below
 from tui.files.catalog import FileEntry, profile_entries, read_machine, recipe_entries, write_detected_profile

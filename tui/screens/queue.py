@@ -17,9 +17,9 @@ from textual.content import Content
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_number
+from engine.journal.index import move_to_trash
 from engine.journal.queue import Queue, QueueState
 from engine.journal.summary import RunSummary
-from engine.journal.trash import move_to_trash
 from engine.launch.queue_worker import start_queue_worker
 from tui.keys import bindings
 from tui.run.listing import RunEntry, RunList

@@ -369,4 +369,3 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
         """Read the run and paint what has changed, at once."""
         self._read()
         self._paint()
-

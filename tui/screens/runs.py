@@ -17,7 +17,7 @@ from textual.widgets import Input
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
-from engine.journal.trash import TRASH, move_to_trash, newest_in_trash, restore_from_trash
+from engine.journal.index import TRASH, move_to_trash, newest_in_trash, restore_from_trash
 from tui.keys import bindings
 from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal

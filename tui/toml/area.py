@@ -18,7 +18,7 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from engine.spec.schema.base import Table
+from engine.config.schema.base import Table
 from tui.files.annotated import LineProblem
 from tui.theme import glyphs
 from tui.toml.completion import Candidate, complete

@@ -2,7 +2,7 @@
 
 `complete` takes the text and the cursor and returns what can be written there. Pure functions.
 
-Try: `python -c "from tui.toml.completion import complete; from engine.spec.schema.recipe import Recipe;
+Try: `python -c "from tui.toml.completion import complete; from engine.config.schema.recipe import Recipe;
 print(complete(Recipe, ['[train]', 'seq'], 1, 3))"`
 """
 
@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
-from engine.spec.files.lines import Place
-from engine.spec.files.text import quoted
-from engine.spec.schema import describe
-from engine.spec.schema.base import Table
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.recipe import Recipe
+from engine.config.files.document import Place
+from engine.config.files.text import quoted
+from engine.config.schema import base
+from engine.config.schema.base import Table
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Profile
 from tui.toml.syntax import OUTSIDE, ScannedLine, scan
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([\w.-]*)\s*(\]?\]?)\s*(?:#.*)?$")
@@ -79,9 +79,9 @@ def key_help(model: type[Table], lines: Sequence[str], row: int) -> tuple[str, s
     names: list[str] = [*_table_above(lines, scanned, row), *written[1].split(".")]
     *parents, key = names
     table = _table_type(model, parents)
-    if table is None or key not in describe.fields_of(table):
+    if table is None or key not in base.fields_of(table):
         return None
-    return _allowed(table, key), _one_line(describe.description_of(table, key))
+    return _allowed(table, key), _one_line(base.description_of(table, key))
 
 
 def _tables_completion(model: type[Table], lines: Sequence[str], start: int, column: int, row: int) -> Completion:
@@ -101,22 +101,22 @@ def _tables_completion(model: type[Table], lines: Sequence[str], start: int, col
 def _tables_of(model: type[Table], prefix: str = "") -> Iterator[tuple[str, bool, str]]:
     """Yield path, whether it is a list of tables, and meaning of each table that a file may have, tables in tables
     after the outer one."""
-    for key, field in describe.fields_of(model).items():
-        for member in describe.members_of(field.annotation):
+    for key, field in base.fields_of(model).items():
+        for member in base.members_of(field.annotation):
             listed = get_origin(member) is list
             table = get_args(member)[0] if listed else member
-            if describe.is_table(table):
+            if base.is_table(table):
                 yield prefix + key, listed, _one_line(table.__doc__ or "")
                 yield from _tables_of(table, f"{prefix}{key}.")
             elif get_origin(member) is dict and _is_recipe_table(key):
-                yield prefix + key, False, _one_line(describe.description_of(model, key))
+                yield prefix + key, False, _one_line(base.description_of(model, key))
     if model is Profile:
         yield from ((f"overrides.{key}", False, text) for key, _, text in _tables_of(Recipe) if "." not in key)
 
 
 def _is_recipe_table(key: str) -> bool:
     """Whether a key is a table of recipes; those of stages and [overrides] may repeat it."""
-    return describe.table_at(Recipe, (key,)) is not None
+    return base.table_at(Recipe, (key,)) is not None
 
 
 def _keys_completion(
@@ -133,7 +133,7 @@ def _keys_completion(
     has_value = "=" in lines[row][end:].partition("#")[0]
     candidates = [
         Candidate(key if has_value else f"{key} = ", key, _allowed(table, key), _one_line(text))
-        for key, text in ((key, describe.description_of(table, key)) for key in describe.fields_of(table))
+        for key, text in ((key, base.description_of(table, key)) for key in base.fields_of(table))
         if not _is_tables(table, key) and ".".join([*parents, key]) not in written
     ]
     return Completion(column - len(word), end, word, _matching(candidates, word))
@@ -141,10 +141,10 @@ def _keys_completion(
 
 def _is_tables(table: type[Table], key: str) -> bool:
     """Whether the value of a key is a table or a list of tables, which is written below a header of its own."""
-    annotation = describe.fields_of(table)[key].annotation
-    return describe.table_at(table, (key,)) is not None or any(
-        get_origin(member) is dict or (get_origin(member) is list and describe.is_table(get_args(member)[0]))
-        for member in describe.members_of(annotation)
+    annotation = base.fields_of(table)[key].annotation
+    return base.table_at(table, (key,)) is not None or any(
+        get_origin(member) is dict or (get_origin(member) is list and base.is_table(get_args(member)[0]))
+        for member in base.members_of(annotation)
     )
 
 
@@ -166,13 +166,13 @@ def _values_completion(
     *parents, key = names
     table = _table_type(model, parents)
     word = _WORD_TYPED.search(typed)
-    if table is None or word is None or key not in describe.fields_of(table):
+    if table is None or word is None or key not in base.fields_of(table):
         return None
     place: Place = (key, 0) if typed.startswith("[") else (key,)
     default = "" if typed.startswith("[") else _default(table, key)
-    words = [quoted(choice) for choice in describe.choices_at(table, place)]
-    found = describe.type_at(table, place)
-    words += ["true", "false"] if found and bool in describe.members_of(found[0]) else []
+    words = [quoted(choice) for choice in base.choices_at(table, place)]
+    found = base.type_at(table, place)
+    words += ["true", "false"] if found and bool in base.members_of(found[0]) else []
     words += [default] if default and default not in words and not word[1] else []
     rest = re.match(r"[\w./+-]*\"?", line[column:])
     end = column + (rest.end() if rest else 0)
@@ -182,7 +182,7 @@ def _values_completion(
 
 def _default(table: type[Table], key: str) -> str:
     """The default of a key, as TOML; empty if there is none, or none that can be written."""
-    field = describe.fields_of(table)[key]
+    field = base.fields_of(table)[key]
     value: Any = None if field.is_required() else field.get_default(call_default_factory=True)
     return quoted(value) if isinstance(value, str | bool | int | float) and value != "" else ""
 
@@ -190,7 +190,7 @@ def _default(table: type[Table], key: str) -> str:
 def _allowed(table: type[Table], key: str) -> str:
     """What a key allows, in words, and its default."""
     default = _default(table, key)
-    allowed = describe.allowed_at(table, (key,))
+    allowed = base.allowed_at(table, (key,))
     return f"{allowed}; default {default}" if default else allowed
 
 
@@ -224,9 +224,9 @@ def _table_type(model: type[Table], names: Sequence[str]) -> type[Table] | None:
     place: Place = ()
     for name in names:
         place = (*place, name)
-        if describe.table_at(model, (*place, 0)) is not None:
+        if base.table_at(model, (*place, 0)) is not None:
             place = (*place, 0)
-    table = describe.table_at(model, place)
+    table = base.table_at(model, place)
     return table if table is not None and issubclass(table, Table) else None
 
 

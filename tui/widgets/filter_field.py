@@ -17,8 +17,8 @@ class FilterField(OrderedKeys, Input):
     """A field for a filter: posts `Input.Changed` at every letter, and `Left` when the user leaves it."""
 
     class Left(Message):
-        """Message: the user has left the field, so the screen should give the focus back to the rows that are filtered.
-        """
+        """Message: the user has left the field, so the screen should give the focus back to the rows that are
+        filtered."""
 
     def __init__(self, placeholder: str) -> None:
         super().__init__(placeholder=placeholder, id="filter", compact=True)

@@ -1,31 +1,73 @@
-"""Lists levers: changes of recipe or profile keys that lower a run's memory, each with its cost in speed and quality.
-
-Costs in speed are rough estimates from common practice on GPUs, good enough for ranking; they are not measurements.
-Levers that change the same key are listed in the order of the memory they save, the least first.
-
-Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
-"""
+"""Levers: changes of recipe or profile keys that lower a run's memory, each with its cost in speed and quality, how
+they are applied, and those that lower the peak of a given plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
-from engine.budget.advise.changes import value_of
-from engine.budget.advise.plan import Plan
-from engine.budget.architecture.lookup import find_architecture
-from engine.spec.check.parallel import device_count
-from engine.spec.schema.run import RunSpec
+from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.plan import Plan, find_predictor
+from engine.budget.architecture.lookup import ModelFacts, find_facts
+from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
+from engine.config.check.notes import refuse_unsupported
+from engine.config.check.rules import problems_of_recipe
+from engine.config.schema.run import Profile, RunSpec
+from engine.errors import NotSimulatedError, TunedeckError, UsageError
+
+Changes = Mapping[str, Any]
+
+
+def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
+    """A copy of the run spec with `changes`; neither keys nor values are checked."""
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        file = "profile" if is_of_profile(key) else "recipe"
+        owner = getattr(spec, file)
+        part = getattr(owner, table).model_copy(update={name: value})
+        spec = spec.model_copy(update={file: owner.model_copy(update={table: part})})
+    return spec
+
+
+def value_of(spec: RunSpec, key: str) -> Any:
+    """Raises AttributeError for an unknown key."""
+    table, _, name = key.partition(".")
+    owner = spec.profile if is_of_profile(key) else spec.recipe
+    return getattr(getattr(owner, table), name)
+
+
+def is_of_profile(key: str) -> bool:
+    """Whether a dotted key is the profile's; if not, it is taken as the recipe's."""
+    return key.partition(".")[0] in Profile.model_fields
+
+
+def breaks_a_rule(spec: RunSpec) -> bool:
+    """Whether a rule of `recipes check` or `profiles check`, or one about both together, is violated."""
+    of_files = any(problems_of_recipe(spec.recipe)) or any(problems_of_profile(spec.profile))
+    return of_files or any(problems_on_device(spec.profile, spec.recipe))
+
+
+def is_refused(spec: RunSpec, facts: ModelFacts) -> bool:
+    """Whether `plan` and `train` would refuse a run spec: because it breaks a rule (`breaks_a_rule`), needs a feature
+    that this version lacks, or would compute wrong results or train nothing with its model (`facts`)."""
+    if breaks_a_rule(spec):
+        return True
+    try:
+        refuse_unsupported(spec)
+        refuse_unsafe(spec, facts)
+    except TunedeckError:
+        return True
+    return False
+
 
 LEARNING_COST = 10_000.0
 """Added to the cost of each lever that changes what is learned, so that sets with the fewest such levers come first."""
 FEWEST_IMAGE_TOKENS = 64
-"""Images of fewer tokens are not suggested."""
 SHORTEST = 256
-"""Sequences shorter than this are not suggested."""
+"""Shorter sequences, in tokens, are not suggested."""
 LOWEST_RANK = 4
-"""LoRA ranks lower than this are not suggested."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,30 +78,27 @@ class Lever:
     slower_percent: float
     note: str
     changes_learning: bool = False
-    """The lever changes what the run learns, or the data it learns from."""
+    """What the run learns, or the data it learns from."""
     changes_arithmetic: bool = False
-    """The lever lowers the precision of numbers or changes how they are rounded: results differ by more than the order
-    of summation explains."""
+    """Lower precision or other rounding: results differ by more than the order of summation explains."""
     quality: float = 0.0
     """Rough estimate of lost quality, as percent that `cost` adds to `slower_percent`."""
 
     @property
     def cost(self) -> float:
-        """The cost by which the search sorts levers: `slower_percent` plus `quality`, plus LEARNING_COST if learning
-        changes."""
+        """By which the search sorts levers."""
         return self.slower_percent + self.quality + (LEARNING_COST if self.changes_learning else 0.0)
 
     @property
     def keys(self) -> frozenset[str]:
-        """The dotted keys that the lever changes."""
         return frozenset(key for key, _ in self.changes)
 
 
-def levers_of(spec: RunSpec, plan: Plan) -> list[Lever]:
+def levers_of(spec: RunSpec, plan: Plan, facts: ModelFacts) -> list[Lever]:
     """All levers for a run, including some that its other settings or its hardware rule out; the search tests each."""
     return [
         *_micro_batch_levers(spec, plan), *_offload_levers(spec, plan), *_parallel_levers(spec),
-        *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan),
+        *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan, facts),
     ]  # fmt: skip
 
 
@@ -75,8 +114,7 @@ def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Yield levers that switch offloads on; if the host's memory is too small for the run's offloads, yield levers that
-    switch them off."""
+    """Offloads switched on; or off, if the host's memory is too small for the run's offloads."""
     offloads = {
         "train.activation_offload": (45.0, "activations wait in host memory until backward; the same gradients"),
         "train.optimizer_offload": (35.0, "optimizer state in host memory between steps; the same updates"),
@@ -89,8 +127,7 @@ def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
-    """Yield levers for several devices: sharded instead of replicated weights, sharded parameters, and sequence
-    parallelism."""
+    """For several devices: sharded instead of replicated weights, sharded parameters, and sequence parallelism."""
     devices, parallel = device_count(spec.profile), spec.profile.parallel
     if devices == 1:
         return
@@ -110,7 +147,7 @@ def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
 
 
 def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
-    """Yield levers that lower the precision of numbers or change how they are rounded."""
+    """Levers that lower the precision of numbers or change how they are rounded."""
     method, train, wide = spec.recipe.method, spec.recipe.train, plan.config.base_bytes == 4
     if method.adapter_dtype == "float32" and not wide:
         note = "adapters in bf16: half of their bytes and gradients; updates are rounded as train.rounding says"
@@ -133,7 +170,7 @@ def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         yield Lever((("model.quantize", "nf4"),), 25.0, note, changes_arithmetic=True, quality=15.0)
 
 
-def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+def _learning_levers(spec: RunSpec, plan: Plan, facts: ModelFacts) -> Iterator[Lever]:
     """Yield levers that change what is learned: LoRA instead of full fine-tuning, lower ranks, smaller images, shorter
     sequences."""
     method, longest = spec.recipe.method, plan.length
@@ -147,7 +184,7 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         note, quality = f"rank {rank}: smaller adapters", 10.0 * method.rank / rank
         yield Lever((("method.rank", rank),), 0.0, note, True, quality=quality)
         rank //= 2
-    yield from _image_levers(spec, plan)
+    yield from _image_levers(plan, facts)
     length = longest // 2
     while length >= SHORTEST:
         note = f"samples longer than {length} tokens are dropped or cut"
@@ -155,11 +192,11 @@ def _learning_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         length //= 2
 
 
-def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
+def _image_levers(plan: Plan, facts: ModelFacts) -> Iterator[Lever]:
     """Yield levers for smaller images, if the model takes images of any size."""
     if plan.predictor == "simulated":
         return
-    encoder = find_architecture(spec).vision_encoder
+    encoder = facts.require_architecture().vision_encoder
     if encoder is None or encoder.patches is not None:
         return
     tokens = plan.image_tokens // 2
@@ -171,7 +208,7 @@ def _image_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def room_levers(spec: RunSpec) -> Iterator[Lever]:
-    """Yield levers that use the unused memory of a run that fits; each is meant to be applied without the others."""
+    """Levers that use the unused memory of a run that fits, each without the others."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")
@@ -180,3 +217,111 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
     yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True)
     if recipe.method.kind == "lora":
         yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True)
+
+
+MOST_NAMED = 2
+"""Changes named at most."""
+LAST_RESORT = "a smaller model.id, or a device with more memory"
+SIMULATE_CHANGES = "tunedeck fit with the same arguments simulates changes, each of which takes some seconds"
+"""Stands for the changes of a simulated run, if this machine keeps no simulation of a changed one."""
+
+
+class _Offer(NamedTuple):
+    """A change of keys that may lower the peak. `rows`: sequences of a micro-batch; None: as in the plan."""
+
+    text: str
+    changes: Changes
+    rows: int | None = None
+
+
+def lever_of(plan: Plan, spec: RunSpec) -> str:
+    """Text for the user that names up to MOST_NAMED changes. All of them lower one component of the peak: the largest
+    for which a change is known. If there is none, the text is LAST_RESORT, or SIMULATE_CHANGES for a simulated plan.
+
+    Weights are tried first if they alone exceed capacity, or if adapters or buffers are the largest other component;
+    else last.
+    """
+    facts = find_facts(spec.recipe.model)
+    for component in _components(plan):
+        offers = (offer for offer in _offers(component, plan, spec) if _lowers(offer, plan, spec, facts))
+        if named := [offer.text for offer in islice(offers, MOST_NAMED)]:
+            return ", or ".join(named)
+    return LAST_RESORT if plan.predictor == "closed_form" else SIMULATE_CHANGES
+
+
+def _components(plan: Plan) -> list[str]:
+    """Components of the peak that changes may lower, in the order to try them."""
+    row = plan.prediction.phases[plan.prediction.deciding_phase]
+    if plan.prediction.deciding_phase == "generate":
+        return ["answers", "weights"]
+    largest_first = sorted((name for name in row if name != "weights"), key=lambda name: -row[name])
+    if row["weights"] > plan.capacity_bytes or largest_first[:1] in ([], ["adapters"], ["buffers"]):
+        return ["weights", *largest_first]
+    return [*largest_first, "weights"]
+
+
+def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
+    """Changes that may lower `component`, the cheapest first; whether they do is not checked here."""
+    if component == "answers":
+        yield from _of_answers(spec)
+    elif component == "weights":
+        yield _Offer('model.quantize = "nf4" (changes arithmetic)', {"model.quantize": "nf4"})
+        yield _Offer('parallel.strategy = "sharded"', {"parallel.strategy": "sharded", "parallel.shard": "parameters"})
+        yield _Offer('parallel.shard = "parameters"', {"parallel.shard": "parameters"})
+    elif component == "optimizer":
+        yield _Offer('train.optimizer = "adamw_8bit" (changes arithmetic)', {"train.optimizer": "adamw_8bit"})
+        yield _Offer("train.optimizer_offload = true", {"train.optimizer_offload": True})
+        yield from _of_trained(spec)
+    elif component in ("gradients", "adapters"):
+        yield from _of_trained(spec)
+    elif component in ("activations", "recompute", "loss"):
+        yield from _of_activations(plan, spec, component)
+
+
+def _of_answers(spec: RunSpec) -> Iterator[_Offer]:
+    if "exact_match" not in spec.recipe.eval.metrics:
+        yield _Offer("eval.samples = 0", {"eval.samples": 0})
+    else:
+        rest = [metric for metric in spec.recipe.eval.metrics if metric != "exact_match"] or ["loss"]
+        yield _Offer("eval.samples = 0 without exact_match", {"eval.samples": 0, "eval.metrics": rest})
+    fewer = max(1, spec.recipe.generate.max_new_tokens // 2)
+    yield _Offer("a lower generate.max_new_tokens", {"generate.max_new_tokens": fewer})
+
+
+def _of_trained(spec: RunSpec) -> Iterator[_Offer]:
+    method = spec.recipe.method
+    if method.kind == "full":
+        yield _Offer('method.kind = "lora"', {"method.kind": "lora", "method.train_only": [], "method.freeze": []})
+    elif method.rank > 1:
+        yield _Offer("a lower method.rank", {"method.rank": method.rank // 2})
+
+
+def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offer]:
+    train = spec.recipe.train
+    if component == "loss" and train.loss == "plain":
+        yield _Offer('train.loss = "auto"', {"train.loss": "auto"})
+    if not train.gradient_checkpointing:
+        yield _Offer("train.gradient_checkpointing = true", {"train.gradient_checkpointing": True})
+        return
+    if plan.micro_batch > 1:
+        yield _Offer(f"train.micro_batch below {plan.micro_batch}", {}, rows=plan.micro_batch // 2)
+        return
+    if (sequence := 2 * spec.profile.parallel.sequence) <= plan.ranks:
+        yield _Offer(f"parallel.sequence = {sequence}", {"parallel.sequence": sequence})
+    yield _Offer(f"data.max_length below {plan.length}", {"data.max_length": max(1, plan.length // 2)})
+
+
+def _lowers(offer: _Offer, plan: Plan, spec: RunSpec, facts: ModelFacts) -> bool:
+    """Whether an offer is worth showing: it changes something, `train` would accept the changed run, and that run has a
+    lower predicted peak with the offer's micro-batch (else the plan's) and offloads that fit on the host. A change that
+    would have to be simulated first is not."""
+    changed = with_changes(spec, offer.changes)
+    if (offer.changes and changed == spec) or is_refused(changed, facts):
+        return False
+    try:
+        predictor = find_predictor(changed, facts)
+    except (NotSimulatedError, UsageError):  # not simulated yet, or its simulation refused it
+        return False
+    rows, length = offer.rows or plan.micro_batch, min(plan.length, changed.recipe.data.max_length)
+    found = predictor.predict(rows, length)
+    return found.device_bytes < plan.prediction.device_bytes and predictor.host_fits(rows, length)

@@ -1,10 +1,6 @@
 """Refuses recipes whose patterns of names match nothing in the model, or select only weights that its data never use.
-
-The names are those of `engine.budget.architecture.parameters`, so a misspelt name is found before a model is loaded.
-When the engine loads the model, it checks the patterns again, on the real names.
-
-Try: `tunedeck plan -p 80gb -r lora --set 'method.targets=["q_prj"]'`
-"""
+Names are those of `engine.budget.architecture.parameters`, before a model is loaded; the engine checks again on the
+real ones."""
 
 from __future__ import annotations
 
@@ -12,28 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameter import Parameter
-from engine.budget.architecture.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
-from engine.budget.architecture.vision_parameters import (
+from engine.budget.architecture.parameters import (
+    HEAD,
+    Parameter,
     in_vision_encoder,
+    layer_parameters,
+    layer_prefix,
+    outer_parameters,
     vision_end_parameters,
     vision_layer_parameters,
     vision_layer_prefix,
 )
+from engine.config.check.data_rules import image_key
+from engine.config.name_patterns import matches, matches_end, no_match
+from engine.config.schema.recipe import Method, Recipe
 from engine.errors import DataError
-from engine.spec.check.images import image_key
-from engine.spec.name_patterns import matches, matches_end, no_match
-from engine.spec.schema.recipe import Method, Recipe
 
 
 def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | None = None) -> None:
-    """Check the patterns of [method] against the names of a model.
+    """Check the patterns of [method]. `has_images`: whether any sample has an image; None: the recipe's keys tell.
 
-    `has_images`: whether any sample to train on has an image; None: not known yet, the recipe's keys tell.
-
-    Raises:
-        UsageError: a pattern matches no name.
-        DataError: only a vision encoder would be trained, and there are no images.
+    UsageError: a pattern matches no name. DataError: only a vision encoder would be trained, and there are no images.
     """
     learning = _full_names(arch, recipe.method) if recipe.method.kind == "full" else _lora_names(arch, recipe.method)
     if has_images is None:
@@ -47,8 +42,7 @@ def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | No
 
 
 def _full_names(arch: Architecture, method: Method) -> list[str]:
-    """Names of the parameters that full fine-tuning trains by `train_only` and `freeze`. Raises UsageError for a
-    pattern without a match."""
+    """Parameters trained by `train_only` and `freeze`. Raises UsageError for a pattern without a match."""
     names = parameter_names(arch)
     frozen = set(_matched(method.freeze, names, "method.freeze", matches))
     chosen = _matched(method.train_only, names, "method.train_only", matches) if method.train_only else names
@@ -56,9 +50,8 @@ def _full_names(arch: Architecture, method: Method) -> list[str]:
 
 
 def _lora_names(arch: Architecture, method: Method) -> list[str]:
-    """Names of the modules that get adapters, then those of the parameters that `also_train` trains in full. Empty if
-    method.targets is "all-linear" or "attention": such adapters are in the language model. Raises UsageError for a
-    pattern without a match."""
+    """Modules that get adapters, then parameters that `also_train` trains. Empty if method.targets is "all-linear" or
+    "attention": such adapters are in the language model. Raises UsageError for a pattern without a match."""
     targets = method.targets if isinstance(method.targets, list) else []
     adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
     excluded = set(_matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end))
@@ -68,15 +61,14 @@ def _lora_names(arch: Architecture, method: Method) -> list[str]:
 
 @lru_cache(maxsize=16)
 def parameter_names(arch: Architecture) -> tuple[str, ...]:
-    """Dotted names of all parameters. A tied head is listed as well as the embedding, because patterns may name
-    either."""
+    """Names of all parameters; a tied head as well as the embedding, because patterns may name either."""
     names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
     return (*names, HEAD) if arch.tied else tuple(names)
 
 
 @lru_cache(maxsize=16)
 def adaptable_names(arch: Architecture) -> tuple[str, ...]:
-    """Dotted names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
+    """Names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
     linears = [prefix + one.module for prefix, one in _parameters(arch) if one.linear and one.name != HEAD]
     fused = [
         prefix + one.name
@@ -87,7 +79,7 @@ def adaptable_names(arch: Architecture) -> tuple[str, ...]:
 
 
 def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
-    """Yield (prefix, parameter) for every parameter of the model; prefix + parameter.name is the dotted name."""
+    """(prefix, parameter) of every parameter; prefix + parameter.name is the dotted name."""
     for layer in range(arch.layers):
         for parameter in layer_parameters(arch, arch.is_dense(layer)):
             yield layer_prefix(arch, layer), parameter
@@ -99,11 +91,8 @@ def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
         yield from (("", parameter) for parameter in vision_end_parameters(arch.vision_encoder))
 
 
-def _matched(
-    patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]
-) -> list[str]:
-    """The names that any of `patterns` matches by `test(pattern, name)`. Raises UsageError for a pattern that matches
-    none, with `key`, the recipe key of the patterns, in its message."""
+def _matched(patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]) -> list[str]:
+    """Names that any pattern matches by `test(pattern, name)`. UsageError: a pattern of `key` without a match."""
     chosen: list[str] = []
     for pattern in patterns:
         hits = [name for name in names if test(pattern, name)]

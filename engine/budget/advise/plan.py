@@ -1,28 +1,28 @@
-"""Plans a run: the micro-batch to start with, the verdict, and the memory prediction they are based on.
-
-Verdicts: fits, fits_smaller (only a smaller micro-batch or a remedy that leaves learning unchanged fits),
-does_not_fit (one sequence with every such remedy exceeds capacity).
-
-Try: `tunedeck plan -p 24gb -r lora`
-"""
+"""Plans a run, or an evaluation after it: the micro-batch to start with, the verdict, and the prediction they are based
+on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.host_memory import host_capacity_bytes
-from engine.budget.predict.network import NetworkTraffic, network_traffic
+from engine.budget.architecture.lookup import ModelFacts, find_facts
+from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, evaluation, generation_bytes
+from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
+from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic, on_one_device
 from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
-from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.predict.static import static_bytes
+from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
+from engine.budget.trace.polynomial import highest_value, shape_of
+from engine.config.files.caches import known_longest
+from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
-from engine.spec.files.known_lengths import known_longest
-from engine.spec.schema.run import RunSpec
 
 Verdict = Literal["fits", "fits_smaller", "does_not_fit"]
+"""fits_smaller: only a smaller micro-batch, or a remedy that leaves learning unchanged, fits. does_not_fit: one
+sequence with every such remedy exceeds capacity."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +37,63 @@ class Plan:
     length: int
     """Tokens of the sequences that the run is planned for."""
     basis: Literal["data", "max_length"]
-    """Whether `length` is that of the longest sequence of the data, or data.max_length because the data are unknown."""
+    """Whether `length` is that of the longest sequence, or data.max_length because the data are unknown."""
     config: MemoryConfig
     simulated: bool
     ranks: int
-    """Number of devices of the run; all bytes are those of one device."""
+    """Devices of the run; all bytes are those of one device."""
     image_tokens: int
-    """Tokens of the image that each sequence is planned with; 0 for text alone."""
+    """Of the image that each sequence is planned with; 0 for text alone."""
     remedies: dict[str, Any]
-    """Maps recipe keys to the values with which a run of verdict fits_smaller fits, without changing what is learned;
-    empty for other verdicts."""
+    """By recipe key: values with which a run of verdict fits_smaller fits; empty for other verdicts."""
     host: dict[str, int] = field(default_factory=dict)
-    """Bytes that offloads take on the host of one machine, by what is offloaded (activations, optimizer)."""
+    """Of offloads on the host of one machine, by what is offloaded (activations, optimizer)."""
     host_capacity_bytes: int = 0
-    """Bytes of host memory of one machine: the profile's value, else that of the machine that plans."""
+    """Host memory of one machine: the profile's value, else that of the machine that plans."""
     generation_rows: int = 0
     """Answers that an evaluation during training generates at once; 0 if none are generated."""
     parallel: str = ""
-    """The text `provenance.parallel` of the run spec: how strategy and sequence were decided, and which keys of the
-    profile were replaced."""
+    """`provenance.parallel`: how strategy and sequence were decided, and which keys of the profile were replaced."""
     network: NetworkTraffic | None = None
-    """Bytes that cross the network between machines; None for a run on one machine."""
+    """Between machines; None for a run on one machine."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
     @property
     def predictor(self) -> Literal["closed_form", "simulated"]:
-        """How the prediction was computed: by the closed form of the model's family, or from a simulation."""
         return "closed_form" if self.simulated_seconds is None else "simulated"
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that torch allocates at the peak."""
         return self.prediction.peak_bytes
 
     @property
     def margin_bytes(self) -> int:
-        """Bytes of capacity left at the peak; negative if the run does not fit."""
+        """Negative if the run does not fit."""
         return self.capacity_bytes - self.prediction.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that all offloads take on the host of one machine."""
         return sum(self.host.values())
 
     @property
     def host_fits(self) -> bool:
-        """Whether the host's memory holds what is offloaded; True if nothing is."""
+        """True if nothing is offloaded."""
         return not self.host or self.host_bytes <= self.host_capacity_bytes
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens of one micro-batch at the longest length, padding included."""
+        """Of one micro-batch at the longest length, padding included."""
         return self.micro_batch * self.length
 
     @property
     def generate_adds_bytes(self) -> int:
-        """Bytes by which generation during training raises the peak; 0 if nothing is generated, or if generation needs
-        less memory than the optimizer steps."""
+        """By which generation during training raises the peak; 0 if it needs less memory than the optimizer steps."""
         sums = {name: sum(row.values()) for name, row in self.prediction.phases.items()}
         return max(0, sums.pop("generate", 0) - max(sums.values()))
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as a JSON object: the content of plan.json, and what `tunedeck plan --json` prints."""
+        """The content of plan.json, and what `tunedeck plan --json` prints."""
         return {
             "verdict": self.verdict,
             "capacity_bytes": self.capacity_bytes,
@@ -131,19 +125,19 @@ class Plan:
         }
 
 
-def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
+def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | None = None) -> Plan:
     """Plan a run for sequences of up to `longest` tokens: by default those of the data if they were read before, else
-    data.max_length.
+    data.max_length. `facts`: what is known of its model, if that was found before.
 
     Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known, and
     NotSimulatedError where a simulation is needed first (`engine.launch.simulation.with_simulations`).
     """
     known = longest or known_longest(spec.recipe)
     length = known or spec.recipe.data.max_length
-    predictor, asked = find_predictor(spec), spec.recipe.train.micro_batch
+    predictor, asked = find_predictor(spec, facts), spec.recipe.train.micro_batch
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
     prediction = predictor.predict(rows, length)
-    verdict, remedies = _verdict(predictor, spec, prediction, rows, length)
+    verdict, remedies = _verdict(predictor, spec, prediction, rows, length, facts)
     arch, machines = predictor.arch, spec.profile.nodes.count
     encoder = arch.vision_encoder if arch is not None else None
     return Plan(
@@ -168,22 +162,18 @@ def make_plan(spec: RunSpec, *, longest: int | None = None) -> Plan:
     )
 
 
-def find_predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
+def find_predictor(spec: RunSpec, facts: ModelFacts | None = None) -> Predictor | SimulatedPredictor:
     """The predictor of a run: the closed form of its model's family, else a simulation. Raises the errors of
     `make_plan`."""
     try:
-        return Predictor(find_architecture(spec), spec)
+        return Predictor((facts or find_facts(spec.recipe.model)).require_architecture(), spec)
     except UnknownArchitectureError as unknown:
         return simulated_predictor(spec, unknown)
 
 
 def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -> int:
-    """The largest number of sequences of `length` tokens, at most the batch, that fit on the device as one micro-batch;
-    0 if not even one does.
-
-    Tensors that are offloaded must fit on the host, too. This condition is dropped if the host cannot hold those of one
-    sequence.
-    """
+    """The most sequences of `length` tokens, at most the batch, that fit as one micro-batch; 0 if none does. Offloads
+    must fit on the host, too, unless it cannot hold those of one sequence."""
     limited = predictor.host_fits(1, length)
 
     def fits(rows: int) -> bool:
@@ -203,18 +193,22 @@ def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -
 
 
 def _verdict(
-    planner: Predictor | SimulatedPredictor, spec: RunSpec, planned: Prediction, rows: int, length: int
+    planner: Predictor | SimulatedPredictor,
+    spec: RunSpec,
+    planned: Prediction,
+    rows: int,
+    length: int,
+    facts: ModelFacts | None,
 ) -> tuple[Verdict, dict[str, Any]]:
-    """Return the verdict and, for "fits_smaller", the cheapest remedies with which the run fits: recipe keys with their
-    values, empty for other verdicts. `planned` is the prediction for micro-batches of `rows` sequences of `length`
-    tokens."""
+    """The verdict and, for "fits_smaller", the cheapest remedies (recipe key to value). `planned`: the prediction for
+    micro-batches of `rows` sequences of `length` tokens."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
         return "fits", {}
     for changes in _remedies(spec):
         if rows == 1 and not changes:
             continue  # planned already
         changed = _with_train(spec, changes)
-        remedied = Predictor(planner.arch, changed) if planner.arch is not None else find_predictor(changed)
+        remedied = Predictor(planner.arch, changed) if planner.arch is not None else find_predictor(changed, facts)
         most = _largest_that_fits(remedied, length)
         if most and remedied.host_fits(most, length):
             # A number in the recipe is a limit: remedies do not raise it.
@@ -224,14 +218,12 @@ def _verdict(
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the run spec itself, then copies of it, each with one remedy more than the one before, cheapest first. The
-    remedies do not change what is learned."""
+    """The run spec, then copies with one remedy more each, cheapest first. They do not change what is learned."""
     return (_with_train(spec, changes) for changes in _remedies(spec))
 
 
 def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """Yield changes of the recipe's train table (key to value): first none, then each with one remedy more than the one
-    before, cheapest first."""
+    """Changes of the recipe's train table: none, then with one remedy more each, cheapest first."""
     changes: dict[str, Any] = {}
     yield {}
     if not spec.recipe.train.gradient_checkpointing:
@@ -249,7 +241,83 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
-    """A copy of the run spec in which keys of the recipe's train table have the values in `changes`; the copy is not
-    checked."""
+    """The copy is not checked."""
     train = spec.recipe.train.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})
+
+
+OF_TEXT = ("exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate")
+"""Metrics of `evaluate.metrics` for which answers are generated."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The predicted memory of `tunedeck eval` on one device, in bytes."""
+
+    capacity_bytes: int
+    phases: dict[str, dict[str, int]]
+    """Bytes by component of each phase: load, evaluate, and generate if answers are generated."""
+    device_bytes: int
+    """In use at the peak: tensors, workspaces, fragmentation, and the CUDA context beyond the profile's reserve."""
+    length: int
+    """Tokens of the longest sequence; prompts are assumed to be as long."""
+    evaluate_rows: int
+    """Sequences per forward pass of the loss at the start of the evaluation."""
+    generate_rows: int
+    """Answers generated at once at the start of the evaluation; 0 if none are generated."""
+    cache_bytes: int
+    """Key-value cache of these answers at their last token; part of the activations."""
+
+    @property
+    def deciding_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes <= self.capacity_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """As `tunedeck plan --eval --json` prints it."""
+        return {"verdict": "fits" if self.fits else "does_not_fit", "deciding_phase": self.deciding_phase,
+                **asdict(self)}  # fmt: skip
+
+
+def plan_evaluation(spec: RunSpec) -> EvaluationPlan:
+    """Plan the evaluation of a run's checkpoints after training. Raises the errors of `make_plan`, and
+    UnknownArchitectureError for a family without a closed form, which is not simulated here."""
+    spec = on_one_device(spec)
+    facts = find_facts(spec.recipe.model)
+    arch = facts.require_architecture()  # first: a family without a closed form is refused, not simulated
+    planned = make_plan(spec, facts=facts)
+    config, outside = memory_config_of(arch, spec), non_torch_memory(spec)
+    held = static_bytes(arch, config).total
+    weights = {"weights": held.weights, "adapters": held.adapters}
+    shape = shape_of(planned.micro_batch, planned.length, config.chunk_tokens)
+    loss_bytes = highest_value(evaluation(arch, for_rows(arch, config, planned.micro_batch)), shape)
+    phases = {"load": weights, "evaluate": {**weights, "activations": loss_bytes}}
+    room_bytes = outside.room_bytes(planned.capacity_bytes) - held.weights - held.adapters
+    rows, generate = 0, spec.recipe.generate
+    if generates_answers(spec):
+        rows = min(GENERATION_ROWS, spec.recipe.evaluate.limit or GENERATION_ROWS)
+        while rows > 1 and room_bytes < generation_bytes(
+            arch, config, rows=rows, prompt=planned.length, generate=generate
+        ):
+            rows //= 2
+        needed = generation_bytes(arch, config, rows=rows, prompt=planned.length, generate=generate)
+        phases["generate"] = {**weights, "activations": needed}
+    peak_bytes = max(sum(parts.values()) for parts in phases.values())
+    return EvaluationPlan(
+        capacity_bytes=planned.capacity_bytes,
+        phases=phases,
+        device_bytes=peak_bytes + outside.total(peak_bytes),
+        length=planned.length,
+        evaluate_rows=planned.micro_batch,
+        generate_rows=rows,
+        cache_bytes=rows * cache_bytes(arch, config, planned.length + generate.max_new_tokens),
+    )
+
+
+def generates_answers(spec: RunSpec) -> bool:
+    """Whether `tunedeck eval` generates answers: for scores of text, or samples to read."""
+    asked = spec.recipe.evaluate
+    return bool({*asked.metrics, *spec.recipe.eval.metrics} & set(OF_TEXT)) or asked.log_samples > 0

@@ -1,7 +1,5 @@
-"""Warns before a run starts, each time with the reason and a fix, and refuses runs that would train wrongly.
-
-A warning does not stop a run. Settings that a device does not support are refused in
-`engine.spec.check.hardware_rules`.
+"""Warns before a run starts, each time with the reason and a fix. A warning does not stop a run; what does is in
+`engine.budget.advise.gate`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -10,50 +8,44 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.facts import Architecture, from_config
-from engine.budget.architecture.lookup import RUN_PREFIX, find_config, scaling_of
-from engine.budget.architecture.packing_support import refuse_unsafe_packing
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.families import experts_note
+from engine.budget.architecture.lookup import ModelFacts
 from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
-from engine.budget.architecture.positions import refuse_long_sequences
-from engine.budget.architecture.sequence_parallel_support import refuse_sequence_parallel
-from engine.budget.architecture.trainable_families import experts_note, refuse_family, refuse_own_code
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
-from engine.errors import ConfigNotHereError, UnknownArchitectureError
-from engine.spec.check.images import image_key
-from engine.spec.installed import installed, older
-from engine.spec.schema.recipe import Recipe
-from engine.spec.schema.run import RunSpec
+from engine.config.check.data_rules import image_key
+from engine.config.files.machine import installed, older
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import RunSpec
 
 GIB = 2**30
 
 OFFLOAD_KEYS = {"activation": "activations", "optimizer": "optimizer"}
-"""The first word of each offload's key, and what the plan calls it that is on the host."""
+"""By the first word of each offload's key: what the plan calls it on the host."""
 
 SHORT_ANSWER_TOKENS = 32
 """Generating no more tokens than this at each evaluation is no reason for a warning."""
 
 
 def warnings_of(
-    arch: Architecture, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
+    facts: ModelFacts, spec: RunSpec, *, free_disk_bytes: int | None = None, torch_version: str | None = None
 ) -> list[str]:
     """All warnings of a run; those about disk space only if `free_disk_bytes` is given. `torch_version` defaults to the
-    installed one."""
-    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(arch, spec), *_generation(arch, spec)]
-    found += _host_memory(spec)
+    installed one. Raises the reason of `facts` if the model's memory cannot be predicted."""
+    arch = facts.require_architecture()
+    found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(facts, spec), *_generation(arch, spec)]
+    found += _host_memory(facts, spec)
     found += _nothing_to_round(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
-    found += _shards_over_machines(spec)
+    found += _shards_over_machines(facts, spec)
     if free_disk_bytes is not None:
         found += _disk(arch, spec, free_disk_bytes)
     return found
@@ -81,7 +73,7 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn of images that fit into no sequence, and of image settings for a model without a vision encoder."""
+    """Images that fit into no sequence, and image settings for a model without a vision encoder."""
     key, data = image_key(spec.recipe), spec.recipe.data
     if key is None:
         return
@@ -102,7 +94,7 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     )
 
 
-def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+def _offload(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     """Warn of offloading on a CPU, where device memory is host memory; else of activation offload together with
     gradient checkpointing, if the run fits without it."""
     train = spec.recipe.train
@@ -111,13 +103,14 @@ def _offload(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         keys = " and ".join(f"train.{key}" for key in asked)
         yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
     elif train.activation_offload and train.gradient_checkpointing:
-        yield from _offload_of_checkpoints(arch, spec)
+        yield from _offload_of_checkpoints(facts, spec)
 
 
-def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+def _offload_of_checkpoints(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     """Warn if a run would fit without offloading its checkpoints, which makes every layer wait for copies."""
     train = spec.recipe.train.model_copy(update={"activation_offload": False})
-    plan = make_plan(spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})}))
+    recipe, arch = spec.recipe.model_copy(update={"train": train}), facts.require_architecture()
+    plan = make_plan(spec.model_copy(update={"recipe": recipe}), facts=facts)
     if plan.verdict != "fits":
         return
     length, kept_bytes = plan.length, plan.config.base_bytes * arch.hidden * arch.layers * plan.tokens_per_micro_batch
@@ -128,9 +121,9 @@ def _offload_of_checkpoints(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     )
 
 
-def _host_memory(spec: RunSpec) -> Iterator[str]:
+def _host_memory(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     """Warn of offloads that the host's memory cannot hold."""
-    plan = make_plan(spec)
+    plan = make_plan(spec, facts=facts)
     if plan.host_fits:
         return
     switched_on = " and ".join(f"train.{name}_offload" for name in OFFLOAD_KEYS if OFFLOAD_KEYS[name] in plan.host)
@@ -140,58 +133,11 @@ def _host_memory(spec: RunSpec) -> Iterator[str]:
     )
 
 
-def refuse_unsafe(spec: RunSpec) -> None:
-    """Raise UsageError or DataError for a run that would compute wrong results or train nothing. Returns without a
-    check if the model's config is not on this machine."""
-    facts = _known_config(spec.recipe)
-    if facts is None:
-        return  # the engine asks again once it has the model
-    refuse_sequence_parallel(facts, spec)
-    refuse_unsafe_recipe(spec.recipe)
-
-
-def refuse_unsafe_recipe(recipe: Recipe) -> None:
-    """Raise UsageError or DataError for a recipe that would compute wrong results or train nothing with its model, on
-    any hardware. Returns without a check if the model's config is not on this machine."""
-    facts = _known_config(recipe)
-    if facts is None:
-        return
-    refuse_family(facts, recipe)
-    refuse_long_sequences(facts, _with_earlier_scaling(recipe))
-    refuse_unsafe_packing(facts, recipe)
-    with suppress(UnknownArchitectureError):  # the engine checks the patterns when it has loaded the model
-        refuse_patterns(from_config(facts), recipe)
-
-
-def refuse_untrusted_code(spec: RunSpec) -> None:
-    """Raise UsageError if the model needs code that comes with it, and the command line does not allow it."""
-    facts = _known_config(spec.recipe)
-    if facts is not None:
-        refuse_own_code(facts, spec.recipe.model.id, trusted=spec.limits.trust_remote_code)
-
-
-def notes_on_experts(spec: RunSpec) -> list[str]:
+def notes_on_experts(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """A list with one sentence if adapters leave out the experts of a mixture of experts, else empty; works also for
     model families whose memory cannot be predicted."""
-    facts = _known_config(spec.recipe)
-    note = experts_note(facts, spec.recipe) if facts is not None else None
+    note = experts_note(facts.config, recipe) if facts.config is not None else None
     return [note] if note else []
-
-
-def _known_config(recipe: Recipe) -> dict[str, Any] | None:
-    """The config of a recipe's model; None if it is not on this machine."""
-    try:
-        return find_config(recipe.model.id, recipe.model.revision)
-    except ConfigNotHereError:
-        return None
-
-
-def _with_earlier_scaling(recipe: Recipe) -> Recipe:
-    """The recipe with the rotary scaling of the run that it starts from, unless it has its own."""
-    model = recipe.model
-    if model.rope_scaling is not None or not model.id.startswith(RUN_PREFIX):
-        return recipe
-    return recipe.model_copy(update={"model": model.model_copy(update={"rope_scaling": scaling_of(model.id)})})
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
@@ -210,13 +156,14 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
     )
 
 
-def _shards_over_machines(spec: RunSpec) -> Iterator[str]:
+def _shards_over_machines(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     """Warn of weights that are sharded over several machines though each device holds the whole model."""
     parallel, machines = spec.profile.parallel, spec.profile.nodes.count
     if machines == 1 or parallel.strategy != "sharded":
         return
     replicated = parallel.model_copy(update={"strategy": "replicated"})
-    whole = make_plan(spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": replicated})}))
+    profile = spec.profile.model_copy(update={"parallel": replicated})
+    whole = make_plan(spec.model_copy(update={"profile": profile}), facts=facts)
     if whole.verdict == "fits":
         yield (
             f"weights that are sharded over {machines} machines cross the network in every micro-batch (see the plan), "
@@ -226,7 +173,7 @@ def _shards_over_machines(spec: RunSpec) -> Iterator[str]:
 
 
 def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn that train.rounding and train.state_dtype have no effect if no weight is trained in bf16."""
+    """train.rounding and train.state_dtype have no effect if no weight is trained in bf16."""
     train, config = spec.recipe.train, memory_config_of(arch, spec)
     asked = {"train.rounding": (train.rounding, "exact"), "train.state_dtype": (train.state_dtype, "float32")}
     for key, (value, default) in asked.items():
@@ -239,8 +186,7 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn if the attention kernel itself draws the masks of attention dropout: the masks, and what is learned, then
-    depend on the division into micro-batches."""
+    """A kernel that draws the masks itself: what is learned then depends on the division into micro-batches."""
     if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
         return
     if memory_config_of(arch, spec).attention != "eager":
@@ -251,9 +197,8 @@ def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
 
 
 def _generation(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """Warn if evaluations during training generate answers of more than SHORT_ANSWER_TOKENS tokens. If the profile has
-    the device's bandwidth, the warning names the least seconds for a batch of answers: each token reads all weights
-    once."""
+    """Answers of more than SHORT_ANSWER_TOKENS tokens at evaluations. With the device's bandwidth, the warning names
+    the least seconds for a batch of answers: each token reads all weights once."""
     new_tokens, bandwidth_gbs = spec.recipe.generate.max_new_tokens, spec.profile.device.bandwidth_gbs
     if not generates(spec.recipe) or new_tokens <= SHORT_ANSWER_TOKENS:
         return

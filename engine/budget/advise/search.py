@@ -1,24 +1,20 @@
-"""Searches the sets of levers with which a run fits, cheapest first.
-
-A best-first search. A partial set decides for each lever, the most expensive first, whether the lever is included; the
-cheapest partial set is extended next. A partial set is dropped if the run does not fit even with the strongest of all
-undecided levers. So sets are found in the order of their cost: those with the fewest changes of what is learned first,
-and at equal cost those with fewer levers.
-
-Try: `tunedeck fit -p 24gb -r full --set model.id=Qwen/Qwen2.5-7B`
-"""
+"""Searches for changes that make a run fit, cheapest first; for a run that fits, for uses of its unused memory."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, product
+from dataclasses import dataclass
+from itertools import count, islice, product
+from typing import Any
 
-from engine.budget.advise.changes import breaks_a_rule, with_changes
-from engine.budget.advise.levers import Lever
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.advise.levers import Lever, breaks_a_rule, is_refused, levers_of, room_levers, value_of, with_changes
+from engine.budget.advise.plan import Plan, make_plan
+from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.prediction import Predictor
-from engine.spec.schema.run import RunSpec
+from engine.config.files.caches import known_longest
+from engine.config.schema.run import RunSpec
+from engine.errors import NotSimulatedError, UsageError
 
 Levers = tuple[Lever, ...]
 
@@ -26,21 +22,20 @@ DOUBTFUL_KEYS = (
     ("train.optimizer", "train.state_dtype"), ("train.optimizer_offload",), ("train.activation_offload",),
     ("parallel.sequence",), ("parallel.strategy",), ("method.adapter_dtype",), ("model.quantize",),
 )  # fmt: skip
-"""Groups of keys whose strongest lever may be refused together with other levers, or needs more memory in some phase.
-When a partial set is completed with the strongest undecided levers, it is tried with and without each of them."""
+"""Keys whose strongest lever may be refused beside others, or need more memory: tried with and without each."""
 MOST_TRIED = 20_000
-"""The largest number of partial sets that are examined."""
+"""Partial sets that are examined at most."""
 
 
 class Trial:
-    """Tells whether a run fits with a set of levers; remembers the answer for each set."""
+    """Whether a run fits with a set of levers, remembered for each set."""
 
-    def __init__(self, spec: RunSpec, longest: int | None) -> None:
-        self._spec, self._longest = spec, longest
+    def __init__(self, spec: RunSpec, longest: int | None, facts: ModelFacts) -> None:
+        self._spec, self._longest, self._arch = spec, longest, facts.require_architecture()
         self._known: dict[frozenset[Lever], bool] = {}
 
     def fits(self, chosen: Levers) -> bool:
-        """Whether the rules allow these levers together, and with them one sequence fits on device and host (or
+        """Whether the rules allow these levers together, and one sequence then fits on device and host (or
         train.micro_batch sequences, if that is a number)."""
         key = frozenset(chosen)
         if key not in self._known:
@@ -51,15 +46,19 @@ class Trial:
         spec = with_changes(self._spec, {key: value for lever in chosen for key, value in lever.changes})
         if breaks_a_rule(spec):
             return False
-        predictor, asked = Predictor(find_architecture(spec), spec), spec.recipe.train.micro_batch
+        predictor, asked = Predictor(self._arch, spec), spec.recipe.train.micro_batch
         length = min(self._longest or spec.recipe.data.max_length, spec.recipe.data.max_length)
         rows = (predictor.batch, 1) if asked == "auto" else (min(asked, predictor.batch),)
         return any(predictor.fits(each, length) and predictor.host_fits(each, length) for each in rows)
 
 
 def fitting_sets(levers: Sequence[Lever], trial: Trial, offered: Callable[[Levers], bool]) -> Iterator[Levers]:
-    """Yield the sets of levers with which the run fits by `trial` and for which `offered` returns True, in the order of
-    their cost. Sets that contain a set yielded before are left out."""
+    """Sets with which the run fits and that are `offered`, in the order of cost, without supersets of earlier ones.
+
+    A best-first search: a partial set decides for each lever, the most expensive first, whether it is included; the
+    cheapest is extended next, at equal cost the one with fewer levers. It is dropped if the run does not fit even with
+    the strongest of all undecided levers.
+    """
     dearest_first = sorted(levers, key=lambda lever: -lever.cost)
     order, found = count(), list[frozenset[Lever]]()
     waiting: list[tuple[float, int, int, int, Levers]] = []
@@ -96,3 +95,168 @@ def _can_fit(chosen: Levers, undecided: Sequence[Lever], trial: Trial) -> bool:
     return any(
         trial.fits((*chosen, *sure, *[lever for lever in picked if lever is not None])) for picked in product(*options)
     )
+
+
+MAX_SUGGESTIONS = 5
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Levers that together make a run fit (or use its unused memory), and the plan of the run with their changes."""
+
+    levers: Levers
+    changes: dict[str, tuple[Any, Any]]
+    """By recipe or profile key: values (before, after)."""
+    plan: Plan
+
+    @property
+    def changes_learning(self) -> bool:
+        """Whether the changes affect what the run learns, or the data it learns from."""
+        return any(lever.changes_learning for lever in self.levers)
+
+    @property
+    def changes_arithmetic(self) -> bool:
+        """Whether any change lowers the precision of numbers or changes how they are rounded."""
+        return any(lever.changes_arithmetic for lever in self.levers)
+
+    @property
+    def slower_percent(self) -> float:
+        """Rough estimate of a step; negative if it is faster."""
+        return sum(lever.slower_percent for lever in self.levers)
+
+    @property
+    def summary(self) -> str:
+        """One line: the estimated change of speed, and whether arithmetic or learning changes."""
+        slower = self.slower_percent
+        speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
+        arithmetic = ", changes arithmetic" if self.changes_arithmetic else ""
+        return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of what `tunedeck fit --json` prints."""
+        return {
+            "changes": {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()},
+            "peak_bytes": self.plan.peak_bytes,
+            "margin_bytes": self.plan.margin_bytes,
+            "host_bytes": self.plan.host_bytes,
+            "micro_batch": self.plan.micro_batch,
+            "slower_percent": self.slower_percent,
+            "changes_learning": self.changes_learning,
+            "changes_arithmetic": self.changes_arithmetic,
+            "notes": [lever.note for lever in self.levers],
+        }
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`suggestions` make a run fit that does not; those in `room` use the unused memory of a run that fits."""
+
+    plan: Plan
+    suggestions: list[Suggestion]
+    room: list[Suggestion]
+
+    def as_json(self) -> dict[str, Any]:
+        """As `tunedeck fit --json` prints it."""
+        return {
+            "plan": self.plan.as_json(),
+            "suggestions": [suggestion.as_json() for suggestion in self.suggestions],
+            "room": [suggestion.as_json() for suggestion in self.room],
+        }
+
+
+def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
+    """Plan a run and search for suggestions. `longest`: tokens of the longest sequence; None: as recorded when the data
+    were last read, else data.max_length. Raises the errors of `make_plan`."""
+    longest = longest or known_longest(spec.recipe)
+    facts = find_facts(spec.recipe.model)
+    plan = make_plan(spec, longest=longest, facts=facts)
+    if fits(plan):
+        return Advice(plan, [], list(_room(spec, longest, facts)))
+    search = _suggestions if plan.predictor == "closed_form" else _simulated_suggestions
+    return Advice(plan, list(search(spec, plan, longest, facts)), [])
+
+
+def fits(plan: Plan) -> bool:
+    return plan.verdict == "fits" and plan.host_fits
+
+
+def possible_levers(spec: RunSpec, plan: Plan, facts: ModelFacts) -> list[Lever]:
+    """The levers after which `train` would accept the run, either alone or together with the lever that turns full
+    fine-tuning into LoRA."""
+    levers = levers_of(spec, plan, facts)
+    adapters = [lever for lever in levers if "method.kind" in lever.keys]
+    return [
+        lever
+        for lever in levers
+        if not is_refused(changed(spec, (lever,)), facts)
+        or (lever not in adapters and adapters and not is_refused(changed(spec, (lever, *adapters)), facts))
+    ]
+
+
+def changed(spec: RunSpec, levers: Levers) -> RunSpec:
+    """The copy is not checked."""
+    return with_changes(spec, {key: value for lever in levers for key, value in lever.changes})
+
+
+def _suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+    """Yield suggestions that `train` would not refuse and with which the run fits, in order of cost, at most
+    MAX_SUGGESTIONS. `longest`: as in `advise`."""
+
+    def holds(levers: Levers) -> bool:
+        return not is_refused(changed(spec, levers), facts) and fits(_suggestion(spec, levers, longest, facts).plan)
+
+    found = fitting_sets(possible_levers(spec, plan, facts), Trial(spec, longest, facts), holds)
+    yield from (_suggestion(spec, levers, longest, facts) for levers in islice(found, MAX_SUGGESTIONS))
+
+
+def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+    """Yield suggestions for a model family without a closed form, at most MAX_SUGGESTIONS. Each set of levers must be
+    simulated, which takes seconds; so only single levers are tried, and the set of all levers that change neither
+    learning nor arithmetic."""
+    levers = possible_levers(spec, plan, facts)
+    free = tuple(lever for lever in levers if not lever.changes_learning and not lever.changes_arithmetic)
+    sets: list[Levers] = [(lever,) for lever in levers] + ([free] if len(free) > 1 else [])
+    found: list[frozenset[Lever]] = []
+    for chosen in sorted(sets, key=lambda levers: (sum(lever.cost for lever in levers), len(levers))):
+        overlaps = len({key for lever in chosen for key in lever.keys}) < sum(len(lever.keys) for lever in chosen)
+        if overlaps or len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier in found):
+            continue
+        suggestion = _simulated(spec, chosen, longest, facts)
+        if suggestion is not None and fits(suggestion.plan):
+            found.append(frozenset(chosen))
+            yield suggestion
+
+
+def _simulated(spec: RunSpec, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion | None:
+    """The suggestion that applies `levers`; None if `train` would refuse the changed run. Some refusals are found only
+    by the changed run's simulation: raises NotSimulatedError if it has not been run."""
+    if is_refused(changed(spec, levers), facts):
+        return None
+    try:
+        return _suggestion(spec, levers, longest, facts)
+    except NotSimulatedError:
+        raise
+    except UsageError:
+        return None
+
+
+def _suggestion(spec: RunSpec, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion:
+    """Apply `levers` and plan the changed run; returns the suggestion, whether or not the run fits. `longest`: tokens
+    of the longest sequence; None: as in `make_plan`. Raises the errors of `make_plan`."""
+    after = changed(spec, levers)
+    length = min(longest, after.recipe.data.max_length) if longest else None
+    in_order = sorted(levers, key=lambda lever: lever.cost)
+    keys = [key for lever in in_order for key, _ in lever.changes]
+    moved = {key: (value_of(spec, key), value_of(after, key)) for key in keys}
+    return Suggestion(tuple(in_order), moved, make_plan(after, longest=length, facts=facts))
+
+
+def _room(spec: RunSpec, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+    """Yield suggestions that use the unused memory of a run that fits: no gradient checkpointing, a larger micro-batch,
+    longer sequences, or a higher rank. `longest`: as in `advise`."""
+    for lever in room_levers(spec):
+        if is_refused(changed(spec, (lever,)), facts):
+            continue
+        suggestion = _simulated(spec, (lever,), None if "data.max_length" in lever.keys else longest, facts)
+        if suggestion is not None and fits(suggestion.plan):
+            yield suggestion

@@ -1,30 +1,78 @@
-"""Plans a staged run: verdict, memory and disk of each enabled stage, before any of them starts.
-
-A stage that starts from an earlier stage is planned with the model at the start of that chain of stages, which has the
-same shapes.
-
-Try: `tunedeck plan -p demo -r RECIPE` with a recipe that has [[stages]].
-"""
+"""Plans a staged run: verdict, memory, host memory and disk of each enabled stage, before any of them starts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.budget.advise.plan import Plan, Verdict, make_plan
-from engine.budget.advise.stage_memory import (
-    device_bytes_of_hidden_router,
-    disk_bytes_of_assembly,
-    disk_bytes_of_training,
-    host_bytes_of_assembly,
-    host_bytes_of_training,
-)
-from engine.budget.architecture.assembled import ASSEMBLED_PREFIX, parse_assembled
-from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.budget.advise.preflight import checkpoints_bytes
+from engine.budget.architecture.assembled import ASSEMBLED_PREFIX, SHARD_BYTES, SHARED_EXPERT_WIDTH, parse_assembled
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.lookup import ModelFacts, find_facts
+from engine.budget.architecture.parameters import elements, layer_parameters, outer_parameters, parameter_count
+from engine.budget.predict.inference import evaluation
+from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.budget.predict.static import Tensors, static_bytes
+from engine.budget.trace.memory_config import DTYPE_BYTES, memory_config_of
+from engine.budget.trace.polynomial import highest_value, shape_of
+from engine.config.schema.recipe import Model, Stage
+from engine.config.schema.run import RunSpec
+from engine.config.stages import enabled_stages, origins, stage_spec, weights_chain
 from engine.errors import ConfigNotHereError, UnknownArchitectureError
-from engine.spec.schema.recipe import Stage
-from engine.spec.schema.run import RunSpec
-from engine.spec.stages import enabled_stages, origins, stage_spec, weights_chain
+
+MERGE_FACTOR = 1.15
+"""Host memory of merging, relative to the weights: one layer in fp32 and buffers for files beside them."""
+
+
+def host_bytes_of_training(arch: Architecture, spec: RunSpec) -> int:
+    """Most bytes: one checkpoint while it is written (trained weights and optimizer state, offloaded or not), or the
+    model that the adapter is merged into at the end."""
+    total = _total(arch, spec)
+    return max(total.gradients + total.optimizer, _merged_bytes(total, spec, MERGE_FACTOR))
+
+
+def disk_bytes_of_training(arch: Architecture, spec: RunSpec) -> int:
+    """Checkpoints, one of which holds the result, and a merged model."""
+    return checkpoints_bytes(arch, spec) + _merged_bytes(_total(arch, spec), spec, 1.0)
+
+
+def _total(arch: Architecture, spec: RunSpec) -> Tensors:
+    """Optimizer state is counted even if it is offloaded; `gradients` is also the size of the trained weights."""
+    return static_bytes(arch, replace(memory_config_of(arch, spec), optimizer_offload=False)).total
+
+
+def _merged_bytes(total: Tensors, spec: RunSpec, factor: float) -> int:
+    return round(factor * total.weights) if spec.recipe.finish.merge else 0
+
+
+def host_bytes_of_assembly(arch: Architecture, spec: RunSpec) -> int:
+    """For dense models: one file of the result, two experts' versions of the largest tensor, and their mean in fp32."""
+    parameters = (*layer_parameters(arch, True), *outer_parameters(arch))
+    largest = max(parameter.elements for parameter in parameters)
+    return SHARD_BYTES + largest * (2 * _element_bytes(arch, spec) + DTYPE_BYTES["float32"])
+
+
+def disk_bytes_of_assembly(arch: Architecture, spec: RunSpec, experts: int, *, shared_expert: bool) -> int:
+    """For dense models: one model, the other experts' feed-forwards, routers, and Qwen2-MoE's shared expert."""
+    feed_forward = elements(p for p in layer_parameters(arch, True) if p.name.startswith("mlp."))
+    added = (experts - 1) * feed_forward + experts * arch.hidden
+    added += (3 * SHARED_EXPERT_WIDTH + 1) * arch.hidden if shared_expert else 0
+    return (parameter_count(arch) + arch.layers * added) * _element_bytes(arch, spec)
+
+
+def device_bytes_of_hidden_router(arch: Architecture, spec: RunSpec) -> int:
+    """With `router` "hidden": an evaluation of the recipe's own model on one sequence of data.max_length tokens."""
+    config = memory_config_of(arch, spec)
+    shape = shape_of(1, spec.recipe.data.max_length, config.chunk_tokens, patches=config.image_patches)
+    peak_bytes = static_bytes(arch, config).total.weights + highest_value(evaluation(arch, config), shape)
+    return peak_bytes + non_torch_memory(spec).total(peak_bytes)
+
+
+def _element_bytes(arch: Architecture, spec: RunSpec) -> int:
+    return DTYPE_BYTES[memory_config_of(arch, spec).dtype]
+
 
 WORST: dict[Verdict, int] = {"fits": 0, "fits_smaller": 1, "does_not_fit": 2}
 
@@ -37,15 +85,14 @@ class StagePlan:
     name: str
     kind: str
     spec: RunSpec
-    """The stage's run spec, with the model that the plan is made for (`planning_spec`)."""
+    """With the model that the plan is made for (`planning_spec`)."""
     plan: Plan | None = None
-    """The plan of a stage that trains; None for a stage that assembles, and where the model's memory cannot be
-    predicted."""
+    """None for a stage that assembles, and where the model's memory cannot be predicted."""
     unknown: str = ""
     """Why the stage's memory cannot be predicted; empty if it can."""
     verdict: Verdict | None = None
     peak_bytes: int | None = None
-    """Bytes of the device at the peak; of a stage that trains, those that torch allocates."""
+    """Of the device; of a stage that trains, what torch allocates."""
     host_bytes: int | None = None
     """Most bytes that the stage's tensors take in host memory at once."""
     disk_bytes: int | None = None
@@ -66,19 +113,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StagedPlan:
-    """The plans of all enabled stages."""
-
     stages: list[StagePlan]
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of any stage, without stages that have none; "fits" if no stage has one."""
+        """The worst of any stage that has one; else "fits"."""
         verdicts = [stage.verdict for stage in self.stages if stage.verdict]
         return max(verdicts, key=WORST.__getitem__, default="fits")
 
     @property
     def disk_bytes(self) -> int:
-        """Most bytes that checkpoints and results of all stages take on disk, as far as they can be predicted."""
+        """As far as they can be predicted."""
         return sum(stage.disk_bytes or 0 for stage in self.stages)
 
     @property
@@ -88,19 +133,44 @@ class StagedPlan:
         return min(planned, key=lambda stage: stage.plan.margin_bytes if stage.plan else 0, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """The plans of all stages as a JSON object: the content of plan.json, and what `tunedeck plan --json`
-        prints."""
+        """The content of plan.json, and what `tunedeck plan --json` prints."""
         return {"verdict": self.verdict, "stages": [stage.as_json() for stage in self.stages]}
 
 
-def make_staged_plan(spec: RunSpec) -> StagedPlan:
-    """Plan every enabled stage of a run. Raises UsageError when a model folder does not exist."""
-    return StagedPlan([_plan_stage(spec, number, stage) for number, stage in enabled_stages(spec.recipe)])
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of every model of a run, found once: of its own, or of those that its stages start from."""
+
+    models: Mapping[tuple[str, str | None], ModelFacts]
+    """By id and revision."""
+
+    def of(self, model: Model) -> ModelFacts:
+        """The facts of a model of this run, as `planning_spec` names it."""
+        return self.models[model.id, model.revision]
+
+
+def find_run_facts(spec: RunSpec) -> RunFacts:
+    """Find the facts of every model of a run, from what is on this machine; see `find_facts`."""
+    stages = [planning_spec(spec, stage).recipe.model for _, stage in enabled_stages(spec.recipe)]
+    models = stages or [spec.recipe.model]
+    models += [_model_of_experts(model) for model in models if model.id.startswith(ASSEMBLED_PREFIX)]
+    return RunFacts({(model.id, model.revision): find_facts(model) for model in models})
+
+
+def _model_of_experts(mixture: Model) -> Model:
+    """The model of whose shape the experts of a planned mixture are."""
+    return mixture.model_copy(update={"id": parse_assembled(mixture.id)[2]})
+
+
+def make_staged_plan(spec: RunSpec, facts: RunFacts | None = None) -> StagedPlan:
+    """Plan every enabled stage of a run. `facts`: what is known of its models, if that was found before. Raises
+    UsageError when a model folder does not exist."""
+    facts = facts or find_run_facts(spec)
+    return StagedPlan([_plan_stage(spec, number, stage, facts) for number, stage in enabled_stages(spec.recipe)])
 
 
 def disk_warnings(planned: StagedPlan, free: int | None) -> list[str]:
-    """A list with a warning if all stages together need more than `free` bytes of disk; nothing of a stage is removed
-    before the run ends. Empty if they do not, or if `free` is None (unknown)."""
+    """A warning if all stages need more than `free` bytes (None: unknown); nothing is removed before the run ends."""
     if free is None or planned.disk_bytes <= free:
         return []
     needed, there = planned.disk_bytes / 2**30, free / 2**30
@@ -110,22 +180,22 @@ def disk_warnings(planned: StagedPlan, free: int | None) -> list[str]:
     ]
 
 
-def _plan_stage(spec: RunSpec, number: int, stage: Stage) -> StagePlan:
+def _plan_stage(spec: RunSpec, number: int, stage: Stage, facts: RunFacts) -> StagePlan:
     planned_on = planning_spec(spec, stage)
     make = _plan_assembly if stage.kind == "assemble" else _plan_training
     try:
-        return make(StagePlan(number, stage.name, stage.kind, planned_on), stage)
+        return make(StagePlan(number, stage.name, stage.kind, planned_on), stage, facts)
     except (UnknownArchitectureError, ConfigNotHereError) as error:
         return StagePlan(number, stage.name, stage.kind, planned_on, unknown=error.found)
 
 
-def _plan_training(unplanned: StagePlan, _stage: Stage) -> StagePlan:
-    spec = unplanned.spec
-    plan = make_plan(spec)
+def _plan_training(unplanned: StagePlan, _stage: Stage, facts: RunFacts) -> StagePlan:
+    spec, of_model = unplanned.spec, facts.of(unplanned.spec.recipe.model)
+    plan = make_plan(spec, facts=of_model)
     planned = replace(unplanned, plan=plan, verdict=plan.verdict, peak_bytes=plan.peak_bytes)
     if plan.predictor == "simulated":
         return planned  # what it takes of host and disk is not known
-    arch = find_architecture(spec)
+    arch = of_model.require_architecture()
     return replace(
         planned,
         host_bytes=host_bytes_of_training(arch, spec),
@@ -133,13 +203,13 @@ def _plan_training(unplanned: StagePlan, _stage: Stage) -> StagePlan:
     )
 
 
-def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
+def _plan_assembly(unplanned: StagePlan, stage: Stage, facts: RunFacts) -> StagePlan:
     """A copy of `unplanned`, the plan of a stage that assembles a mixture, with verdict and bytes filled in. Such a
     stage needs the device only for router = "hidden", which runs the recipe's own model there. Raises
     UnknownArchitectureError or ConfigNotHereError."""
-    _, _, own = parse_assembled(unplanned.spec.recipe.model.id)
-    spec = with_model(unplanned.spec, {"id": own})
-    arch, config = find_architecture(spec), find_config(own, spec.recipe.model.revision)
+    own = _model_of_experts(unplanned.spec.recipe.model)
+    spec, of_model = with_model(unplanned.spec, {"id": own.id}), facts.of(own)
+    arch, config = of_model.require_architecture(), of_model.require_config()
     peak_bytes = device_bytes_of_hidden_router(arch, spec) if stage.router == "hidden" else 0
     return replace(
         unplanned,
@@ -153,16 +223,15 @@ def _plan_assembly(unplanned: StagePlan, stage: Stage) -> StagePlan:
 
 
 def planning_specs(spec: RunSpec) -> list[RunSpec]:
-    """The run specs to plan: of a staged run, those of the enabled stages that train; of any other run, only its
-    own."""
+    """Those of the enabled stages that train; of a run without stages, its own."""
     if not spec.recipe.stages:
         return [spec]
     return [planning_spec(spec, stage) for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"]
 
 
 def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
-    """The run spec of a stage, in which the model is the one at the start of its chain of stages: the recipe's own, or
-    the mixture that is going to be assembled from models of the same shape."""
+    """The run spec of a stage with the model at the start of its chain of stages: the recipe's own, or the mixture that
+    is going to be assembled from models of the same shape."""
     first = list(weights_chain(spec.recipe, stage))[-1]
     start = spec.recipe.model if first.kind == "assemble" else stage_spec(spec, first).recipe.model
     model_id = start.id
@@ -173,6 +242,6 @@ def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
 
 
 def with_model(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
-    """A copy of the run spec in which keys of [model] have the values in `changes`; the copy is not checked."""
+    """A copy with `changes` of [model]; it is not checked."""
     model = spec.recipe.model.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})

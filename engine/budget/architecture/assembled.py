@@ -1,11 +1,6 @@
-"""The config of a mixture of experts that is assembled from dense models, and why dense models cannot be assembled.
-
-Pure functions of configs, used by the plan before anything is assembled, and by `engine.export.assemble`. Each dense
-family has one mixture family whose attention, norms and embeddings are the same. Source of the table and of every
-default: the configuration and modelling files of transformers 5.23 (`src/transformers/models/`).
-
-Try: `python -m pytest tests/export/test_assemble.py`
-"""
+"""The config of a mixture of experts that is assembled from dense models, and why they cannot be assembled. Pure
+functions of configs. Each dense family has one mixture family with the same attention, norms and embeddings. Source of
+table and defaults: transformers 5.23 (`src/transformers/models/`)."""
 
 from __future__ import annotations
 
@@ -35,16 +30,13 @@ class MixtureFamily:
     router: str
     """Name of a layer's router weight, below "model.layers.L."."""
     experts: str
-    """Name of an expert's module below "model.layers.L."; {expert} stands for its number. The names of its weights
-    below that are in `projections`."""
+    """An expert's module below "model.layers.L.", with {expert} for its number; `projections` names its weights."""
     projections: Mapping[str, str]
     """Maps the name of a feed-forward projection in the dense model to its name in an expert."""
     defaults: Mapping[str, Any]
-    """Keys that a config of the dense family may leave out, with the dense family's defaults. They are written into the
-    mixture's config, because the mixture family has other defaults."""
+    """Keys that a dense config may leave out, with the dense family's defaults: the mixture family has others."""
     own_keys: Callable[[Config, int, int], Config]
-    """Called with (dense config, experts, experts per token); returns the config keys that only the mixture family
-    has."""
+    """Maps (dense config, experts, experts per token) to the config keys that only the mixture family has."""
 
 
 def _mixtral_keys(dense: Config, experts: int, per_token: int) -> Config:
@@ -95,7 +87,7 @@ MIXTURES: dict[str, MixtureFamily] = {
         _qwen_keys,
     ),
 }  # fmt: skip
-"""Dense model_type = its mixture family."""
+"""The mixture family of each dense model_type."""
 
 DENSE_ONLY = frozenset({
     "model_type", "architectures", "auto_map", "_name_or_path", "transformers_version", "pretraining_tp", "mlp_bias",
@@ -112,8 +104,7 @@ SAME_IN_ALL = (
 
 
 def assembled_config(dense: Config, experts: int, per_token: int) -> Config:
-    """The config of the mixture of `experts` models with the config `dense`, in which each token is routed to
-    `per_token` experts. Raises KeyError for a family that `problems_of_experts` refuses."""
+    """Each token goes to `per_token` of `experts`. Raises KeyError for a family that `problems_of_experts` refuses."""
     family = MIXTURES[dense["model_type"]]
     kept = {key: value for key, value in dense.items() if key not in DENSE_ONLY}
     defaults = dict(family.defaults)
@@ -125,8 +116,7 @@ def assembled_config(dense: Config, experts: int, per_token: int) -> Config:
 
 
 def problems_of_experts(names: Sequence[str], configs: Sequence[Config]) -> list[str]:
-    """Every reason why models with these configs cannot be assembled, each as a line for the user; empty if they can.
-    `names` are the models' names in these lines."""
+    """Every reason why models with these configs cannot be assembled, each as a line for the user."""
     problems = []
     for name, config in zip(names, configs, strict=True):
         problems += [f"{name}: {reason}" for reason in _problems_of_one(config)]
@@ -156,7 +146,6 @@ def _problems_of_one(config: Config) -> list[str]:
 
 
 def parse_assembled(model: str) -> tuple[int, int, str]:
-    """Split "assembled:EXPERTS:PER_TOKEN:MODEL"; returns (experts, experts per token, model). Raises ValueError for a
-    text of another form."""
+    """(experts, experts per token, model). Raises ValueError for a text of another form."""
     _, experts, per_token, dense = model.split(":", 3)
     return int(experts), int(per_token), dense

@@ -1,10 +1,5 @@
-"""The facts of a decoder that decide its memory, read from the contents of a `config.json`, without its weights.
-
-Configs are found in `engine.budget.architecture.lookup`; parameter names and shapes follow from the facts in
-`engine.budget.architecture.parameters`.
-
-Try: `python -c "from engine.budget.architecture.lookup import *; print(find_config('builtin:tiny'))"`
-"""
+"""The facts of a decoder that decide its memory, read from a `config.json` without its weights. Names and shapes of
+parameters follow from them (`engine.budget.architecture.parameters`)."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ GPT2_DROPOUT = 0.1
 
 
 ROUTER_AUX_LOSS_COEF = 0.001
-"""What transformers' configs of mixtures have for the weight of the auxiliary loss if a config.json does not mention
-it."""
+"""What transformers' configs of mixtures have for the auxiliary loss's weight if a config.json does not mention it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class Architecture:
     wide_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
-    """For each layer, whether it attends only within the sliding window; empty for a model without a window."""
+    """Whether each layer attends only within the sliding window; empty for a model without a window."""
     rotary_share: float = 1.0
     """Share of each head's dimensions that the rotary embedding rotates, from 0 to 1."""
     rotary_tables: int = 1
@@ -73,17 +67,17 @@ class Architecture:
     """Rows of a learned position table (GPT-2); None for rotary positions."""
     experts: Experts | None = None
     dense_layers: tuple[bool, ...] = ()
-    """For each layer of a mixture-of-experts model, whether it has no experts; empty if all layers have experts."""
+    """Whether each layer of a mixture-of-experts model has no experts; empty if all have."""
     vision_encoder: VisionEncoder | None = None
-    """The vision encoder of a vision-language model; all other fields describe the decoder."""
+    """The encoder of a vision-language model; all other fields describe the decoder."""
     rotary_by_row: bool = False
     """Each row of a batch has rotary tables of its own; if not, all rows share them."""
     attention_dropout: bool = False
-    """Whether the config applies dropout to attention weights in training."""
+    """The config applies dropout to attention weights in training."""
     residual_dropout: bool = False
-    """Whether the config applies dropout to hidden states before residual connections."""
+    """The config applies dropout to hidden states before residual connections."""
     embedding_dropout: bool = False
-    """Whether the config applies dropout to the first layer's input."""
+    """The config applies dropout to the first layer's input."""
     default_attention: str = "sdpa"
     max_length: int | None = None
     """Tokens of the longest sequence that the model was made for; None if its config does not tell."""
@@ -94,17 +88,16 @@ class Architecture:
 
     @property
     def root(self) -> str:
-        """Dotted name of the module that contains the decoder's layers, such as "model"."""
+        """Dotted name of the module that contains the decoder's layers."""
         return "model.language_model" if self.vision_encoder else "model"
 
     @property
     def query_width(self) -> int:
-        """Output width of the query projection: query heads × head_dim."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Output width of the key projection, and of the value projection: key heads × head_dim."""
+        """Output width of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
 
@@ -117,8 +110,7 @@ EXPERT_LAYOUTS: dict[Layout, tuple[str, str]] = {
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Read the facts from a Hugging Face config (parsed config.json). Raises UnknownArchitectureError for an unknown
-    family."""
+    """Read a parsed config.json. Raises UnknownArchitectureError for an unknown family."""
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
@@ -136,11 +128,8 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architecture:
-    """Read a vision-language config: the decoder and its vision encoder.
-
-    Published Qwen configs keep the decoder's keys at the top; Gemma's, and those saved by transformers 5, in a table of
-    their own. Tied embeddings are declared in either place.
-    """
+    """Published Qwen configs keep the decoder's keys at the top; Gemma's, and those saved by transformers 5, in a table
+    of their own. Tied embeddings are declared in either place."""
     text = dict(config.get("text_config") or {})
     decoder = from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
@@ -154,7 +143,7 @@ def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architec
 
 
 def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) -> Architecture:
-    """Read a config of a family that shares Llama's key names."""
+    """Read the config of a family that shares Llama's key names."""
     try:
         heads, hidden = int(facts["num_attention_heads"]), int(facts["hidden_size"])
         tables = max(1, len(set(_sliding_layers(family, facts)))) if family.rotary_by_kind else 1
@@ -201,18 +190,14 @@ def _from_llama_like(model_type: str, family: Family, facts: Mapping[str, Any]) 
 
 
 def _window(facts: Mapping[str, Any]) -> int | None:
-    """Sliding window in tokens; None if the model uses none. Qwen2 configs contain a window that `use_sliding_window =
-    false` switches off."""
+    """The window in tokens; None if unused. Qwen2 configs have one that `use_sliding_window = false` switches off."""
     switched_off = "max_window_layers" in facts and not facts.get("use_sliding_window", False)
     return None if switched_off or facts.get("use_sliding_window") is False else facts.get("sliding_window")
 
 
 def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For each layer, whether it has a sliding window: by `layer_types` of the config, else by the family's pattern.
-
-    In Qwen models, only layers from max_window_layers on have one. Empty if the model has no window. Raises UsageError
-    if `layer_types` does not have one entry per layer.
-    """
+    """Whether each layer has a window, by `layer_types` or the family's pattern; in Qwen models from max_window_layers
+    on. Empty without a window. Raises UsageError if `layer_types` does not have one entry per layer."""
     layers = range(int(facts["num_hidden_layers"]))
     if _window(facts) is None:
         return ()
@@ -230,23 +215,20 @@ def _sliding_layers(family: Family, facts: Mapping[str, Any]) -> tuple[bool, ...
 
 
 def _rotary_share(facts: Mapping[str, Any]) -> float:
-    """The share of each head that is rotated: three quarters in Phi-4-mini. Since transformers 5 the key is in
-    rope_parameters."""
+    """The rotated share of each head: three quarters in Phi-4-mini. Since transformers 5 it is in rope_parameters."""
     rope = facts.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)))
 
 
 def _dense_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For each layer, whether it has no experts: Qwen3-MoE names such layers in mlp_only_layers, and has experts only
-    in every decoder_sparse_step-th layer."""
+    """Qwen3-MoE names dense layers in mlp_only_layers, and has experts in every decoder_sparse_step-th layer."""
     named, step = facts.get("mlp_only_layers", ()), int(facts.get("decoder_sparse_step", 1))
     dense = tuple(layer in named or (layer + 1) % step != 0 for layer in range(int(facts["num_hidden_layers"])))
     return dense if any(dense) else ()
 
 
 def _experts(layout: Layout, facts: Mapping[str, Any]) -> Experts:
-    """Read the experts of a config. Mixtral and gpt-oss have the number of experts in num_local_experts and the width
-    of one in intermediate_size; Qwen3-MoE has them in num_experts and moe_intermediate_size."""
+    """Mixtral, gpt-oss: num_local_experts and intermediate_size; Qwen3-MoE: num_experts and moe_intermediate_size."""
     count, width = EXPERT_LAYOUTS[layout]
     return Experts(
         count=int(facts[count] if count in facts else facts["num_local_experts"]),
@@ -257,7 +239,7 @@ def _experts(layout: Layout, facts: Mapping[str, Any]) -> Experts:
 
 
 def _from_gpt2(config: Mapping[str, Any]) -> Architecture:
-    """Read a GPT-2 config, which has key names of its own; every linear layer and norm of GPT-2 has a bias."""
+    """GPT-2 has key names of its own; every linear layer and norm has a bias."""
     hidden, heads = int(config["n_embd"]), int(config["n_head"])
     return Architecture(
         model_type="gpt2",

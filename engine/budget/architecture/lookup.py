@@ -1,16 +1,12 @@
-"""Where the config of a model is found: built in, a local folder, this machine's hub cache, or shipped with Tunedeck.
-
-Nothing is downloaded here (`engine.budget.architecture.hub` does that) and no weights are read. The facts in a config
-are read in `engine.budget.architecture.facts`.
-
-Try: `python -c "from engine.budget.architecture.lookup import find_config; print(find_config('builtin:tiny'))"`
-"""
+"""Where the config of a model is found: built in, a local folder, this machine's hub cache, shipped with Tunedeck, or
+the hub."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -25,24 +21,64 @@ from engine.budget.architecture.assembled import (
     problems_of_experts,
 )
 from engine.budget.architecture.facts import Architecture, from_config
-from engine.errors import ConfigNotHereError, UsageError
+from engine.budget.architecture.parameters import parameter_count
+from engine.config.files.caches import find_snapshot
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.load import load_run_spec
+from engine.config.schema.recipe import Model, RopeScaling
+from engine.config.schema.run import RunSpec
+from engine.errors import ConfigNotHereError, EnvironmentProblem, TunedeckError, UnknownArchitectureError, UsageError
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run
-from engine.spec.files.hub_cache import find_snapshot
-from engine.spec.load import load_run_spec
-from engine.spec.schema.recipe import Model, RopeScaling
-from engine.spec.schema.run import RunSpec
 
-BUILTIN_PREFIX = "builtin:"
-RUN_PREFIX = "run:"
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What a model's config.json says, found once for a plan or a start and handed to every check."""
+
+    config: Mapping[str, Any] | None
+    """The parsed config.json; None if there is none on this machine."""
+    architecture: Architecture | None
+    """None without a config, and for a family whose memory has no closed form."""
+    reason: TunedeckError | None = None
+    """Why there is no architecture: ConfigNotHereError, UnknownArchitectureError, or what is wrong with the model."""
+    scaling: RopeScaling | None = None
+    """The rotary scaling of the run that the model is the result of; not part of `config`."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], scaling: RopeScaling | None = None) -> ModelFacts:
+        """The facts that follow from a config."""
+        try:
+            return cls(config, from_config(config), scaling=scaling)
+        except UsageError as error:  # UnknownArchitectureError, or contradictions in the config
+            return cls(config, None, error, scaling)
+
+    def require_architecture(self) -> Architecture:
+        """The architecture. Raises `reason` where there is none."""
+        if self.architecture is None:
+            assert self.reason is not None
+            raise self.reason
+        return self.architecture
+
+    def require_config(self) -> Mapping[str, Any]:
+        """The config. Raises `reason` where there is none."""
+        if self.config is None:
+            assert self.reason is not None
+            raise self.reason
+        return self.config
+
+
+def find_facts(model: Model) -> ModelFacts:
+    """The facts of the model that a recipe names, from what is on this machine. Raises nothing: see
+    `ModelFacts.reason`."""
+    try:
+        return ModelFacts.of_config(find_config(model.id, model.revision), scaling_of(model.id))
+    except TunedeckError as error:
+        return ModelFacts(None, None, error)
 
 
 def find_architecture(spec: RunSpec) -> Architecture:
-    """The facts of the model a run starts from.
-
-    Raises ConfigNotHereError when no config can be found on this machine, UsageError for an unknown family or a folder
-    that does not exist.
-    """
+    """Raises ConfigNotHereError when no config is on this machine, UsageError: unknown family or missing folder."""
     model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
     if model.startswith(ASSEMBLED_PREFIX):
         return from_config(find_config(model, revision))
@@ -51,11 +87,8 @@ def find_architecture(spec: RunSpec) -> Architecture:
 
 
 def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The config of a built-in model, local folder, cached hub model or shipped entry, as the parsed JSON of its
-    config.json.
-
-    Raises ConfigNotHereError when no config can be found on this machine, UsageError for a folder that does not exist.
-    """
+    """The parsed config.json of a built-in, local, cached or shipped model. Raises ConfigNotHereError when there is
+    none on this machine, UsageError for a folder that does not exist."""
     model, revision = start_of(model, revision)
     if model.startswith(ASSEMBLED_PREFIX):
         experts, per_token, dense = parse_assembled(model)
@@ -65,8 +98,7 @@ def find_config(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """The config of the mixture of `experts` models with the config `dense`, with `per_token` experts for each token,
-    before it is assembled. Raises UsageError if it cannot be assembled."""
+    """The mixture's config before it is assembled. Raises UsageError if it cannot be."""
     problems = problems_of_experts(["the recipe's model"], [dense])
     if problems:
         raise UsageError("no mixture can be assembled: " + "; ".join(problems), fix="choose another model.id")
@@ -74,8 +106,8 @@ def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str,
 
 
 def _config_file(model: str, revision: str | None) -> Path | None:
-    """The path of a model's config.json: in the model's folder, where it may be missing, or in the hub cache. None for
-    a built-in model, and for a hub model that is not cached. Raises UsageError if a model folder does not exist."""
+    """The file in the model's folder, where it may be missing, or in the hub cache; None if built in or not cached.
+    Raises UsageError if a model folder does not exist."""
     if model.startswith(BUILTIN_PREFIX):
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
@@ -101,29 +133,28 @@ def _shipped_config(model: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _shipped_architecture(model: str) -> Architecture:
-    """The facts of a shipped model; cached, because shipped entries do not change while a process runs."""
+    """Cached, because shipped entries do not change while a process runs."""
     return from_config(_shipped_config(model))
 
 
 def start_of(model: str, revision: str | None) -> tuple[str, str | None]:
-    """Resolve "run:RUN" to the (model, revision) at the start of its chain of runs: RUN, the run that RUN started from,
-    and so on. That model has the same shapes. If a run of the chain assembled a mixture, the mixture is returned. Other
-    names are returned unchanged."""
+    """Resolve "run:RUN" to (model, revision) at the start of its chain of runs, which has the same shapes: a mixture,
+    if a run of the chain assembled one. Other names are returned unchanged."""
     for start in _starts(model):
         model, revision = start.id, start.revision
     return model, revision
 
 
 def scaling_of(model: str) -> RopeScaling | None:
-    """The rotary scaling that "run:RUN" was trained with: its own, or that of the run it started from. None if there is
-    none, and for models that are not "run:RUN". Raises UsageError if there is no such run."""
+    """The rotary scaling that "run:RUN" was trained with, its own or that of the run it started from; None for other
+    names. Raises UsageError if there is no such run."""
     return next((start.rope_scaling for start in _starts(model) if start.rope_scaling is not None), None)
 
 
 def _starts(model: str) -> Iterator[Model]:
-    """Yield the table [model] of the run that `model` ("run:RUN") names, then that of the run which this run started
-    from, and so on. For a stage that assembled a mixture, yield a [model] whose id is the mixture's folder, and stop.
-    Yields nothing for other names. Raises UsageError if there is no such run."""
+    """The [model] of the run that "run:RUN" names, then of the run which that started from, and so on; a stage that
+    assembled a mixture ends with the mixture's folder. Nothing for other names. Raises UsageError if there is no such
+    run."""
     while model.startswith(RUN_PREFIX):
         text = model.removeprefix(RUN_PREFIX).partition("@")[0]
         run = result_run(resolve_run(text, None))
@@ -134,8 +165,7 @@ def _starts(model: str) -> Iterator[Model]:
 
 
 def builtin_config(name: str) -> dict[str, Any]:
-    """The config of "builtin:NAME", read from profiles/models/builtin-NAME.toml. Raises UsageError if there is no such
-    model."""
+    """Read profiles/models/builtin-NAME.toml. Raises UsageError if there is none."""
     entry = _shipped_entry(name) if name.startswith(BUILTIN_PREFIX) else None
     if entry is None:
         ids = sorted(str(model) for entry in shipped_entries() for model in entry["ids"])
@@ -146,8 +176,8 @@ def builtin_config(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _shipped_entry(model: str) -> dict[str, Any] | None:
-    """The content of the file in profiles/models that describes a model, by its lower-case id; None if there is none.
-    Only files in which the id occurs are parsed: parsing all of them took as long as a plan."""
+    """The file in profiles/models that has the id, in lower case. Only files in which it occurs are parsed: parsing all
+    of them took as long as a plan."""
     for text in _shipped_texts():
         if model in text.lower():
             entry = tomli.loads(text)
@@ -157,12 +187,12 @@ def _shipped_entry(model: str) -> dict[str, Any] | None:
 
 
 def shipped_entries() -> Iterator[dict[str, Any]]:
-    """Yield the content of each file in profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
+    """The content of each file in profiles/models: `ids`, `source`, `parameters`, and the table `config`."""
     yield from map(tomli.loads, _shipped_texts())
 
 
 def _shipped_texts() -> Iterator[str]:
-    """Yield the text of each file in profiles/models, in the order of their names; built-in models come first."""
+    """The texts in the order of file names; built-in models come first."""
     yield from map(_text_of, _shipped_files())
 
 
@@ -177,14 +207,14 @@ def _text_of(path: Path) -> str:
 
 
 def _cached_config(model: str, revision: str | None) -> Path | None:
-    """Path of a model's config.json in the hub cache, None if absent there."""
+    """None if absent in the hub cache."""
     snapshot = find_snapshot(model, revision)
     config = snapshot / "config.json" if snapshot is not None else None
     return config if config is not None and config.is_file() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A config file as a dict; raises UsageError when it is absent or not JSON."""
+    """Raises UsageError when the file is absent or not JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -196,3 +226,107 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
     return loaded
+
+
+ANSWER_SECONDS = 10.0
+"""How long the hub may take for its first answer."""
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+"""Bytes per value of a safetensors dtype; 1 for all others."""
+
+
+def bring_config(spec: RunSpec) -> list[str]:
+    """Make sure that the config of a run's model is on this machine; returns notices about what was fetched. Not for a
+    screen that plans while someone types: that must not wait for the network.
+
+    Raises ConfigNotHereError (hub unreachable), EnvironmentProblem (no such model, access refused, another error) or
+    UsageError (invalid model.id, no config.json, no such revision).
+    """
+    try:
+        find_config(spec.recipe.model.id, spec.recipe.model.revision)
+        return []
+    except ConfigNotHereError as missing:
+        model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
+        _fetch(model, revision, missing)
+    return _compared(model, revision)
+
+
+def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> None:
+    """Raises `missing` if the hub cannot be reached. A plain request is sent first, because it fails at once without a
+    connection, while the hub's client retries for half a minute."""
+    # Imported here because it takes a tenth of a second. HTTPError is the base error of the hub's HTTP client.
+    from huggingface_hub import constants, get_session, hf_hub_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # re-exported lazily
+
+    disable_progress_bars()
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+        hf_hub_download(model, "config.json", revision=revision, etag_timeout=ANSWER_SECONDS)
+    except HFValidationError:
+        raise UsageError(
+            f"{model!r} is no name of a model", expected="OWNER/NAME as on the hub, or a folder", fix="check model.id"
+        ) from None
+    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise _refused(error, model) or missing from error
+
+
+def _refused(error: BaseException, model: str) -> TunedeckError | None:
+    """The error to raise if the hub answered and refused; None if it did not answer."""
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    answer = next((link for link in (error, error.__cause__) if isinstance(link, HfHubHTTPError)), None)
+    if answer is None:
+        return None
+    if isinstance(answer, GatedRepoError):
+        return EnvironmentProblem(
+            f"{model} is gated: the hub gives it only to accounts that accepted its terms",
+            fix=f"accept them at https://huggingface.co/{model}, then log in with: hf auth login",
+        )
+    if isinstance(answer, RepositoryNotFoundError):
+        return EnvironmentProblem(
+            f"the hub has no {model!r}, or keeps it private",
+            expected="OWNER/NAME as on the hub, or an existing folder",
+            fix="check the spelling of model.id; for a private model log in with: hf auth login",
+        )
+    if isinstance(answer, EntryNotFoundError):
+        return UsageError(f"{model} on the hub has no config.json", fix="choose a model in transformers' layout")
+    status = answer.response.status_code
+    if status == 404:
+        return UsageError(f"the hub has {model}, but not this revision", fix="check model.revision")
+    return EnvironmentProblem(f"the hub answers {status} for {model}", fix="try again later, or use a local folder")
+
+
+def _compared(model: str, revision: str | None) -> list[str]:
+    """A notice if the headers of the weight files differ from the config, or cannot be compared."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
+        HTTPError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    try:
+        counts = get_safetensors_metadata(model, revision=revision, timeout=ANSWER_SECONDS).parameter_count
+    except NotASafetensorsRepoError:
+        return [f"{model} has no safetensors files on the hub, and no other format is opened: training will refuse it"]
+    except (HTTPError, SafetensorsParsingError) as error:
+        return [f"the weights of {model} could not be looked at ({error}); the plan follows its config alone"]
+    stored = sum(counts.values())
+    size_gib = sum(BYTES.get(dtype, 1) * count for dtype, count in counts.items()) / 2**30
+    try:
+        arch = from_config(find_config(model, revision))
+    except UnknownArchitectureError:
+        return [f"the weights of {model} are {stored:,} parameters, {size_gib:.2f} GiB as stored"]
+    expected = parameter_count(arch)
+    # A tied head may be stored once or twice.
+    if stored in (expected, expected + arch.vocab * arch.hidden):
+        return []
+    return [
+        f"the weights of {model} are {stored:,} parameters, {size_gib:.2f} GiB as stored; by its config the plan "
+        f"counts {expected:,}: quantised weights, or parts that training does not load"
+    ]

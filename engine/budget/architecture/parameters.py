@@ -1,27 +1,54 @@
-"""Every parameter of a decoder by dotted name and shape.
+"""Every parameter of a decoder and of a vision encoder, by dotted name and shape.
 
-The names are those of transformers 5.23, so that the patterns of a recipe (`train_only`, `freeze`, `also_train`,
-`targets`) select here exactly what they select in the engine. `tests/budget/test_parameters.py` compares names and
-shapes with a model built on the meta device.
-
-Try: `python -m pytest tests/budget/test_parameters.py`
+The names are those of transformers 5.23, so the patterns of a recipe (`train_only`, `freeze`, `also_train`, `targets`)
+select here exactly what they select in the engine. tests/budget/test_parameters.py compares names and shapes with
+models on the meta device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from math import prod
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameter import Parameter, linear
-from engine.budget.architecture.vision_parameters import vision_end_parameters, vision_layer_parameters
+from engine.budget.architecture.vision_encoder import VisionEncoder
+
+
+class Parameter:
+    """`linear` marks the weight of a linear layer, which can get an adapter."""
+
+    __slots__ = ("elements", "linear", "name", "shape")
+
+    def __init__(self, name: str, shape: tuple[int, ...], linear: bool = False) -> None:
+        self.name = name
+        self.shape = shape
+        self.linear = linear
+        self.elements = prod(shape)
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module that the parameter belongs to."""
+        return self.name.rpartition(".")[0]
+
+
+def linear(name: str, inputs: int, outputs: int, bias: bool) -> list[Parameter]:
+    """Parameters of a `torch.nn.Linear`: weight [outputs, inputs] and, if `bias`, the bias."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), linear=True)
+    return [weight, Parameter(f"{name}.bias", (outputs,))] if bias else [weight]
+
+
+def vectors(name: str, size: int, *, bias: bool) -> list[Parameter]:
+    """Parameters of a norm: the weight [size] and, if `bias` (a layer norm), the bias [size]."""
+    return [Parameter(f"{name}.{part}", (size,)) for part in (("weight", "bias") if bias else ("weight",))]
+
 
 HEAD = "lm_head.weight"
 
 
 @lru_cache(maxsize=64)
 def layer_parameters(arch: Architecture, dense: bool) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer, named relative to the layer ("self_attn.q_proj.weight"); `dense`: no experts."""
+    """Named relative to the layer ("self_attn.q_proj.weight"); `dense`: no experts."""
     if arch.layout == "gpt2":
         return tuple(_gpt2_layer(arch))
     return (*_attention(arch), *_feed_forward(arch, dense), *_norms(arch))
@@ -29,7 +56,7 @@ def layer_parameters(arch: Architecture, dense: bool) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=64)
 def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
-    """Parameters outside the layers: embeddings, last norm, and the head where it is not tied."""
+    """Embeddings, last norm, and the head where it is not tied."""
     if arch.layout == "gpt2":
         vectors = [Parameter(f"transformer.ln_f.{kind}", (arch.hidden,)) for kind in ("weight", "bias")]
         tables = [
@@ -44,12 +71,12 @@ def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
 
 
 def layer_prefix(arch: Architecture, layer: int) -> str:
-    """The prefix of a layer's parameter names, such as "model.layers.3.", with the dot at its end."""
+    """Prefix of a layer's parameter names, such as "model.layers.3."."""
     return f"transformer.h.{layer}." if arch.layout == "gpt2" else f"{arch.root}.layers.{layer}."
 
 
 def parameter_count(arch: Architecture) -> int:
-    """Number of parameters of the whole model; a tied head is counted once."""
+    """A tied head is counted once."""
     layers = (layer_parameters(arch, arch.is_dense(layer)) for layer in range(arch.layers))
     total = sum(map(elements, layers)) + elements(outer_parameters(arch))
     if arch.vision_encoder is None:
@@ -62,12 +89,11 @@ def parameter_count(arch: Architecture) -> int:
 
 
 def elements(parameters: Iterable[Parameter]) -> int:
-    """Total number of values in these tensors."""
     return sum(parameter.elements for parameter in parameters)
 
 
 def _attention(arch: Architecture) -> list[Parameter]:
-    """One layer's parameters of attention: projections and, in some families, norms of queries and keys, or sinks."""
+    """Projections and, in some families, norms of queries and keys, or sinks."""
     hidden, query, kv = arch.hidden, arch.query_width, arch.kv_width
     if arch.layout == "phi3":
         projections = linear("self_attn.qkv_proj", hidden, query + 2 * kv, False)
@@ -84,8 +110,7 @@ def _attention(arch: Architecture) -> list[Parameter]:
 
 
 def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
-    """Parameters of a layer's gated feed-forward block or, unless `dense`, of its router and experts (fused in
-    transformers 5)."""
+    """Gated feed-forward or, unless `dense`, router and experts (fused in transformers 5)."""
     hidden, width = arch.hidden, arch.intermediate
     if arch.layout == "phi3":
         return [
@@ -102,7 +127,7 @@ def _feed_forward(arch: Architecture, dense: bool) -> list[Parameter]:
 
 
 def _expert_parameters(arch: Architecture) -> list[Parameter]:
-    """Router, and fused experts: one tensor for all gate and up projections, one for all down projections."""
+    """One tensor for all gate and up projections, one for all down projections."""
     assert arch.experts is not None
     count, width, hidden = arch.experts.count, arch.experts.intermediate, arch.hidden
     if arch.layout == "gpt_oss":  # stored transposed, with biases, and a router that is a layer of its own
@@ -122,7 +147,7 @@ def _expert_parameters(arch: Architecture) -> list[Parameter]:
 
 
 def _norms(arch: Architecture) -> list[Parameter]:
-    """Weights of a layer's norms: two, or in Gemma 2 and 3 four."""
+    """Two, or in Gemma 2 and 3 four."""
     names = ["input_layernorm", "post_attention_layernorm"]
     if arch.norms_per_layer == 4:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -130,7 +155,7 @@ def _norms(arch: Architecture) -> list[Parameter]:
 
 
 def _gpt2_layer(arch: Architecture) -> list[Parameter]:
-    """Parameters of a GPT-2 layer: weights of linear layers are Conv1D, [inputs, outputs]; norms have biases."""
+    """Weights of linear layers are Conv1D, [inputs, outputs]; norms have biases."""
     hidden, width = arch.hidden, arch.intermediate
     shapes = {
         "attn.c_attn": (hidden, 3 * hidden),
@@ -141,3 +166,73 @@ def _gpt2_layer(arch: Architecture) -> list[Parameter]:
     norms = [Parameter(f"{norm}.{kind}", (hidden,)) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")]
     weights = [Parameter(f"{name}.weight", shape, linear=True) for name, shape in shapes.items()]
     return [*norms, *weights, *(Parameter(f"{name}.bias", (shape[1],)) for name, shape in shapes.items())]
+
+
+VISION_MODULES = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
+"""Names of vision encoders and projectors in all families."""
+_INSIDE = tuple(f"{module}." for module in VISION_MODULES)
+
+
+def in_vision_encoder(name: str) -> bool:
+    """Whether a dotted name in the whole model belongs to a vision encoder or its projector."""
+    return name.startswith(_INSIDE) or name in VISION_MODULES
+
+
+def behind_vision_layers(name: str) -> bool:
+    """Whether a parameter of `vision_end_parameters` is used after the encoder's layers, not before."""
+    return "merger" in name or "projector" in name or "post_layernorm" in name
+
+
+def vision_layer_prefix(encoder: VisionEncoder, layer: int) -> str:
+    """Prefix of a layer's parameter names, such as "model.visual.blocks.3."."""
+    return (
+        f"model.vision_tower.encoder.layers.{layer}." if encoder.kind == "siglip" else f"model.visual.blocks.{layer}."
+    )
+
+
+@lru_cache(maxsize=64)
+def vision_layer_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
+    """Named relative to the layer."""
+    hidden, width = encoder.hidden, encoder.intermediate
+    if encoder.kind == "siglip":
+        return (
+            *vectors("layer_norm1", hidden, bias=True),
+            *(part for name in ("k_proj", "v_proj", "q_proj", "out_proj")
+              for part in linear(f"self_attn.{name}", hidden, hidden, True)),
+            *vectors("layer_norm2", hidden, bias=True),
+            *linear("mlp.fc1", hidden, width, True),
+            *linear("mlp.fc2", width, hidden, True),
+        )  # fmt: skip
+    older = encoder.kind == "qwen2_vl"
+    into, out_of = (("fc1",), "fc2") if older else (("gate_proj", "up_proj"), "down_proj")
+    return (
+        *vectors("norm1", hidden, bias=older),
+        *vectors("norm2", hidden, bias=older),
+        *linear("attn.qkv", hidden, 3 * hidden, True),
+        *linear("attn.proj", hidden, hidden, True),
+        *(part for name in into for part in linear(f"mlp.{name}", hidden, width, True)),
+        *linear(f"mlp.{out_of}", width, hidden, True),
+    )
+
+
+@lru_cache(maxsize=64)
+def vision_end_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
+    """The first is the patch embedding's weight, the last are the merger's."""
+    hidden = encoder.hidden
+    if encoder.kind == "siglip":
+        embeddings = "model.vision_tower.embeddings"
+        return (
+            Parameter(f"{embeddings}.patch_embedding.weight", (hidden, *encoder.patch_shape)),
+            Parameter(f"{embeddings}.patch_embedding.bias", (hidden,)),
+            Parameter(f"{embeddings}.position_embedding.weight", (encoder.patches or 0, hidden)),
+            *vectors("model.vision_tower.post_layernorm", hidden, bias=True),
+            Parameter("model.multi_modal_projector.mm_input_projection_weight", (hidden, encoder.output)),
+            *vectors("model.multi_modal_projector.mm_soft_emb_norm", hidden, bias=False),
+        )
+    merged = hidden * encoder.merge**2
+    return (
+        Parameter("model.visual.patch_embed.proj.weight", (hidden, *encoder.patch_shape)),
+        *vectors("model.visual.merger.ln_q", hidden, bias=encoder.kind == "qwen2_vl"),
+        *linear("model.visual.merger.mlp.0", merged, merged, True),
+        *linear("model.visual.merger.mlp.2", merged, encoder.output, True),
+    )

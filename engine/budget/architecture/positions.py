@@ -1,11 +1,6 @@
-"""Reads from a model's config how many positions it has, and applies `model.rope_scaling` to the config.
-
-Learned positions (GPT-2, OPT) are rows of a table, so a longer sequence cannot be computed. Rotary positions have no
-end, but a model computes poor outputs at positions that it was not trained on. Config keys are those of transformers
-5.23 (`modeling_rope_utils.py`) and older.
-
-Try: `tunedeck plan -p 80gb -r lora --set data.max_length=131072`
-"""
+"""Reads from a model's config how many positions it has, and applies `model.rope_scaling` to the config. Learned
+positions (GPT-2, OPT) are rows of a table, with an end; at rotary positions that it was not trained on a model computes
+poor outputs. Config keys are those of transformers 5.23 (`modeling_rope_utils.py`) and older."""
 
 from __future__ import annotations
 
@@ -13,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from engine.config.schema.recipe import Recipe, RopeScaling
 from engine.errors import UsageError
-from engine.spec.schema.recipe import Recipe, RopeScaling
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Config keys with the number of positions, the most usual first."""
@@ -39,13 +34,12 @@ STRETCHED = {"yarn", "linear", "dynamic"}
 
 
 def text_of(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the decoder: of a vision-language model, its text_config."""
+    """The part that describes the decoder: of a vision-language model, its text_config."""
     return facts.get("text_config") or facts
 
 
 def positions_of(facts: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a model supports, in tokens; None if its config gives no limit (ALiBi, recurrent
-    models)."""
+    """The longest supported sequence, in tokens; None if the config gives no limit (ALiBi, recurrent models)."""
     text = text_of(facts)
     model_type = str(text.get("model_type", ""))
     stated = next((int(text[key]) for key in POSITION_KEYS if text.get(key)), DEFAULT_POSITIONS.get(model_type))
@@ -59,14 +53,13 @@ def positions_of(facts: Mapping[str, Any]) -> int | None:
 
 
 def table_of_positions(facts: Mapping[str, Any]) -> int | None:
-    """The number of positions of a model that has a table of them (GPT-2, OPT, GPT-J) and can compute no others; None
-    for rotary positions, which have no end, and for models without positions."""
+    """Positions of a model with a table of them (GPT-2, OPT, GPT-J), which can compute no others; else None."""
     rotary = can_be_scaled(facts) or text_of(facts).get("model_type") in OWN_SCALING
     return None if rotary else positions_of(facts)
 
 
 def can_be_scaled(facts: Mapping[str, Any]) -> bool:
-    """Whether a model has rotary positions of a kind that `model.rope_scaling` can scale."""
+    """Whether `model.rope_scaling` can scale the model's positions."""
     text = text_of(facts)
     model_type = str(text.get("model_type", ""))
     if model_type in OWN_SCALING:
@@ -75,14 +68,10 @@ def can_be_scaled(facts: Mapping[str, Any]) -> bool:
 
 
 def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
-    """Write rotary scaling into a config, in transformers' keys; returns a changed copy.
+    """A copy of the config with rotary scaling in transformers' keys. Gemma 3's layers with a sliding window are not
+    changed, because distances within the window stay the same.
 
-    In Gemma 3, layers with a sliding window have rotary settings of their own, which are not changed, because distances
-    within the window stay the same.
-
-    Raises:
-        UsageError: the model has no rotary positions that can be scaled, or its config scales them already in another
-            way.
+    Raises UsageError: no rotary positions that can be scaled, or scaled already in another way.
     """
     model_type = str(facts.get("model_type", "unknown"))
     positions = positions_of(facts)
@@ -112,8 +101,8 @@ def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, A
 
 
 def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise UsageError if data.max_length exceeds the model's positions after the recipe's rotary scaling, or if that
-    scaling cannot be applied to the model. `facts` are the model's config, without the recipe's scaling."""
+    """Raise UsageError if data.max_length exceeds the model's positions after the recipe's rotary scaling, or that
+    cannot be applied. `facts` are the model's config without it."""
     own, scaling, length = positions_of(facts), recipe.model.rope_scaling, recipe.data.max_length
     reached = positions_of(scaled_config(facts, scaling)) if scaling else own
     if reached is None or own is None or length <= reached:
@@ -138,13 +127,12 @@ def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _factor(length: int, positions: int) -> str:
-    """The smallest factor, as text with at most two decimals, by which `positions` must be multiplied to reach
-    `length`."""
+    """Smallest factor from `positions` to `length`, as text with at most two decimals."""
     return f"{max(1.01, math.ceil(100 * length / positions) / 100):g}"
 
 
 def _given(scaling: RopeScaling) -> dict[str, Any]:
-    """The keys of rotary scaling that a recipe sets, as transformers names them."""
+    """The keys that a recipe sets, as transformers names them."""
     given: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.original_max_position_embeddings is not None:
         given["original_max_position_embeddings"] = scaling.original_max_position_embeddings
@@ -153,17 +141,14 @@ def _given(scaling: RopeScaling) -> dict[str, Any]:
 
 def _flat_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary keys of layers that see the whole sequence, with "rope_type" also where the config says "type".
-
-    transformers 5 has them in rope_parameters (one table, or one for each type of layer), older configs in
-    rope_scaling."""
+    transformers 5 has them in rope_parameters (one table, or one per type of layer), older configs in rope_scaling."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     rope = dict(rope.get("full_attention", rope))
     return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _merged(text: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The rope_parameters of a config, updated with the keys of the scaling (`given`). A rope_theta outside of
-    rope_parameters is copied into them."""
+    """A rope_theta outside of rope_parameters is copied into them."""
     rope = dict(text.get("rope_parameters") or {})
     if "full_attention" in rope:
         return {**rope, "full_attention": {**rope["full_attention"], **given}}

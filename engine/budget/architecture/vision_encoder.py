@@ -1,12 +1,6 @@
-"""The facts of a vision encoder that decide its memory, and how many tokens it makes of an image.
-
-An encoder cuts an image into patches, runs them through its layers and merges `merge` × `merge` of them into one token
-of the decoder. Source: the vision configs of transformers 5.23 (`src/transformers/models/<model_type>/`), with their
-defaults for missing keys. Names of parameters: `engine.budget.architecture.vision_parameters`;
-bytes: `engine.budget.predict.vision`.
-
-Try: `tunedeck plan -p 80gb -r lora --set model.id=Qwen/Qwen2.5-VL-7B-Instruct --set data.image_max_pixels=1003520`
-"""
+"""The facts of a vision encoder that decide its memory, and how many tokens it makes of an image: patches run through
+its layers, and `merge` × `merge` of them become one token of the decoder. Source: the vision configs of transformers
+5.23 (`src/transformers/models/<model_type>/`), with their defaults."""
 
 from __future__ import annotations
 
@@ -31,7 +25,7 @@ class VisionEncoder:
     patch_side: int
     """Pixels along a side of a patch."""
     patch_shape: tuple[int, ...]
-    """The dimensions of a patch: channels, frames (if the encoder takes several), height and width."""
+    """Channels, frames (if the encoder takes several), height and width."""
     merge: int
     """`merge` × `merge` patches become one token."""
     output: int
@@ -47,34 +41,29 @@ class VisionEncoder:
 
     @property
     def patch_values(self) -> int:
-        """Number of values in a patch: the product of `patch_shape`."""
         return prod(self.patch_shape)
 
     @property
     def bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions in the decoder; if so, the decoder
-        needs an attention mask."""
+        """Tokens of an image attend in both directions in the decoder, which then needs an attention mask."""
         return self.kind == "siglip"
 
     @property
     def pixels_per_token(self) -> int:
-        """Pixels of an image that become one token, in an encoder that takes images of any size."""
+        """Pixels that become one token, in an encoder that takes images of any size."""
         return (self.patch_side * self.merge) ** 2
 
     def patches_of(self, max_pixels: int | None) -> int:
-        """Patches of the largest image that `max_pixels` allows (`data.image_max_pixels`; None: the processor's own
-        limit).
-
-        A Qwen processor brings both sides to multiples of patch × merge and stays within the limit (`smart_resize` in
-        transformers' image_processing_qwen2_vl.py).
-        """
+        """Patches of the largest image that `max_pixels` allows (None: the processor's own limit). A Qwen processor
+        brings both sides to multiples of patch × merge within it (`smart_resize` in transformers'
+        image_processing_qwen2_vl.py)."""
         if self.patches is not None:
             return self.patches
         pixels = max_pixels or self.most_pixels or 0
         return max(1, pixels // self.pixels_per_token) * self.merge**2
 
     def tokens_of(self, max_pixels: int | None) -> int:
-        """Tokens in a sequence of the largest image that `max_pixels` allows (None: that the processor allows)."""
+        """Tokens of the largest image that `max_pixels` allows (None: that the processor allows)."""
         return self.patches_of(max_pixels) // self.merge**2
 
 
@@ -83,8 +72,7 @@ QWEN_MOST_PIXELS = 12_845_056
 
 
 def _siglip(vision: Mapping[str, Any], config: Mapping[str, Any], output: int) -> VisionEncoder:
-    """Read Gemma 3's encoder from `vision`, the vision_config of `config`: images of one size, pooled to
-    mm_tokens_per_image tokens, then projected to the width `output`."""
+    """Gemma 3: images of one size, pooled to mm_tokens_per_image tokens, then projected to the width `output`."""
     patch, channels = int(vision.get("patch_size", 16)), int(vision.get("num_channels", 3))
     across, tokens = int(vision.get("image_size", 224)) // patch, int(config.get("mm_tokens_per_image", 256))
     return VisionEncoder(
@@ -129,8 +117,7 @@ def _qwen2_5_vl(vision: Mapping[str, Any], config: Mapping[str, Any], output: in
 
 
 def _qwen_patches(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `VisionEncoder` that Qwen2-VL and Qwen2.5-VL configs give under the same keys. The key in_chans is not
-    read, because transformers does not use it."""
+    """What Qwen2-VL and Qwen2.5-VL give under the same keys. Not in_chans, which transformers does not use."""
     patch = int(vision.get("patch_size", 14))
     return {
         "layers": int(vision.get("depth", 32)),
@@ -149,11 +136,11 @@ VISION_ENCODERS: dict[str, tuple[str, Reader]] = {
     "qwen2_vl": ("qwen2_vl_text", _qwen2_vl),
     "qwen2_5_vl": ("qwen2_5_vl_text", _qwen2_5_vl),
 }
-"""For each model_type of a vision-language model: the model_type of its decoder, and a reader of its vision config."""
+"""The decoder's model_type and a reader of the vision config, by model_type of a vision-language model."""
 
 
 def read_vision_encoder(config: Mapping[str, Any], output: int) -> VisionEncoder:
-    """The vision encoder of a config whose model_type is in VISION_ENCODERS; `output` is the decoder's width."""
+    """`output` is the decoder's width."""
     _decoder, read = VISION_ENCODERS[str(config["model_type"])]
     vision = {key: value for key, value in dict(config.get("vision_config") or {}).items() if value is not None}
     return read(vision, config, output)

@@ -1,10 +1,7 @@
 """Memory of the passes without gradients in a training run: evaluation, and generation with its key-value cache.
 
 Optimizer state stays on the device during these passes; gradients do not exist. Evaluation uses micro-batches of
-training's size. Generation starts with many rows and halves their number when memory runs out, as `engine.evaluate`
-does. With sequence parallelism, rank 0 evaluates alone, on whole sequences.
-
-Try: `python -m pytest tests/budget/test_inference.py`
+training's size. With sequence parallelism, rank 0 evaluates alone, on whole sequences.
 """
 
 from __future__ import annotations
@@ -23,34 +20,33 @@ from engine.budget.predict.layer_traces import (
 )
 from engine.budget.predict.step import embeddings_held, inputs, masks_of
 from engine.budget.predict.vision import vision_cost
-from engine.budget.trace.layer_kinds import layer_stack
+from engine.budget.trace.layer import layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, highest, highest_value, shape_of
-from engine.spec.installed import installed, older
-from engine.spec.schema.recipe import Generate, Recipe
+from engine.config.files.machine import installed, older
+from engine.config.schema.recipe import Generate, Recipe
 
 GENERATION_ROWS = 64
-"""Number of answers that generation first tries to write at once; the same as in `engine.evaluate.scores`."""
+"""Most answers that one device generates at once, and the number that it tries first."""
 
 DECODES_WITH_REPEATED_HEADS = older(installed("transformers"), "5.23")
 """Before 5.23, sdpa with a mask made copies of cached keys and values for all heads, also for a single new token."""
 
 
 def evaluates(recipe: Recipe) -> bool:
-    """Whether a run evaluates during training: whenever it has validation data, at least once at the end."""
+    """Whether a run evaluates: whenever it has validation data, at least once at the end."""
     return bool(recipe.data.validation) or recipe.data.valid_fraction > 0
 
 
 def generates(recipe: Recipe) -> bool:
-    """Whether the evaluations during training generate text."""
+    """Whether evaluations generate text."""
     return evaluates(recipe) and ("exact_match" in recipe.eval.metrics or recipe.eval.samples > 0)
 
 
 @lru_cache(maxsize=256)
 def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Live bytes of a forward pass and its loss, above the static bytes, at each moment that may be the peak, as
-    polynomials of the micro-batch's shape."""
+    """Live bytes of a forward pass and its loss, above the static bytes, at each moment that may be the peak."""
     stack = layer_stack(arch, config)
     passes = {kind: inference_forward(arch, config, kind) for kind in stack.kinds}
     config = inference_config(config)
@@ -71,8 +67,8 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
 
 
 def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPolynomial]) -> list[BytesPolynomial]:
-    """Return the decoder's `peaks` unchanged for text alone. With images, add the pixels and the vision encoder's
-    output to each, since both stay allocated, and append the peaks of the encoder, which runs before the decoder."""
+    """The decoder's peaks, with images plus the pixels and the encoder's output, which stay allocated; and the peaks
+    of the encoder, which runs before."""
     if not config.image_patches:
         return peaks
     encoder = vision_cost(arch, config, False, learning=False)
@@ -81,25 +77,20 @@ def _behind_vision(arch: Architecture, config: MemoryConfig, peaks: list[BytesPo
 
 
 def generation_bytes(arch: Architecture, config: MemoryConfig, *, rows: int, prompt: int, generate: Generate) -> int:
-    """Peak bytes, above the static bytes, of generating answers of full length (generate.max_new_tokens) to `rows`
-    prompts of `prompt` tokens."""
+    """Peak bytes, above the static bytes, of generating answers of full length to `rows` prompts of `prompt` tokens."""
     return max(_prefill(arch, config, rows, prompt), _decoding(arch, config, rows, prompt, generate))
 
 
 def _prefill(arch: Architecture, config: MemoryConfig, rows: int, prompt: int) -> int:
-    """Peak bytes, above the static bytes, of the forward pass over `rows` prompts of `prompt` tokens."""
     shape = shape_of(rows, prompt + 1, config.chunk_tokens, patches=rows * config.image_patches)
     return highest_value(_prefilling(arch, config, rows > 1), shape) + rows * INPUT_COPIES * (prompt + 1)
 
 
 @lru_cache(maxsize=256)
 def _prefilling(arch: Architecture, config: MemoryConfig, padded: bool) -> Sizes:
-    """Live bytes of the forward pass over the prompts, at each moment that may be the peak, as polynomials of the
-    prompts' shape.
-
-    Of each kind of layer only the last one counts, because the key-value cache of all earlier layers exists by then.
-    `padded`: there are several prompts, which are padded on the left and therefore masked; a single one is not.
-    """
+    """Live bytes of the forward pass over the prompts. Of each kind of layer only the last one counts, because the
+    cache of all earlier layers exists by then. `padded`: there are several prompts, which are padded on the left and
+    therefore masked."""
     # Text is generated in the weights' own dtype. (Under autocast with flash attention, where it takes less.)
     config = replace(inference_config(config), packed=padded, autocast=False)
     stack = layer_stack(arch, config)
@@ -150,15 +141,13 @@ def cache_bytes(arch: Architecture, config: MemoryConfig, tokens: int) -> int:
 
 
 def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
-    """How many of the `tokens` tokens of a row the cache holds, for each layer: all, or those of the layer's sliding
-    window."""
+    """How many of `tokens` tokens each layer's cache holds: all, or those of its sliding window."""
     window, slides = arch.sliding_window, arch.sliding_layers or (False,) * arch.layers
     return [min(tokens, window) if window and sliding else tokens for sliding in slides]
 
 
 def _scores_bytes(generate: Generate) -> int:
-    """Bytes that the choice of one row's next token takes for each token of the vocabulary, in addition to the model's
-    own logits.
+    """Bytes per token of the vocabulary that the choice of one row's next token takes beside the model's own logits.
 
     - greedy: fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
     - sampling: this token's logits, the scores of the previous and of this token, their softmax and its sums.
@@ -174,15 +163,12 @@ INPUT_COPIES = 24
 
 
 def most_answers(recipe: Recipe) -> int:
-    """How many answers the engine generates at once if memory allows: as many as the recipe asks for, at most
-    GENERATION_ROWS."""
     asked = GENERATION_ROWS if "exact_match" in recipe.eval.metrics else recipe.eval.samples
     return min(GENERATION_ROWS, asked, recipe.eval.limit or GENERATION_ROWS)
 
 
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:
-    """How many answers to prompts of `length` tokens the engine generates at once: `most_answers`, halved until they
-    fit into `room_bytes`; one answer is generated even if it does not fit."""
+    """`most_answers` to prompts of `length` tokens, halved until they fit into `room_bytes`; at least one."""
     rows = most_answers(recipe)
     while rows > 1:
         if generation_bytes(arch, config, rows=rows, prompt=length, generate=recipe.generate) <= room_bytes:

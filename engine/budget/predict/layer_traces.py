@@ -1,21 +1,15 @@
-"""Runs the memory traces that predictions consist of: one for each kind of layer, and one for the model's end.
-
-`engine.budget.predict.step` combines them to a training step, `engine.budget.predict.inference` to a pass without
-gradients.
-
-Try: `python -m pytest tests/budget/test_predict.py`
-"""
+"""Runs the memory traces that predictions consist of: one for each kind of layer, and one for the model's end."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.trace.head import Head
-from engine.budget.trace.layer import Layer
-from engine.budget.trace.layer_kinds import LayerKind, body_learns
+from engine.budget.trace.layer import Layer, LayerKind, body_learns
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
 from engine.budget.trace.polynomial import NO_BYTES, TOKEN, BytesPolynomial, highest, maxima
@@ -24,9 +18,8 @@ Sizes = tuple[BytesPolynomial, ...]
 
 
 class ForwardTrace(NamedTuple):
-    """Bytes of a layer's forward pass. `forward`: live bytes at each local maximum; `saved`: saved for backward on the
-    device; `casts`: autocast's copies of weights, which are cached until the loss; `offloaded`: saved for backward on
-    the host; `largest_offloaded`: the largest tensor of these."""
+    """Bytes of a layer's forward pass: live at each local maximum, saved for backward on the device, autocast's
+    copies of weights (cached until the loss), saved on the host, and the largest tensor of these."""
 
     forward: Sizes
     saved: BytesPolynomial
@@ -36,8 +29,8 @@ class ForwardTrace(NamedTuple):
 
 
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """Trace the forward pass of one layer. A layer that backward does not reach saves nothing; a checkpointed layer
-    saves only its input."""
+    """Trace the forward pass of one layer. One that backward does not reach saves nothing; a checkpointed one its
+    input."""
     config = layer_config(config)
     if not kind.learns:
         return inference_forward(arch, config, kind)
@@ -45,8 +38,7 @@ def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> 
 
 
 def layer_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
-    """Live bytes at the local maxima of a layer's backward pass, including recomputation if it is checkpointed.
-    `accumulating`: gradients of an earlier micro-batch of the same step exist."""
+    """Live bytes at the local maxima of a layer's backward pass, with recomputation if it is checkpointed."""
     config = layer_config(config)
     return _settled_backward(arch, config, _layer_view(config, kind), accumulating)
 
@@ -63,97 +55,101 @@ def inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind)
 
 
 class LayerStep(NamedTuple):
-    """The traces of a layer's forward and backward pass."""
-
     forward: ForwardTrace
     backward: Sizes
-    """Live bytes at the local maxima of the backward pass. Gradients of trained weights are still a coefficient of
-    their own, as `BytesPolynomial.settled` expects."""
+    """Gradients of trained weights are still a coefficient of their own, as `BytesPolynomial.settled` expects."""
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """A layer of the decoder or of a vision encoder, to be traced together with its input."""
+
+    config: MemoryConfig
+    width: int
+    """Values per token of the input."""
+    follows: bool
+    """The input needs a gradient."""
+    layer_on: Callable[[MemoryTrace], Callable[[TracedTensor], TracedTensor]]
+    """Makes the layer on a trace; returns its forward function."""
+
+    def step(self) -> LayerStep:
+        """Trace the layer forward, again if it is checkpointed, and backward."""
+        config = self.config
+        trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
+        arguments, run = [layer_input(trace, self.width, config, self.follows)], self.layer_on(trace)
+        held = arguments[0].storage if config.checkpointing else None  # stays allocated until backward is over
+        if held is not None:
+            forward = self.forward(learning=True)
+            forward = forward._replace(saved=held.size)
+            output = trace.checkpoint(lambda: run(arguments.pop()))
+        else:
+            output = run(arguments.pop())
+            with_casts = trace.live
+            trace.casts.clear()
+            saved, casts = trace.live - output.size, with_casts - trace.live
+            peaks = highest(trace.take_peaks())
+            forward = ForwardTrace(peaks, saved, casts, trace.offloaded, trace.largest_offloaded)
+        assert output.node is not None
+        size, node = output.size, output.node
+        del output
+        trace.backward(node, trace.allocate(size))
+        return LayerStep(forward, highest(trace.take_peaks()))
+
+    def forward(self, *, learning: bool) -> ForwardTrace:
+        """Trace the forward pass of a layer that saves nothing: without gradients, or (`learning`) checkpointed."""
+        config = self.config
+        trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning, keeps_saved=False)
+        arguments, run = [layer_input(trace, self.width, config, self.follows)], self.layer_on(trace)
+        run(arguments.pop())
+        peaks = highest(trace.take_peaks())
+        return ForwardTrace(peaks, NO_BYTES, sum([weight.size for weight in trace.casts], NO_BYTES))
+
+
+def _layer_pass(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerPass:
+    return LayerPass(config, arch.hidden, kind.follows, lambda trace: Layer(trace, arch, config, kind).forward)
 
 
 @lru_cache(maxsize=256)
 def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerStep:
-    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
-    layer, arguments = Layer(trace, arch, config, kind), [layer_input(trace, arch, config, kind.follows)]
-    if config.checkpointing:
-        forward = _checkpointed_forward(arch, config, kind)
-        held = arguments[0].storage  # the input stays allocated until the layer's backward is over
-        output = trace.checkpoint(lambda: layer.forward(arguments.pop()))
-    else:
-        output = layer.forward(arguments.pop())
-        with_casts = trace.live
-        trace.casts.clear()
-        saved, casts = trace.live - output.size, with_casts - trace.live
-        peaks = highest(trace.take_peaks())
-        forward = ForwardTrace(peaks, saved, casts, trace.offloaded, trace.largest_offloaded)
-    assert output.node is not None
-    size, node = output.size, output.node
-    del output
-    trace.backward(node, trace.allocate(size))
-    backward = highest(trace.take_peaks())
-    if config.checkpointing:
-        del held
-    return LayerStep(forward, backward)
-
-
-def _checkpointed_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """Trace the first forward pass of a checkpointed layer, which saves only its input."""
-    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, keeps_saved=False)
-    peaks, casts = _forward_alone(trace, Layer(trace, arch, config, kind), arch, config, kind)
-    return ForwardTrace(peaks, arch.hidden * config.base_bytes * TOKEN, casts)
+    return _layer_pass(arch, config, kind).step()
 
 
 @lru_cache(maxsize=256)
 def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
-    peaks, casts = _forward_alone(trace, Layer(trace, arch, config, kind), arch, config, kind)
-    return ForwardTrace(peaks, NO_BYTES, casts)
+    return _layer_pass(arch, config, kind).forward(learning=False)
 
 
 @lru_cache(maxsize=256)
 def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Sizes:
-    """Live bytes at the local maxima of a layer's forward pass that fills the key-value cache; the layer's cached keys
-    and values are included."""
-    trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
-    layer = Layer(trace, arch, config, kind)
-    layer.cached = []
-    return _forward_alone(trace, layer, arch, config, kind)[0]
+    """Live bytes of a forward pass that fills the key-value cache, the layer's part of the cache included."""
 
+    def caching_layer(trace: MemoryTrace) -> Callable[[TracedTensor], TracedTensor]:
+        layer = Layer(trace, arch, config, kind)
+        layer.cached = []
+        return layer.forward
 
-def _forward_alone(
-    trace: MemoryTrace, layer: Layer, arch: Architecture, config: MemoryConfig, kind: LayerKind
-) -> tuple[Sizes, BytesPolynomial]:
-    """Trace a forward pass without backward; returns the live bytes at its local maxima, and the bytes of the
-    half-precision copies of weights that autocast made."""
-    arguments = [layer_input(trace, arch, config, kind.follows)]
-    output = layer.forward(arguments.pop())
-    del output
-    return highest(trace.take_peaks()), sum([weight.size for weight in trace.casts], NO_BYTES)
+    return replace(_layer_pass(arch, config, kind), layer_on=caching_layer).forward(learning=False).forward
 
 
 def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
-    """The kind without the facts that do not change a layer's trace, so that more kinds share a trace: the sliding
-    window, and the mask unless attention is sdpa."""
+    """The kind without the facts that do not change its trace, so that more kinds share one."""
     return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
 
 
 def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
-    """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient.
-    `accumulating`: gradients of an earlier micro-batch of the same step exist."""
+    """Live bytes at the local maxima from the last layer's output to the loss, and back to that output's gradient."""
     return maxima(_head_step(arch, head_config(config))[0], accumulating)
 
 
 def head_offloaded(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes that the model's end (final norm, head, loss) saves for backward on the host, with activation offload."""
+    """Bytes that the model's end (final norm, head, loss) saves on the host, with activation offload."""
     return _head_step(arch, head_config(config))[1]
 
 
 @lru_cache(maxsize=256)
 def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPolynomial]:
-    """Live bytes at the local maxima of the model's end (final norm, head, loss), forward and backward, and the bytes
-    that it saves on the host."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
-    arguments = [layer_input(trace, arch, config, body_learns(arch, config))]
+    arguments = [layer_input(trace, arch.hidden, config, body_learns(arch, config))]
     loss = Head(trace, arch, config).forward(arguments.pop())
     trace.casts.clear()
     if loss.node is not None:  # None: the recipe trains nothing, which the engine refuses once it has the model
@@ -162,22 +158,21 @@ def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPo
 
 
 def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
-    """Bytes of the model's end (final norm, head, loss) without gradients: those live at each local maximum of memory
-    over time, as polynomials in the rows and tokens of the micro-batch."""
+    """Live bytes at the local maxima of the model's end without gradients."""
     return _inference_head(arch, head_config(inference_config(config)))
 
 
 @lru_cache(maxsize=256)
 def _inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
-    arguments = [layer_input(trace, arch, config, False)]
+    arguments = [layer_input(trace, arch.hidden, config, False)]
     Head(trace, arch, config).forward(arguments.pop())
     return highest(trace.take_peaks())
 
 
-def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gradient: bool) -> TracedTensor:
-    """Allocate the hidden states that go into a layer; `gradient`: whether they need a gradient."""
-    hidden = trace.new(arch.hidden * TOKEN, config.base_bytes)
+def layer_input(trace: MemoryTrace, width: int, config: MemoryConfig, gradient: bool) -> TracedTensor:
+    """Allocate the hidden states that go into a layer, `width` values per token; `gradient`: whether they need one."""
+    hidden = trace.new(width * TOKEN, config.base_bytes)
     if gradient:
         hidden.node = Node(hidden.size)
     return hidden
@@ -185,15 +180,13 @@ def layer_input(trace: MemoryTrace, arch: Architecture, config: MemoryConfig, gr
 
 @lru_cache(maxsize=256)
 def step_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that matter only to the optimizer's step set to fixed values, so that more configs share
-    a trace."""
+    """The config without the choices that matter only to the optimizer's step, so that more configs share a trace."""
     return replace(config, optimizer="adamw", momentum=False, optimizer_offload=False)
 
 
 @lru_cache(maxsize=256)
 def layer_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that do not matter to a layer's trace set to fixed values, so that more configs share
-    a trace."""
+    """The config without the choices that do not matter to a layer's trace."""
     return replace(
         step_config(config),
         loss="plain",
@@ -209,8 +202,7 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
 
 @lru_cache(maxsize=256)
 def inference_config(config: MemoryConfig) -> MemoryConfig:
-    """The config of a pass without gradients: without checkpointing and dropout, and with whole sequences, because one
-    rank runs the pass alone."""
+    """The config of a pass without gradients, which one rank runs alone, on whole sequences."""
     return replace(
         config,
         checkpointing=False,
@@ -224,8 +216,7 @@ def inference_config(config: MemoryConfig) -> MemoryConfig:
 
 @lru_cache(maxsize=256)
 def head_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that do not matter to the trace of the model's end set to fixed values, so that more
-    configs share a trace."""
+    """The config without the choices that do not matter to the model's end."""
     return replace(
         layer_config(config),
         loss=config.loss,

@@ -1,16 +1,25 @@
-"""Device memory in addition to the model's tensors: CUDA context, cuBLAS workspaces, and reserved but unusable blocks.
+"""Memory in addition to the model's tensors on the device: CUDA context, cuBLAS workspaces and fragmentation there, and
+host memory for what is offloaded.
 
-The figures are typical values until a run on this machine has measured them (`engine.budget.calibration`). Runs in host
+Figures are typical values until a run on this machine has measured them (`engine.budget.calibration`). Runs in host
 memory, the metered device included, have no such memory.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import NamedTuple
 
+from engine.budget.architecture.facts import Architecture
 from engine.budget.calibration import is_expandable, residuals_for
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.run import RunSpec
+from engine.budget.predict.layer_traces import head_offloaded, layer_forward
+from engine.budget.predict.parallel_layout import ParallelLayout, layout_of, static_of_a_rank
+from engine.budget.predict.vision import vision_cost
+from engine.budget.trace.layer import layer_stack
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.polynomial import BytesPolynomial, shape_of
+from engine.config.schema.run import Profile, RunSpec
 
 MIB = 2**20
 CONTEXT_BYTES = 500 * MIB
@@ -30,27 +39,25 @@ Shares of 0 to 17 % were seen. Also used where only small runs were measured."""
 
 
 class NonTorchMemory(NamedTuple):
-    """Memory of one device in addition to the model's tensors: workspaces and CUDA context in bytes, and fragmentation
-    as a share of the bytes that tensors take."""
+    """Memory of one device in addition to the model's tensors."""
 
     workspace_bytes: int
-    """Bytes of cuBLAS' workspaces, which cuBLAS takes from torch's allocator at the first matrix product and keeps."""
+    """cuBLAS' workspaces, which it takes from torch's allocator at the first matrix product and keeps."""
     context_bytes: int
-    """Bytes of the CUDA context that exceed the profile's reserve; only these count against capacity."""
+    """What of the CUDA context exceeds the profile's reserve; only this counts against capacity."""
     fragmented_share: float
     reserved_context_bytes: int = 0
-    """Bytes of the CUDA context that fit into the profile's reserve."""
+    """What of the CUDA context fits into the profile's reserve."""
 
     def total(self, peak_bytes: int) -> int:
-        """Non-torch bytes that count against capacity when torch allocates `peak_bytes`."""
+        """Bytes that count against capacity when torch allocates `peak_bytes`."""
         return self.workspace_bytes + self.context_bytes + int(self.fragmented_share * peak_bytes)
 
     def room_bytes(self, capacity_bytes: int) -> int:
-        """The most bytes that torch may allocate at the peak for the total to be within `capacity_bytes`."""
+        """The most bytes that torch may allocate for the total to be within `capacity_bytes`."""
         return int((capacity_bytes - self.workspace_bytes - self.context_bytes) / (1 + self.fragmented_share))
 
     def components(self, peak_bytes: int) -> dict[str, int]:
-        """Non-torch bytes by component: `workspace`, `context` and `fragmentation`."""
         return {
             "workspace": self.workspace_bytes,
             "context": self.context_bytes,
@@ -59,12 +66,8 @@ class NonTorchMemory(NamedTuple):
 
 
 def non_torch_memory(spec: RunSpec) -> NonTorchMemory:
-    """Memory of one device in addition to the model's tensors, as earlier runs on this machine measured it; without
-    such runs, typical values. Zero for devices other than CUDA.
-
-    The profile's reserve is meant for the CUDA context, so the context counts against capacity only where it exceeds
-    the reserve.
-    """
+    """Memory beside tensors as earlier runs on this machine measured it, else typical values; zero for devices other
+    than CUDA. The profile's reserve is meant for the CUDA context, which counts only where it exceeds it."""
     profile, device = spec.profile, spec.profile.device
     if device.kind != "cuda":
         return NonTorchMemory(0, 0, 0.0)
@@ -79,7 +82,42 @@ def non_torch_memory(spec: RunSpec) -> NonTorchMemory:
 
 
 def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, share: float) -> NonTorchMemory:
-    """Non-torch memory with a CUDA context of `context_bytes`, which fills the profile's reserve first. `share`:
-    fragmentation as a share of the bytes that tensors take."""
     held = min(context_bytes, int(profile.device.reserve_gib * 2**30))
     return NonTorchMemory(workspace_bytes, context_bytes - held, share, held)
+
+
+def host_capacity_bytes(profile: Profile) -> int:
+    """Bytes of host memory of one machine: the profile's value, else that of this machine."""
+    if profile.device.host_memory_gib is not None:
+        return int(profile.device.host_memory_gib * 2**30)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows: int, length: int) -> dict[str, int]:
+    """Bytes on the host of one machine by what is offloaded (activations, optimizer), for micro-batches of `rows`
+    sequences of `length` tokens; empty without offloads. Ranks share the host, so the bytes are those of all. What a
+    run needs there anyway (libraries, data, loading) is not counted. Activations are within 6 % of what the engine
+    moves (`tests/budget/test_host_memory.py`)."""
+    layout, found = layout_of(profile), dict[str, int]()
+    if config.activation_offload:
+        patches = rows * config.image_patches
+        shape = shape_of(rows, layout.positions(length), config.chunk_tokens, patches=patches)
+        found["activations"] = _activations(arch, config).at(shape)
+    if config.optimizer_offload:
+        found["optimizer"] = _optimizer(arch, config, layout)
+    return {name: size * profile.device.count for name, size in found.items()}
+
+
+def _activations(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
+    """Bytes that one rank's forward pass saves on the host; for checkpointed layers, only their inputs."""
+    total = head_offloaded(arch, config)
+    for kind, count in layer_stack(arch, config).counts(0, arch.layers).items():
+        trace = layer_forward(arch, config, kind)
+        total += count * (trace.saved if config.checkpointing else trace.offloaded)
+    if config.image_patches:
+        total += vision_cost(arch, replace(config, activation_offload=False), False).kept
+    return total
+
+
+def _optimizer(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
+    return static_of_a_rank(arch, replace(config, optimizer_offload=False), layout).optimizer

@@ -2,8 +2,6 @@
 
 A prediction evaluates polynomials that are traced once per (architecture, config). The names of phases and components
 also appear on screen, in events and in `--json`.
-
-Try: `python -m pytest tests/budget/test_predict.py`
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.predict.host_memory import host_bytes, host_capacity_bytes
 from engine.budget.predict.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.predict.layer_traces import step_config
-from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.budget.predict.non_torch_memory import host_bytes, host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import (
     SINGLE_DEVICE,
     ParallelLayout,
@@ -25,13 +22,11 @@ from engine.budget.predict.parallel_layout import (
     shards,
     static_of_a_rank,
 )
-from engine.budget.predict.phase import PhaseCost, costliest
-from engine.budget.predict.static import optimizer_scratch
-from engine.budget.predict.step import step_cost
-from engine.budget.predict.update_scratch import update_scratch
+from engine.budget.predict.static import optimizer_scratch, update_scratch
+from engine.budget.predict.step import PhaseCost, costliest, step_cost
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, BytesPolynomial, highest, highest_value, shape_of
-from engine.spec.schema.run import RunSpec
+from engine.config.schema.run import RunSpec
 
 COMPONENTS = (
     "weights",
@@ -46,8 +41,8 @@ COMPONENTS = (
     "context",
     "fragmentation",
 )
-"""Components of a prediction. The last three are not the model's tensors: cuBLAS workspaces, the CUDA context, and
-fragmentation. The scratch of attention's backward pass and of the optimizer's update counts as `buffers`."""
+"""The last three are not the model's tensors. The scratch of attention's backward pass and of the optimizer's update
+counts as `buffers`."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +54,12 @@ class Prediction:
     peak_bytes: int
     deciding_phase: str
     components: dict[str, int]
-    """Bytes by component in the deciding phase, including what is not tensors; their sum is `device_bytes`."""
+    """In the deciding phase, including what is not tensors; their sum is `device_bytes`."""
     device_bytes: int
-    """Bytes of the capacity in use at the peak: `peak_bytes`, workspaces, fragmentation, and the part of the CUDA
-    context that exceeds the profile's reserve."""
+    """Bytes of the capacity in use at the peak, with the part of the CUDA context that exceeds the profile's
+    reserve."""
     reserved_context_bytes: int = 0
-    """Bytes of the CUDA context that lie in the profile's reserve. The driver reports them in addition to
-    `device_bytes`."""
+    """The CUDA context in the profile's reserve; the driver reports it beside `device_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class CostModel:
 
     static_bytes: int
     sizes: tuple[BytesPolynomial, ...]
-    """Live bytes at each moment of a step that may be the peak; the largest at a shape is the cost."""
+    """Live bytes at each moment of a step that may be the peak; the largest counts."""
     chunk_tokens: int
     layout: ParallelLayout
     image_patches: int = 0
@@ -82,33 +76,28 @@ class CostModel:
 
     def bytes(self, rows: int, length: int, patches: int | None = None) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
-
-        `patches`: those of all images of the micro-batch; None: each sequence has the largest image.
-        """
+        `patches`: those of all images; None: each sequence has the largest."""
         patches = rows * self.image_patches if patches is None else patches
         shape = shape_of(rows, self.layout.positions(length), self.chunk_tokens, patches=patches)
         return highest_value(self.sizes, shape)
 
 
 def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
-    """The cost model of a run; evaluating it is cheap enough for every candidate micro-batch of every step.
-
-    If a step has several micro-batches, the cost is that of a later one, when gradients of earlier ones exist.
-    """
+    """The cost model of a run; evaluating it is cheap enough for every candidate micro-batch of every step. If a
+    step has several micro-batches, the cost is that of a later one, when gradients of earlier ones exist."""
     layout = layout_of(spec.profile)
     return _cost_model(arch, memory_config_of(arch, spec), batch_of_a_rank(spec, layout) > 1, layout)
 
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
-    """Sequences that one rank computes per optimizer step; with sequence parallelism, those that its group of ranks
-    computes together."""
+    """Sequences per optimizer step of one rank, or of one group of ranks that share sequences."""
     return -(-spec.recipe.train.batch_size // layout.sequence_groups)
 
 
 @lru_cache(maxsize=256)
 def _cost_model(arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> CostModel:
     total = static_of_a_rank(arch, config, layout)
-    scratch_bytes = optimizer_scratch(arch, config) + update_scratch(arch, config, layout)
+    scratch_bytes = optimizer_scratch(arch, config) + update_scratch(arch, config, total.widened)
     end = PhaseCost(total.gradients, NO_BYTES, (scratch_bytes * BYTE,), "optimizer", NO_BYTES)
     # With `one_row` the cost may be higher, and the cost model must hold for any number of rows.
     phases = step_cost(arch, for_rows(arch, config, 1), accumulating, layout).values()
@@ -131,10 +120,10 @@ class MicroBatchShape(NamedTuple):
     targets: int | None = None
     """Tokens that count in the loss; None: all, which is the largest case."""
     accumulating: bool | None = None
-    """Whether gradients of an earlier micro-batch of the step exist; None: they do if the rank's part of a step has
-    more sequences than `rows`."""
+    """Whether gradients of an earlier micro-batch exist; None: if the rank's part of a step has more sequences than
+    `rows`."""
     patches: int | None = None
-    """Patches of all images; None: each row has the largest image, which plans assume."""
+    """Of all images; None: each row has the largest image, which plans assume."""
 
 
 class Predictor:
@@ -151,27 +140,23 @@ class Predictor:
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
     def host(self, rows: int, length: int) -> dict[str, int]:
-        """Bytes that offloads take on the host of one machine, by what is offloaded (activations, optimizer), for
-        micro-batches of `rows` sequences padded to `length` tokens."""
+        """Bytes that offloads take on the host of one machine, by what is offloaded."""
         return host_bytes(self.arch, self.config, self._profile, rows, length)
 
     def host_fits(self, rows: int, length: int) -> bool:
-        """Whether the host's memory holds what is offloaded for micro-batches of `rows` sequences of `length` tokens;
-        True if nothing is."""
+        """Whether the host's memory holds what is offloaded; True if nothing is."""
         found = self.host(rows, length)
         return not found or sum(found.values()) <= host_capacity_bytes(self._profile)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether the predicted peak for `rows` sequences of `length` tokens is within the device's capacity."""
+        """Whether the predicted peak is within the device's capacity."""
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of which count in the
-        loss."""
+        """Predict all phases for a micro-batch of `rows` × `length` tokens, all of which count in the loss."""
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
-        """Predict the memory of every phase for a micro-batch of this shape."""
         rows, length, targets, accumulating, patches = micro_batch
         accumulating = rows < self.batch if accumulating is None else accumulating
         config = self._with_images_of(for_rows(self.arch, step_config(self.config), rows), rows, patches)
@@ -192,8 +177,7 @@ class Predictor:
         return Prediction(phases, sums[deciding], deciding, components, used_bytes, reserved)
 
     def _with_images_of(self, config: MemoryConfig, rows: int, patches: int | None) -> MemoryConfig:
-        """`config` for a micro-batch whose images have `patches` patches in all: with images of the average size, if
-        the encoder takes any size."""
+        """The config for images of the average size, if the encoder takes any size."""
         if not patches or self.arch.vision_encoder is None or self.arch.vision_encoder.patches is not None:
             return config
         return replace(config, image_patches=-(-patches // rows))
@@ -211,16 +195,12 @@ class Predictor:
         return row
 
     def _update(self) -> dict[str, int]:
-        """Bytes that exist during the optimizer's step, above the static bytes, by component."""
         parts = {"gradients": self.total.gradients, "optimizer": optimizer_scratch(self.arch, self.config)}
-        scratch_bytes = update_scratch(self.arch, self.config, self.layout)
+        scratch_bytes = update_scratch(self.arch, self.config, self.total.widened)
         return parts | ({"buffers": scratch_bytes} if scratch_bytes else {})
 
     def _evaluation(self, config: MemoryConfig, rows: int, length: int) -> dict[str, int]:
-        """Bytes of evaluation by component, above the static bytes, on rank 0.
-
-        With sequence parallelism, rank 0 evaluates fewer sequences at once, but whole ones.
-        """
+        """Bytes of evaluation above the static bytes, on rank 0."""
         rows = self._rows_alone(rows, length)
         shape = shape_of(rows, length, self.config.chunk_tokens, patches=rows * config.image_patches)
         spread = shards(self.arch, self.config, self.layout)
@@ -228,11 +208,9 @@ class Predictor:
         return {"activations": size, "buffers": spread.evaluate() if spread else 0}
 
     def _rows_alone(self, rows: int, length: int) -> int:
-        """The number of sequences that rank 0 evaluates at once, if training has micro-batches of `rows`.
-
-        With sequence parallelism, training cuts each sequence over the ranks, and evaluation does not: rank 0 takes as
-        many whole sequences as cost no more than its part of a training micro-batch, at least 1.
-        """
+        """The number of sequences that rank 0 evaluates at once, if training has micro-batches of `rows`. With
+        sequence parallelism, which evaluation has not: as many as cost no more than its part of a training
+        micro-batch."""
         sequence = self.layout.sequence
         if sequence == 1:
             return rows
@@ -244,16 +222,13 @@ class Predictor:
         return next(fitting, 1)
 
     def _generation(self, length: int) -> dict[str, int]:
-        """Bytes of generation by component, above the static bytes, for as many answers at once as `generation_rows`
-        tells, to prompts of `length` tokens."""
         rows, generate = self.generation_rows(length), self.recipe.generate
         spread = shards(self.arch, self.config, self.layout)
         size = generation_bytes(self.arch, self.config, rows=rows, prompt=length, generate=generate)
         return {"activations": size, "buffers": spread.generate() if spread else 0}
 
     def generation_rows(self, length: int) -> int:
-        """How many answers to prompts of `length` tokens the engine generates at once: as many as the recipe asks for,
-        halved until they fit into the capacity."""
+        """How many answers are generated at once: as many as asked for, halved until they fit into the capacity."""
         spread = shards(self.arch, self.config, self.layout)
         around_bytes = self.total.static + self._bucket_bytes + (spread.generate() if spread else 0)
         room_bytes = self._non_torch.room_bytes(self.capacity_bytes) - around_bytes

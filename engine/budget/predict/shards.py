@@ -1,36 +1,34 @@
 """Memory of a rank with sharded weights (torch's FSDP2), group by group.
 
 A group's weights are gathered in a flat buffer and copied out of it, tensor by tensor. Its gradients are reduced in a
-flat fp32 buffer; the rank's part of the result is one flat tensor. First dimensions are padded to equal parts.
-Which buffers are live at once follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch
-2.13: in forward a gather buffer lives until the next group is gathered; in backward the next group is gathered while
-one is differentiated, and a reduce buffer lives until the next group's gradients are reduced.
-
-Try: `pytest tests/budget/test_parallel_layout.py tests/distributed/test_sharded_steps.py`
+flat fp32 buffer; the rank's part of the result is one flat tensor. First dimensions are padded to equal parts. The
+schedule follows `engine.distributed.sharded` and `torch/distributed/fsdp/_fully_shard` of torch 2.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameter import Parameter
-from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
-from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
+from engine.budget.architecture.parameters import HEAD, Parameter, layer_parameters, outer_parameters
+from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
 from engine.budget.predict.static import Tensors, state_bytes, vision_tensors, widened_bytes
-from engine.budget.trace.layer_kinds import LayerKind, layer_stack
+from engine.budget.trace.layer import LayerKind, layer_stack
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
+from engine.budget.trace.memory_trace import MemoryTrace, Storage
 from engine.budget.trace.operations import FLOAT
+from engine.budget.trace.polynomial import BYTE
 from engine.budget.trace.trainable import trainable_outer
+from engine.config.files.machine import installed, older
 from engine.errors import EnvironmentProblem
-from engine.spec.installed import installed, older
 
 KNOWN_TORCH = ("2.13",)
-"""Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested.
-With other versions sharding works, too, but all ranks have to restart after an out-of-memory failure."""
+"""Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested. With
+others, all ranks have to restart after an out-of-memory failure."""
 
 SHARDS_SINCE = "2.13"
 """Earlier versions of `fully_shard` cannot reduce zero gradients for weights that only other ranks have used."""
@@ -41,22 +39,37 @@ Value = tuple[tuple[int, ...], str, bool, bool]
 
 @dataclass(frozen=True)
 class Group:
-    """Bytes of one group: weights that are gathered together."""
+    """Bytes of weights that are gathered together."""
 
-    held: Tensors
-    """Bytes by component of the rank with the largest part of the group; the gradients of that part are one flat
-    tensor."""
+    held: Tensors = field(compare=False)  # so that groups with equal buffers share a trace
+    """Of the rank with the largest part; the gradients of that part are one flat tensor."""
     gathered: int
-    """Bytes of the gathered weights as separate tensors."""
+    """The gathered weights as separate tensors."""
     flat: int
-    """Bytes of the flat buffer that the weights are gathered in."""
+    """The buffer that the weights are gathered in."""
     reduced: int
-    """Bytes of the buffer that the gradients are reduced in."""
+    """The buffer that the gradients are reduced in."""
+
+
+class ShardedMicroBatch(NamedTuple):
+    """Bytes of gathered weights and of buffers in a micro-batch."""
+
+    forward: list[int]
+    """During the forward pass of each layer, and then of each small module."""
+    loss: int
+    backward: list[int]
+    """During the backward pass of each layer."""
+    embedding: int
+    """While the embedding's gradient is computed or reduced."""
+    gathered: int
+    """Bytes of all weights that are gathered; each use counts."""
+    reduced: int
+    """Bytes of all gradients that are summed over the ranks, in fp32."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """All groups of a model, and the bytes of their gathered weights and buffers in each phase."""
+    """All groups of a model."""
 
     table: Group
     """The embedding, including a tied head."""
@@ -70,62 +83,79 @@ class Shards:
 
     @property
     def outer(self) -> tuple[Group, ...]:
-        """All groups except those of the layers: embedding, small modules, and the head if it is not tied."""
+        """All groups but those of the layers."""
         return (self.table, *self.small, *([self.head] if self.head else []))
 
-    def forward(self, layer: int) -> int:
-        """Bytes of gathered weights and of buffers while the forward pass of `layer` runs."""
-        return self._kept_up_to(layer) + self.layers[layer].flat + self._table_held
+    @cached_property
+    def micro_batch(self) -> ShardedMicroBatch:
+        """Bytes of gathered weights and of buffers in a micro-batch."""
+        return _micro_batch(self)
 
-    def loss(self) -> int:
-        """Bytes of gathered weights and of buffers while the loss is computed."""
-        kept = sum(group.gathered for group in (*self.layers, *self.small)) if self.keeps else 0
-        ends = self.head.flat + self.head.gathered if self.head else self.small[-1].flat
-        return kept + ends + self._table_held
-
-    def backward(self, layer: int) -> int:
-        """Bytes of gathered weights and of buffers while the backward pass of `layer` runs."""
-        behind = self.layers[layer + 1].reduced if layer + 1 < len(self.layers) else self.small[-1].reduced
-        coming = 0 if self.keeps else self.layers[layer - 1].flat if layer else 0
-        return self._kept_up_to(layer) + coming + behind + self._table_held
-
-    def gathered_in_micro_batch(self) -> int:
-        """Bytes of all weights that one micro-batch gathers: those of the layers and of the small modules for forward
-        and, unless they are kept, again for backward, those of embedding and head once."""
-        uses = 1 if self.keeps else 2
-        ends = self.table.flat + (self.head.flat if self.head else 0)
-        return ends + uses * sum(group.flat for group in (*self.layers, *self.small))
-
-    def reduced_in_micro_batch(self) -> int:
-        """Bytes of all gradients that one micro-batch sums over the ranks, in fp32."""
-        return sum(group.reduced for group in (*self.layers, *self.outer))
-
-    def embedding(self) -> int:
-        """Bytes of gathered weights and of buffers while the embedding's gradient is computed or reduced."""
-        return max(self.layers[0].reduced + self._table_held, self.table.reduced)
+    @cached_property
+    def _without_gradients(self) -> ShardedMicroBatch:
+        """A micro-batch of evaluation, whose forward pass keeps no gathered weights."""
+        return replace(self, keeps=False).micro_batch if self.keeps else self.micro_batch
 
     def evaluate(self) -> int:
         """Peak bytes of gathered weights and of buffers during an evaluation."""
-        layer = max(group.flat + group.gathered for group in self.layers)
-        if self.head is None:
-            return self.table.gathered + layer
-        return max(layer, self.head.flat + self.head.gathered)
+        return max(*self._without_gradients.forward, self._without_gradients.loss)
 
     def generate(self) -> int:
-        """Peak bytes of gathered weights and of buffers during generation, in which the head stays gathered."""
-        ends = self.head or self.table
-        return ends.gathered + max(group.flat + group.gathered for group in self.layers)
+        """The same during generation, in which the head stays gathered."""
+        return max(self._without_gradients.forward) + (self.head.gathered if self.head else 0)
 
-    @property
-    def _table_held(self) -> int:
-        return self.table.gathered if self.keeps or self.head is None else 0
 
-    def _kept_up_to(self, layer: int) -> int:
-        return sum(g.gathered for g in self.layers[: layer + 1]) if self.keeps else self.layers[layer].gathered
+@lru_cache(maxsize=256)
+def _micro_batch(shards: Shards) -> ShardedMicroBatch:
+    """Traces FSDP2's schedule of a micro-batch. In forward a gather buffer lives until the next group is
+    gathered; in backward the next group is gathered while one is differentiated, and a reduce buffer lives until
+    the next reduction."""
+    trace, gathers, reductions = MemoryTrace(metered=False), list[int](), list[int]()
+
+    def hold(size_bytes: int) -> Storage:
+        return trace.allocate(size_bytes * BYTE)
+
+    def gather(group: Group) -> Storage:
+        gathers.append(group.flat)
+        return hold(group.flat)
+
+    def reduce(group: Group) -> Storage:
+        reductions.append(group.reduced)
+        return hold(group.reduced)
+
+    buffer: Storage | None = gather(shards.table)
+    table = hold(shards.table.gathered) if shards.keeps or shards.head is None else None  # tied: the head uses it again
+    kept, forward = list[Storage](), list[int]()
+    for group in (*shards.layers, *shards.small):
+        buffer = gather(group)
+        kept.append(hold(group.gathered))
+        forward.append(trace.live.fixed)
+        if not shards.keeps:
+            kept.clear()
+    buffer, head = (gather(shards.head), hold(shards.head.gathered)) if shards.head else (buffer, None)
+    loss = trace.live.fixed
+    del head, kept[len(shards.layers) :]
+
+    reducing = reduce(shards.head) if shards.head else None
+    for group in shards.small:  # a position table's gradients are reduced last in fact; they are small
+        buffer = None if shards.keeps else gather(group)
+        reducing = reduce(group)
+    buffer, backward = None if shards.keeps else gather(shards.layers[-1]), list[int]()
+    for layer in reversed(range(len(shards.layers))):
+        whole = kept.pop() if shards.keeps else hold(shards.layers[layer].gathered)
+        buffer = gather(shards.layers[layer - 1]) if layer and not shards.keeps else None
+        backward.insert(0, trace.live.fixed)
+        del whole
+        reducing = reduce(shards.layers[layer])
+    embedding = trace.live.fixed
+    del table
+    reducing = reduce(shards.table)
+    embedding = max(embedding, trace.live.fixed)
+    del buffer, reducing
+    return ShardedMicroBatch(forward, loss, backward, embedding, sum(gathers), sum(reductions))
 
 
 def can_shard() -> bool:
-    """Whether the installed torch can shard weights."""
     return not older(installed("torch"), SHARDS_SINCE)
 
 
@@ -139,14 +169,13 @@ def require_shards() -> None:
 
 
 def recovers_with(torch_version: str) -> bool:
-    """Whether, with this torch version, sharded ranks can go on after an out-of-memory failure without a restart."""
+    """Whether sharded ranks can go on after an out-of-memory failure without a restart."""
     return torch_version.startswith(KNOWN_TORCH)
 
 
 @lru_cache(maxsize=256)
 def shards_of(arch: Architecture, config: MemoryConfig, ranks: int, *, keeps: bool) -> Shards:
-    """The groups into which `engine.distributed.sharded` divides a model over `ranks` ranks. `keeps`: gathered weights
-    stay allocated from forward to backward (ZeRO-2)."""
+    """The groups into which `engine.distributed.sharded` divides a model. `keeps`: as in `Shards`."""
     stack = layer_stack(arch, config)
     of_kind = {kind: _group(_layer_values(arch, config, kind), config, ranks) for kind in stack.kinds}
     outer = {p.name: p for p in outer_parameters(arch)}

@@ -22,18 +22,17 @@ from typing import Any
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_config
-from engine.budget.predict.host_memory import host_capacity_bytes
 from engine.budget.predict.inference import evaluates, generates, most_answers
-from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
 from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
-from engine.budget.trace.memory_config import MemoryConfig, chunk_tokens, memory_config_of
+from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
+from engine.config.files.caches import cache_folder
+from engine.config.files.machine import installed
+from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
-from engine.spec.files.user_folders import cache_folder
-from engine.spec.installed import installed
-from engine.spec.schema.run import RunSpec
 
-FORMAT = 2
+FORMAT = 3
 """Version of the stored files; a change makes older files unused."""
 UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
@@ -63,7 +62,6 @@ def simulation_key(spec: RunSpec) -> str:
         "switches": [train.label_smoothing > 0, train.momentum > 0, train.max_grad_norm > 0, recipe.data.packing],
         "evaluates": evaluates(recipe),
         "generate": recipe.generate.model_dump(mode="json") if generates(recipe) else None,
-        "chunks": has_chunks(spec),
         "device": [spec.profile.device.kind, spec.profile.device.compute_capability],
     }
     facts = find_config(model.id, model.revision)
@@ -71,12 +69,6 @@ def simulation_key(spec: RunSpec) -> str:
     reached = isinstance(window, int) and recipe.data.max_length > window
     parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def has_chunks(spec: RunSpec) -> bool:
-    """Whether the loss of a micro-batch of this run may be computed in more than one chunk."""
-    chunk = chunk_tokens(_vocabulary(spec), spec.profile.device.capacity_bytes)
-    return chunk < spec.recipe.train.batch_size * spec.recipe.data.max_length
 
 
 def simulation_file(spec: RunSpec) -> Path:
@@ -216,8 +208,8 @@ class SimulatedPredictor:
         weights = {name: self._static[name] for name in ("weights", "adapters")}
         phases = {"load": weights} | self.step_phases(micro_batch)
         if evaluates(self.recipe):
-            values = [self._peak(curve, units) for curve, units in self._passes("evaluate", micro_batch).values()]
-            phases["evaluate"] = self._row(max(values), 0)
+            curves, units = self._document["passes"]["evaluate"], self._units(micro_batch)
+            phases["evaluate"] = self._row(max(self._peak(curve, units) for curve in curves.values()), 0)
         if generates(self.recipe):
             rows = self.generation_rows(micro_batch.length)
             phases["generate"] = self._row(self._generation(rows, micro_batch.length), 0)
@@ -233,14 +225,9 @@ class SimulatedPredictor:
         if accumulating is None:
             accumulating = micro_batch.rows < self.batch
         phases = {}
-        for phase, (curve, units) in self._passes("later" if accumulating else "first", micro_batch).items():
+        curves, units = self._document["passes"]["later" if accumulating else "first"], self._units(micro_batch)
+        for phase, curve in curves.items():
             phases[phase] = self._row(self._peak(curve, units), int(curve["gradients"]))
-        chunked = self._document["passes"].get("chunked")
-        if chunked and self._targets(micro_batch) > self.config.chunk_tokens:
-            curve = chunked["loss_backward"]
-            held = 0 if accumulating else int(curve["gradients"])  # recorded beside gradients of an earlier micro-batch
-            peak_bytes = self._peak(curve, self._units(micro_batch)) - held
-            phases["loss_backward"] = self._row(peak_bytes, int(curve["gradients"]) - held)
         phases["optimizer_step"] = self._row(int(self._document["update"]), int(self._document["gradients"]))
         return phases
 
@@ -253,25 +240,9 @@ class SimulatedPredictor:
             rows //= 2
         return rows
 
-    def _passes(self, name: str, micro_batch: MicroBatchShape) -> dict[str, tuple[Mapping[str, Any], tuple[int, ...]]]:
-        """For each phase of the pass `name` ("first" or "later" for the micro-batches of a step, or "evaluate"): its
-        curve (`gradients` in bytes, and `sizes`, the coefficients of its levels), and the values of UNITS for the
-        micro-batch."""
-        several = self._targets(micro_batch) > self.config.chunk_tokens
-        passes = self._document["passes"]
-        found = {phase: (curve, self._units(micro_batch)) for phase, curve in passes[name].items()}
-        chunked = passes.get(f"{name}_chunked")
-        if several and chunked:
-            found["loss_backward"] = (chunked["loss_backward"], self._units(micro_batch))
-        return found
-
-    def _targets(self, micro_batch: MicroBatchShape) -> int:
-        tokens = micro_batch.rows * micro_batch.length
-        return tokens if micro_batch.targets is None else micro_batch.targets
-
     def _units(self, micro_batch: MicroBatchShape) -> tuple[int, ...]:
         rows, length, *_ = micro_batch
-        targets = self._targets(micro_batch)
+        targets = rows * length if micro_batch.targets is None else micro_batch.targets
         return units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
 
     def _peak(self, curve: Mapping[str, Any], units: tuple[int, ...]) -> int:

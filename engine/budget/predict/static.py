@@ -1,9 +1,5 @@
-"""Bytes of weights, adapters and optimizer state, which stay for the whole run, and of the gradients of each step.
-
-Each tensor is rounded up to whole blocks (`engine.budget.blocks`).
-
-Try: `python -m pytest tests/budget/test_predict.py`
-"""
+"""Bytes of weights, adapters and optimizer state, which stay for the whole run, of each step's gradients, and of the
+scratch of the optimizer's step. Each tensor is rounded up to whole blocks (`engine.budget.calibration`)."""
 
 from __future__ import annotations
 
@@ -15,15 +11,17 @@ from math import prod
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameter import Parameter
-from engine.budget.architecture.parameters import HEAD, layer_parameters, outer_parameters
-from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import (
+from engine.budget.architecture.parameters import (
+    HEAD,
+    Parameter,
     behind_vision_layers,
+    layer_parameters,
+    outer_parameters,
     vision_end_parameters,
     vision_layer_parameters,
 )
-from engine.budget.blocks import BLOCK_BYTES, round_to_blocks
+from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.trainable import (
@@ -37,9 +35,11 @@ from engine.budget.trace.trainable import (
 STAGE_BYTES = 32 * 2**20
 """Bytes of offloaded optimizer state copied to the device at a time: enough that PCIe bandwidth is the limit."""
 
+PIECE_ELEMENTS = 16 * 2**20
+"""Elements that are updated at once: 64 MiB for each row of scratch. An H100 takes about 0.2 ms for their 34 bytes each
+(3.35 TB/s, datasheet), which is about what the launches of a piece take on the host."""
 
 Trained = tuple[tuple[int, ...], str]
-"""A trained tensor: shape and dtype."""
 
 
 class Tensors(NamedTuple):
@@ -51,15 +51,14 @@ class Tensors(NamedTuple):
     optimizer: int = 0
     """Optimizer state, and with exact rounding the 16-bit remainders of weights trained in bf16."""
     widened: int = 0
-    """Bytes in fp32 of the trained weights that are updated in scratch (`engine.budget.predict.update_scratch`)."""
+    """Bytes in fp32 of the trained weights that are updated in scratch (`update_scratch`)."""
 
     def plus(self, other: Tensors, times: int = 1) -> Tensors:
-        """The sum, component by component, of this group and `times` times the group `other`."""
         return Tensors(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
     @property
     def static(self) -> int:
-        """Bytes that are live at every moment of the run: weights, adapters and optimizer state."""
+        """Bytes that are live at every moment of the run."""
         return self.weights + self.adapters + self.optimizer
 
 
@@ -72,21 +71,20 @@ class StaticBytes(NamedTuple):
 
     embedding_gradient: int
     head_gradient: int
-    """Bytes of an untied head's gradient; 0 for a tied head, which shares the embedding's."""
+    """0 for a tied head, which shares the embedding's."""
     vision: Tensors
-    """Tensors of the vision encoder; their gradients exist only if there are images."""
+    """Of the vision encoder; gradients exist only if there are images."""
     total: Tensors
 
 
 @lru_cache(maxsize=256)
 def static_config(config: MemoryConfig) -> MemoryConfig:
-    """The config with choices that do not matter to static bytes set to fixed values, so that more configs share a
-    result."""
+    """The config with choices that do not matter to static bytes fixed, so that more configs share a result."""
     return replace(config, checkpointing=False, activation_offload=False, loss="plain", liger=False)
 
 
 def static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
-    """The bytes of all tensors that a run keeps on one device without sharding, and of its gradients."""
+    """Bytes that a run keeps on one device without sharding, and of its gradients."""
     return _static_bytes(arch, static_config(config))
 
 
@@ -121,20 +119,17 @@ def vision_tensors(vision: VisionEncoder, config: MemoryConfig) -> Tensors:
 
 @lru_cache(maxsize=256)
 def vision_layer_tensors(vision: VisionEncoder, config: MemoryConfig, trainable: Trainable) -> Tensors:
-    """Bytes of one layer of a vision encoder, by component; `trainable` tells which of its weights are trained or
-    adapted."""
     return _tensors(vision_layer_parameters(vision), trainable, config)
 
 
 def vision_end_gradients(vision: VisionEncoder, config: MemoryConfig, *, behind: bool) -> int:
-    """Bytes of the gradients of what is trained outside the encoder's layers: of parameters that are used after the
-    layers (`behind`), or of those that are used before them."""
+    """Bytes of the gradients of what is trained outside the encoder's layers, and used after (`behind`) or before
+    them."""
     parameters = [p for p in vision_end_parameters(vision) if behind_vision_layers(p.name) == behind]
     return _tensors(parameters, trainable_vision_ends(vision, config.patterns), config).gradients
 
 
 def layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainable) -> Tensors:
-    """Bytes of one decoder layer, by component; `trainable` tells which of its weights are trained or adapted."""
     return _layer_tensors(arch, static_config(config), trainable)
 
 
@@ -144,7 +139,6 @@ def _layer_tensors(arch: Architecture, config: MemoryConfig, trainable: Trainabl
 
 
 def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: MemoryConfig) -> Tensors:
-    """Add up the bytes of parameters and of their adapters, gradients and optimizer state."""
     weights = adapters = 0
     learning: list[Trained] = []
     for parameter in parameters:
@@ -164,17 +158,14 @@ def _tensors(parameters: Iterable[Parameter], trainable: Trainable, config: Memo
 
 
 def widened_bytes(learning: Iterable[Trained], config: MemoryConfig) -> int:
-    """Total bytes in fp32 of those trained tensors that are updated in scratch; `learning` has the shape and dtype of
-    each trained tensor."""
+    """Bytes in fp32 of those trained tensors that are updated in scratch."""
     return sum(round_to_blocks(FLOAT * prod(shape)) for shape, dtype in learning if config.updates_in_scratch(dtype))
 
 
 @lru_cache(maxsize=256)
 def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
-    """Bytes that the optimizer's step allocates temporarily, without the scratch of weights in bf16.
-
-    Fused optimizers need none; adafactor needs the largest tensor's update; optimizer offload adds its staging buffer.
-    """
+    """Bytes that the optimizer's step allocates temporarily, without the scratch of weights in bf16: nothing if
+    fused, the largest tensor's update for adafactor, and a staging buffer with optimizer offload."""
     if not config.optimizer_offload and config.optimizer != "adafactor":
         return 0
     shapes = trained_shapes(arch, config)
@@ -185,8 +176,28 @@ def optimizer_scratch(arch: Architecture, config: MemoryConfig) -> int:
     return scratch
 
 
+@lru_cache(maxsize=256)
+def update_scratch(arch: Architecture, config: MemoryConfig, widened: int) -> int:
+    """Bytes of one rank's scratch in which weights trained in bf16 are updated in fp32, a piece at a time
+    (`engine.train.step.piecewise_update`). `widened`: bytes of these weights in fp32. A piece is at most
+    PIECE_ELEMENTS, for adafactor the largest weight."""
+    if config.optimizer == "adafactor":
+        largest = [prod(shape) for shape, dtype in trained_shapes(arch, config) if config.updates_in_scratch(dtype)]
+        piece_bytes = max((round_to_blocks(FLOAT * elements) for elements in largest), default=0)
+    else:
+        piece_bytes = min(FLOAT * PIECE_ELEMENTS, widened)
+    return _scratch_rows(config) * piece_bytes + BLOCK_BYTES if piece_bytes else 0
+
+
+def _scratch_rows(config: MemoryConfig) -> int:
+    """fp32 values per element of a piece: weight, gradient, random bits, state kept in bf16."""
+    momenta = {"adamw": 2, "sgd": int(config.momentum)}.get(config.optimizer, 0)
+    narrow = momenta if config.state_dtype == "bfloat16" else 0
+    return 2 + narrow + int(narrow > 0 or config.rounding == "stochastic")
+
+
 def _update_bytes(dtype: str, config: MemoryConfig) -> int:
-    """Bytes per element of the update that the optimizer computes for a trained tensor of this dtype."""
+    """Bytes per element of the update that adafactor computes."""
     return FLOAT if config.updates_in_scratch(dtype) else DTYPE_BYTES[dtype]
 
 
@@ -205,8 +216,7 @@ def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
 
 
 def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Parameter, ...], set[Trainable]]]:
-    """For each sort of layer (dense, with experts, of the vision encoder, outside the encoder's layers), yield the
-    parameters of one such layer, and the set of different `Trainable` that layers of this sort have."""
+    """The parameters of one layer of each sort, and what layers of this sort train."""
     layers = set(trainable_by_layer(arch, config.patterns))
     for dense in {layer.dense for layer in layers}:
         yield layer_parameters(arch, dense), {layer for layer in layers if layer.dense == dense}
@@ -219,18 +229,16 @@ def _groups(arch: Architecture, config: MemoryConfig) -> Iterator[tuple[tuple[Pa
 
 
 def _stage(arch: Architecture, config: MemoryConfig, shapes: set[Trained]) -> int:
-    """Bytes of the staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES or the largest tensor's state,
-    whichever is larger, but no more than all state."""
+    """Bytes of the staging buffer of `engine.train.step.optimizer_offload`: STAGE_BYTES or the largest tensor's
+    state, at most all state."""
     kept = replace(config, optimizer_offload=False)
     largest = max((state_bytes(shape, dtype, kept) for shape, dtype in shapes), default=0)
     return min(static_bytes(arch, kept).total.optimizer, max(largest, STAGE_BYTES))
 
 
 def _nf4_bytes(elements: int) -> int:
-    """Bytes of a linear layer's weight in nf4: 4 bits per value, and per 64 values a scale quantised to 8 bits.
-
-    Source: bitsandbytes Params4bit, blocksize 64, nested blocks of 256 (QLoRA, arXiv 2305.14314, section 3).
-    """
+    """Bytes of a weight in nf4: 4 bits per value, and per 64 values a scale of 8 bits (bitsandbytes Params4bit,
+    blocksize 64, nested blocks of 256; QLoRA, arXiv 2305.14314, section 3)."""
     blocks = -(-elements // 64)
     return (
         round_to_blocks((elements + 1) // 2)
@@ -241,19 +249,18 @@ def _nf4_bytes(elements: int) -> int:
 
 
 def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[int, ...]]:
-    """Shapes of an adapter's tensors: A [rank, inputs], B [outputs, rank] and, for DoRA, the magnitude [outputs]."""
+    """A [rank, inputs], B [outputs, rank] and, for DoRA, the magnitude [outputs]."""
     (outputs, inputs), rank = parameter.shape, config.rank
     return [(rank, inputs), (outputs, rank), (outputs,)] if config.dora else [(rank, inputs), (outputs, rank)]
 
 
 def state_bytes(shape: tuple[int, ...], dtype: str, config: MemoryConfig) -> int:
-    """Bytes of the optimizer state of one tensor on the device, each piece rounded up to whole blocks.
+    """Bytes of one tensor's optimizer state on the device; 0 with optimizer offload.
 
     adamw: two moments and an fp32 step counter. adamw_8bit: two moments of one byte with an fp32 scale per 256 values
     (bitsandbytes; tensors under 4096 values stay in fp32). adafactor: torch's, row and column factors for matrices, a
     full variance for vectors. sgd: the momentum buffer, if any. The state has the parameter's dtype; for weights in
-    bf16 it has train.state_dtype, and exact rounding adds a remainder of two bytes per value. With optimizer offload
-    the result is 0.
+    bf16 it has train.state_dtype, and exact rounding adds a remainder.
     """
     if config.optimizer_offload:
         return 0

@@ -1,29 +1,23 @@
 """Combines the traces of single layers and of the model's end to the phases of one micro-batch.
 
-Each phase is a list of live bytes above the static bytes, one entry per moment that may be the peak; the largest at a
-shape is the phase's peak. While one layer runs backward, the layers before it still have the tensors they saved, and
-the layers after it have their gradients.
-
-Try: `python -m pytest tests/budget/test_predict.py`
+Each phase is a list of live bytes above the static bytes, one entry per moment that may be the peak. While one layer
+runs backward, the layers before it still have the tensors they saved, and the layers after it their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import head_step, layer_backward, layer_forward
 from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout, shards, static_of_a_rank
-from engine.budget.predict.phase import PhaseCost, Phases
-from engine.budget.predict.router_statistics import router_statistics
 from engine.budget.predict.static import layer_tensors, static_bytes
 from engine.budget.predict.vision import vision_cost
-from engine.budget.trace.dropout import mask_bytes
-from engine.budget.trace.layer_kinds import LayerKind, layer_stack, sees_images_both_ways
-from engine.budget.trace.memory_config import MemoryConfig
-from engine.budget.trace.operations import FLOAT, INDEX
+from engine.budget.trace.layer import LayerKind, layer_stack, sees_images_both_ways
+from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
+from engine.budget.trace.operations import FLOAT, INDEX, mask_bytes
 from engine.budget.trace.polynomial import (
     BYTE,
     NO_BYTES,
@@ -33,8 +27,58 @@ from engine.budget.trace.polynomial import (
     TARGET,
     TOKEN,
     BytesPolynomial,
+    Shape,
     highest,
+    highest_value,
 )
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """Live bytes of one phase above the static bytes: parts that are live throughout, plus the largest of `working`."""
+
+    gradients: int
+    saved: BytesPolynomial
+    """Activations saved for backward."""
+    working: tuple[BytesPolynomial, ...]
+    """Bytes of all other tensors, at each moment that may be the peak."""
+    label: str
+    """The component that the working bytes belong to."""
+    inputs: BytesPolynomial
+    """The batch, its positions and masks."""
+    buffers: int = 0
+    """Gather and reduce buffers of several devices."""
+
+    def sizes(self) -> list[BytesPolynomial]:
+        """All live bytes of the phase above the static bytes, for each entry of `working`."""
+        around = self.saved + self.inputs + (self.gradients + self.buffers) * BYTE
+        return [around + working for working in self.working]
+
+    def at(self, shape: Shape) -> int:
+        around = self.gradients + self.buffers + self.saved.at(shape) + self.inputs.at(shape)
+        return around + highest_value(self.working, shape)
+
+    def components(self, shape: Shape) -> dict[str, int]:
+        """The phase's peak bytes at a shape, by component; the scratch of attention's backward pass is part of
+        `buffers`."""
+        working = max(self.working, key=lambda size: size.at(shape), default=NO_BYTES)
+        scratch = working.per_block_token * shape.blocks
+        buffers = self.inputs.at(shape) + self.buffers + scratch
+        parts = {"gradients": self.gradients, "activations": self.saved.at(shape), "buffers": buffers}
+        parts[self.label] = parts.get(self.label, 0) + working.at(shape) - scratch
+        return {name: size for name, size in parts.items() if size}
+
+
+Phases = dict[str, tuple[PhaseCost, ...]]
+"""For each phase name the moments that may be its peak."""
+
+
+def costliest(costs: Sequence[PhaseCost], shape: Shape) -> PhaseCost:
+    return max(costs, key=lambda cost: cost.at(shape))
+
+
+ROTARY_PAIRS = {"gpt_oss": 2}
+"""Layouts whose rotary tables have one value for this many dimensions of a head; one for each in all others."""
 
 INPUT_BYTES = 16 * TOKEN + 8 * TARGET
 """Input ids and labels of all tokens, and the ids of the tokens that count in the loss; int64 each."""
@@ -53,8 +97,7 @@ def step_cost(
 
 
 class _Step:
-    """Predicts the bytes of each phase of one micro-batch, from forward to backward, without those of a vision
-    encoder."""
+    """Predicts the phases of one micro-batch, without a vision encoder."""
 
     def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
         self.arch, self.config, self.accumulating = arch, config, accumulating
@@ -72,8 +115,7 @@ class _Step:
         self.label = "recompute" if config.checkpointing else "activations"
 
     def _prefetched(self) -> BytesPolynomial:
-        """Bytes of the offloaded tensor that is copied back to the device while the one needed before it is used; 0 if
-        the device does not prefetch."""
+        """Bytes of the offloaded tensor that is copied back while the one needed before it is used."""
         if not self.config.prefetches:
             return NO_BYTES
         if self.config.checkpointing:
@@ -81,32 +123,32 @@ class _Step:
         return next(iter(highest(trace.largest_offloaded for trace in self.ahead.values())), NO_BYTES)
 
     def phases(self) -> Phases:
-        """The costs of all phases of the micro-batch, by phase, from forward to the embedding's backward pass."""
         phases = {"forward": (*self._forward(), *self._reading()), "loss_backward": (self._head(),)} | self._backward()
         if self.static.embedding_gradient:
             phases["embedding_backward"] = (self._embedding(),)
         return phases
 
     def _forward(self) -> tuple[PhaseCost, ...]:
-        """The costs of forward: one for the last layer of each kind, when all layers before it have saved their
-        tensors."""
+        """The costs of the last layer of each kind, when all layers before it have saved their tensors."""
         batch = inputs(self.arch, self.config, masks_of(self.config, self.stack.kinds))
         embeddings = embeddings_held(self.arch, self.config)
         return tuple(
             PhaseCost(
                 self.held,
-                self._kept(layer) + self._casts(layer) + self.routers.forward(layer)
+                self._kept(layer)
+                + self._casts(layer)
+                + self.routers.forward(layer)
                 + (embeddings if layer else NO_BYTES),
                 self.ahead[kind].forward,
                 self.label,
                 batch,
-                self.shards.forward(layer) if self.shards else 0,
+                self.shards.micro_batch.forward[layer] if self.shards else 0,
             )
             for kind, (_, layer) in self.stack.spans.items()
         )
 
     def _reading(self) -> tuple[PhaseCost, ...]:
-        """The cost of the moment after the last layer when router logits are read; empty if the model keeps none."""
+        """The moment after the last layer when router logits are read; empty if the model keeps none."""
         if not any(self.routers.logits):
             return ()
         layers, arch, config = self.arch.layers, self.arch, self.config
@@ -116,19 +158,16 @@ class _Step:
         return (PhaseCost(self.held, kept, (output + self.routers.reading(),), self.label, batch),)
 
     def _head(self) -> PhaseCost:
-        """The cost of the phase from the last layer's output to the loss and back to that output's gradient."""
+        """From the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
         kept = self._kept(layers) + self._casts(layers) + self.routers.loss() + self.prefetched
         working = head_step(self.arch, self.config, self.adding)
-        buffers = self.shards.loss() if self.shards else 0
+        buffers = self.shards.micro_batch.loss if self.shards else 0
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
 
     def _backward(self) -> Phases:
-        """The costs of the layers whose backward pass may be the peak (`LayerStack.ends`), by phase.
-
-        With sharded weights, the layers that run backward right after them are included, because the reduce buffer then
-        still has the gradients of the layer before.
-        """
+        """The costs of the layers whose backward pass may be the peak (`LayerStack.ends`). With sharded weights,
+        also of those that follow in backward: the reduce buffer still has the gradients of the layer before."""
         ends = self.stack.ends(checkpointed=self.config.checkpointing)
         if self.shards:
             after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
@@ -144,12 +183,11 @@ class _Step:
         if not self.accumulating:
             gradients += self._made_after(layer)
         working = layer_backward(self.arch, self.config, self.stack.layers[layer], self.adding)
-        buffers = self.shards.backward(layer) if self.shards else 0
+        buffers = self.shards.micro_batch.backward[layer] if self.shards else 0
         kept = self._kept(layer) + self.routers.backward(layer) + (self.prefetched if layer else NO_BYTES)
         return PhaseCost(gradients, kept, working, self.label, self._batch(layer + 1), buffers)
 
     def _made_after(self, layer: int) -> int:
-        """Bytes of the gradients of the head and of all layers after `layer`."""
         if self.shards:
             head = self.shards.head.held.gradients if self.shards.head else 0
             return head + sum(group.held.gradients for group in self.shards.layers[layer + 1 :])
@@ -168,25 +206,24 @@ class _Step:
         working = [(2 if arch.tied else 1) * table * BYTE + gradient]
         if self.config.embedding_dropout:
             working.append(2 * gradient + mask_bytes(self.config) * arch.hidden * POSITION)
-        buffers = self.shards.embedding() if self.shards else 0
+        buffers = self.shards.micro_batch.embedding if self.shards else 0
         batch = inputs(arch, self.config, 0)
         return PhaseCost(before + self.waiting, NO_BYTES, tuple(working), "gradients", batch, buffers)
 
     def _kept(self, layer: int) -> BytesPolynomial:
-        """Bytes that all layers before `layer` have saved for backward; 0 if checkpoints are offloaded to the host."""
+        """Bytes that all layers before `layer` have saved; 0 if checkpoints are offloaded to the host."""
         if self.config.activation_offload and self.config.checkpointing:
             return NO_BYTES
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
 
     def _casts(self, layer: int) -> BytesPolynomial:
-        """Bytes of the half-precision copies of weights in all layers before `layer`; autocast caches them until the
-        loss."""
+        """Bytes of the half-precision copies of weights before `layer`, which autocast caches until the loss."""
         counts = self.stack.counts(0, layer).items()
         return sum([count * self.ahead[kind].casts for kind, count in counts], NO_BYTES)
 
     def _batch(self, layers: int) -> BytesPolynomial:
-        """Bytes of the batch, and of the masks that the first `layers` layers need when backward recomputes them."""
+        """Bytes of the batch, and of the masks that the first `layers` layers need when they are recomputed."""
         again = self.stack.layers[:layers] if self.config.checkpointing else ()
         return inputs(self.arch, self.config, masks_of(self.config, {kind for kind in again if kind.learns}))
 
@@ -194,12 +231,8 @@ class _Step:
 def _with_vision(
     phases: Phases, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout
 ) -> Phases:
-    """The decoder's phases with the vision encoder's bytes and passes added.
-
-    The encoder runs forward before the decoder and backward after it. During the decoder's phases, the encoder's output
-    and the tensors that it saved stay allocated. If the embeddings are trained, the gradient of the decoder's input
-    stays allocated during the encoder's backward pass.
-    """
+    """The decoder's phases with the vision encoder's bytes and passes added: it runs forward before the decoder, and
+    backward after it. If the embeddings are trained, the gradient of the decoder's input stays allocated meanwhile."""
     static, encoder = static_bytes(arch, config), vision_cost(arch, config, accumulating)
     images = encoder.inputs + (INDEX if sees_images_both_ways(arch, config) else 3 * INDEX) * TOKEN
     around: Phases = {}
@@ -231,15 +264,11 @@ def _with_vision(
 
 
 def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
-    """Bytes of the embedding's output, which stays allocated until all layers are done, because a local variable of the
-    model's forward refers to it.
-
-    Zero if the first layer saves it for backward, where it is already counted. Without `learning`, no layer saves
-    anything.
-    """
+    """Bytes of the embedding's output, to which a local variable of the model's forward refers until all layers are
+    done. Zero if the first layer saves it for backward, where it is already counted."""
     follows = layer_stack(arch, config).layers[0].follows
     saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))
-    summed = arch.layout == "gpt2"  # layers get the sum with positions; local variables refer to both summands
+    summed = arch.positions is not None  # layers get the sum with positions; local variables refer to both summands
     size = arch.hidden * config.base_bytes
     if summed and config.packed:
         return 2 * size * TOKEN
@@ -247,17 +276,13 @@ def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool 
 
 
 def masks_of(config: MemoryConfig, kinds: Iterable[LayerKind]) -> int:
-    """How many different attention masks these kinds of layers need."""
     return len({_mask_of(config, kind) for kind in kinds} - {None})
 
 
 @lru_cache(maxsize=256)
 def inputs(arch: Architecture, config: MemoryConfig, masks: int) -> BytesPolynomial:
-    """Bytes of a batch: ids, labels and targets, position ids, rotary tables, and `masks` attention masks.
-
-    All rows share one set of positions and masks, except that packed rows have their own, and rows in eager attention
-    have their own masks.
-    """
+    """Bytes of a batch: ids, labels and targets, position ids, rotary tables, and `masks` attention masks. Rows
+    share positions and masks, but packed rows have their own, and so have rows in eager attention their masks."""
     shared = INPUT_BYTES
     if config.attention == "eager":
         shared += masks * config.base_bytes * SQUARE
@@ -277,7 +302,57 @@ def _mask_of(config: MemoryConfig, kind: LayerKind) -> bool | None:
 
 
 def _rotary_bytes(arch: Architecture, config: MemoryConfig) -> int:
-    """Bytes per position of all rotary tables (cos and sin); some families have a pair for each kind of layer."""
-    turned = int(arch.head_dim * arch.rotary_share)
-    width = {"gpt2": 0, "gpt_oss": turned // 2}.get(arch.layout, turned)
+    if arch.positions is not None:
+        return 0
+    width = int(arch.head_dim * arch.rotary_share) // ROTARY_PAIRS.get(arch.layout, 1)
     return 2 * width * config.base_bytes * arch.rotary_tables
+
+
+ROUTER_WEIGHTS = frozenset({"mlp.gate.weight", "mlp.router.weight"})
+"""Names of router weights, below a layer."""
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """Bytes that a training step of a mixture keeps of its routers, to count how often each expert is chosen and to
+    compute the auxiliary loss.
+
+    The logits of every layer are kept until all layers are done. Then each layer's become fp32 probabilities, which
+    only the auxiliary loss saves for backward: 2 + 4 bytes per token, expert and layer in bf16. Before any layer runs
+    backward, the probabilities become gradients of the logits.
+    """
+
+    logits: tuple[int, ...]
+    """Per token of each layer; 0 without experts, or if the logits are not read."""
+    probabilities: tuple[int, ...]
+    """Likewise, in fp32."""
+    balances: bool
+    """Whether the auxiliary loss is computed."""
+
+    def forward(self, layer: int) -> BytesPolynomial:
+        return sum(self.logits[:layer]) * TOKEN
+
+    def reading(self) -> BytesPolynomial:
+        """Bytes in addition to the logits while counts and auxiliary loss are computed from them."""
+        largest = max(self.probabilities)
+        return (sum(self.probabilities) + largest if self.balances else 2 * largest) * TOKEN
+
+    def loss(self) -> BytesPolynomial:
+        return (sum(self.probabilities) if self.balances else 0) * TOKEN
+
+    def backward(self, layer: int) -> BytesPolynomial:
+        """The logits' gradients of this layer and of the layers before it."""
+        return (sum(self.logits[: layer + 1]) if self.balances else 0) * TOKEN
+
+
+@lru_cache(maxsize=256)
+def router_statistics(arch: Architecture, config: MemoryConfig) -> RouterStatistics:
+    kinds = [kind.trainable for kind in layer_stack(arch, config).layers]
+    learns = any(not ROUTER_WEIGHTS.isdisjoint(kind.trained) for kind in kinds)
+    balances = learns if config.balances_experts is None else config.balances_experts
+    read = [arch.experts is not None and not kind.dense and (balances or config.watches_experts) for kind in kinds]
+    count = arch.experts.count if arch.experts is not None else 0
+    width = DTYPE_BYTES["float16"] if config.autocast else config.base_bytes
+    return RouterStatistics(
+        tuple([count * width * each for each in read]), tuple([count * FLOAT * each for each in read]), balances
+    )

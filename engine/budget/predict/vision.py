@@ -1,26 +1,23 @@
 """Memory of a vision encoder in a micro-batch, in bytes per patch, where the largest image has a known size.
 
-Layers and merger are traced with a patch as the token. The result is a `VisionCost`. `engine.budget.predict.step` adds
-it to the decoder's phases: the encoder runs forward before the decoder, and backward after the decoder's backward.
-
-Try: `python -m pytest tests/budget/test_vision.py`
+Layers and merger are traced with a patch as the token. `engine.budget.predict.step` adds the result to the decoder's
+phases: the encoder runs forward before the decoder, and backward after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameters import behind_vision_layers, vision_end_parameters
 from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import behind_vision_layers, vision_end_parameters
-from engine.budget.predict.layer_traces import Sizes
+from engine.budget.predict.layer_traces import ForwardTrace, LayerPass, LayerStep, Sizes, layer_input
 from engine.budget.predict.static import vision_end_gradients, vision_layer_tensors
 from engine.budget.trace.memory_config import MemoryConfig
-from engine.budget.trace.memory_trace import MemoryTrace, Node, TracedTensor
-from engine.budget.trace.operations import FLOAT, activation, copy, gather, linear, rms_norm
+from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
+from engine.budget.trace.operations import FLOAT, activation, cast, copy, gather, linear, rms_norm
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, PATCH, TOKEN, BytesPolynomial, highest, maxima
 from engine.budget.trace.trainable import Trainable, trainable_vision_ends, vision_trainable_by_layer
 from engine.budget.trace.vision_layer import VisionLayer, norm_of
@@ -28,12 +25,21 @@ from engine.budget.trace.weights import Weights
 
 
 @dataclass(frozen=True)
-class VisionBackward:
-    """Bytes while one layer, the merger or the patch embedding of the encoder runs backward.
+class _Family:
+    """What encoders of one kind keep allocated."""
 
-    `gradients`: of parameters that backward has already reached; `kept`: saved by the layers before this one;
-    `working`: of the layer itself, at its local maxima.
-    """
+    merger: Callable[[Weights, VisionEncoder, TracedTensor], list[TracedTensor]]
+    """Returns the tensors to which the model refers while the decoder runs, the encoder's output last."""
+    rotary: bool
+    """Local variables refer to rotary tables and cast pixels; else to the embeddings of patches."""
+    in_turn: bool
+    """Without gradients, attention handles images or windows one by one, and frees each one's scores."""
+
+
+@dataclass(frozen=True)
+class VisionBackward:
+    """Bytes while one layer, the merger or the patch embedding runs backward: gradients that exist already, tensors
+    saved before it, and its own at each local maximum."""
 
     gradients: int
     kept: BytesPolynomial
@@ -45,12 +51,12 @@ class VisionCost:
     """Bytes of the encoder in one micro-batch; `inputs` are not included in the other fields."""
 
     inputs: BytesPolynomial
-    """Pixels in fp32, as a transformers image processor returns them."""
+    """Pixels in fp32, as an image processor returns them."""
     forward: Sizes
     held: BytesPolynomial
-    """The encoder's output, and other tensors that local variables of the model refer to until the decoder is done."""
+    """The encoder's output, and what else local variables refer to until the decoder is done."""
     kept: BytesPolynomial
-    """Tensors that the encoder has saved for its backward pass."""
+    """Saved for the encoder's backward pass."""
     backward: tuple[VisionBackward, ...]
 
 
@@ -63,18 +69,16 @@ def vision_cost(arch: Architecture, config: MemoryConfig, accumulating: bool, *,
     by_layer = vision_trainable_by_layer(encoder, config.patterns)
     ends = trainable_vision_ends(encoder, config.patterns)
     follows = learning and any(not behind_vision_layers(name) for name in ends.trained)
-    around, keeps = _around(encoder, config), learning and not config.activation_offload
-    kept = _kept_around(encoder, config, ends, by_layer) if keeps else NO_BYTES
-    around = around if encoder.kind == "siglip" else around - kept
+    around, kept = _around_layers(encoder, config, ends, by_layer, learning and not config.activation_offload)
     forward: list[BytesPolynomial] = []
-    layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]] = []
+    layers: list[tuple[LayerStep, BytesPolynomial, int]] = []
     for layer, trainable in enumerate(by_layer):
         windowed = encoder.window is not None and layer not in encoder.full_layers
-        found = _layer_trace(encoder, config, trainable, follows, windowed, accumulating, learning)
-        forward += [peak + kept + around for peak in found.forward]
+        found = _layer_step(encoder, config, trainable, follows, windowed, accumulating, learning)
+        forward += [peak + kept + around for peak in found.forward.forward]
         layers.append((found, kept, vision_layer_tensors(encoder, config, trainable).gradients))
         if not config.activation_offload:
-            kept += found.saved
+            kept += found.forward.saved
         follows = follows or bool(learning and (trainable.trained or trainable.adapted))
     merger = _merger_trace(encoder, config, ends, follows, accumulating, learning)
     forward += [peak + kept + around for peak in merger.forward]
@@ -92,14 +96,10 @@ def _backward(
     config: MemoryConfig,
     merger: MergerTrace,
     kept: BytesPolynomial,
-    layers: list[tuple[VisionLayerTrace, BytesPolynomial, int]],
+    layers: list[tuple[LayerStep, BytesPolynomial, int]],
 ) -> tuple[VisionBackward, ...]:
-    """The moments of the encoder's backward pass: the merger, then the layers from the last to the first that backward
-    reaches, then the patch embedding if it is trained.
-
-    `kept`: bytes saved when the merger runs backward; `layers`: each layer's trace, the bytes saved before it, and the
-    bytes of its gradients.
-    """
+    """The moments of backward: the merger, the layers from the last to the first that backward reaches, and the
+    patch embedding if it is trained. `layers`: each layer's trace, the bytes saved before it, and its gradients."""
     moments = [VisionBackward(0, kept, merger.backward)]
     gradients = vision_end_gradients(encoder, config, behind=True)
     for found, below, made in reversed(layers):
@@ -113,46 +113,29 @@ def _backward(
     return tuple(moments)
 
 
-def _around(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes of the tensors that stay allocated while the encoder's layers run, because local variables of its forward
-    refer to them."""
-    if encoder.kind == "siglip":  # the embeddings of patches, which the first layer gets
-        return encoder.hidden * config.base_bytes * PATCH
-    return _tables(encoder, config) + _cast_pixels(encoder, config)
-
-
-def _kept_around(
-    encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable]
-) -> BytesPolynomial:
-    """Bytes saved for backward outside the layers: pixels for the patch embedding, tables for the rotary embedding.
-    `ends` and `layers` tell what is trained outside the layers and in each of them."""
-    first = vision_end_parameters(encoder)[0].name in ends.trained
-    kept = _cast_pixels(encoder, config) if first else NO_BYTES
-    turned = encoder.kind != "siglip" and (first or any(layer.trained or layer.adapted for layer in layers))
-    return kept + _tables(encoder, config) if turned else kept
-
-
-def _cast_pixels(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes of the pixels cast to the encoder's dtype; zero if that is fp32, which needs no cast."""
-    itemsize = 0 if config.base_bytes == FLOAT else config.base_bytes
-    return itemsize * encoder.patch_values * PATCH
-
-
-def _tables(encoder: VisionEncoder, config: MemoryConfig) -> BytesPolynomial:
-    """Bytes of the fp32 rotary tables of all patches."""
-    return 2 * FLOAT * encoder.hidden // encoder.heads * PATCH
-
-
-class VisionLayerTrace(NamedTuple):
-    """Bytes of one layer: at the local maxima of forward, saved for backward, at the local maxima of backward."""
-
-    forward: Sizes
-    saved: BytesPolynomial
-    backward: Sizes
+def _around_layers(
+    encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, layers: Sequence[Trainable], keeps: bool
+) -> tuple[BytesPolynomial, BytesPolynomial]:
+    """Trace what stays allocated while the layers run: bytes to which only local variables refer, and bytes saved
+    for backward (if it `keeps` any). The processor's pixels are not counted."""
+    trace, rotary = MemoryTrace(metered=config.metered, learning=keeps), _FAMILIES[encoder.kind].rotary
+    embeds = vision_end_parameters(encoder)[0].name in ends.trained
+    turns = rotary and (embeds or any(layer.trained or layer.adapted for layer in layers))
+    pixels = trace.new(encoder.patch_values * TOKEN, FLOAT)
+    narrow = cast(trace, pixels, config.base_bytes)
+    tables = trace.new(2 * encoder.hidden // encoder.heads * TOKEN, FLOAT)
+    saved = [*trace.save(narrow if embeds else None), *trace.save(tables if turns else None)]
+    local = [narrow, tables] if rotary else [trace.new(encoder.hidden * TOKEN, config.base_bytes)]
+    del narrow, tables
+    together = trace.live
+    local.clear()
+    beside, kept = together - trace.live, trace.live - pixels.size
+    del saved  # not earlier: it keeps tensors allocated
+    return beside.per_token * PATCH, kept.per_token * PATCH
 
 
 @lru_cache(maxsize=256)
-def _layer_trace(
+def _layer_step(
     encoder: VisionEncoder,
     config: MemoryConfig,
     trainable: Trainable,
@@ -160,55 +143,31 @@ def _layer_trace(
     windowed: bool,
     accumulating: bool,
     learning: bool,
-) -> VisionLayerTrace:
-    """Trace the forward and backward pass of one layer. `follows`: its input needs a gradient; `windowed`: it attends
-    within windows; `accumulating`: gradients of an earlier micro-batch exist; without `learning`, nothing is saved for
-    backward."""
+) -> LayerStep:
+    """The traces of one layer, in bytes per patch. `follows`: its input needs a gradient; `windowed`: it attends
+    within windows; `accumulating` and `learning` as in `vision_cost`."""
     learns = learning and (follows or bool(trainable.trained or trainable.adapted))
     window = encoder.window if windowed else None
-    in_turn = encoder.kind != "siglip" and not learns
+    in_turn = _FAMILIES[encoder.kind].in_turn and not learns
+    one = LayerPass(
+        replace(config, activation_offload=False),
+        encoder.hidden,
+        follows,
+        lambda trace: VisionLayer(trace, encoder, config, trainable).forward,
+    )
 
-    def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
-        settled = maxima(peaks, accumulating)
+    def by_patch(sizes: Iterable[BytesPolynomial]) -> Sizes:
+        settled = maxima(sizes, accumulating)
         return highest([_by_patch(size, config.image_patches, window, one_by_one=in_turn) for size in settled])
 
-    def forward_alone(*, keeps_saved: bool) -> tuple[MemoryTrace, TracedTensor]:
-        trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learns, keeps_saved=keeps_saved)
-        arguments = [_encoder_input(trace, encoder, config, follows)]
-        return trace, VisionLayer(trace, encoder, config, trainable).forward(arguments.pop())
-
-    again = config.checkpointing and learns
-    trace, output = forward_alone(keeps_saved=not again)
-    forward = sizes(trace.take_peaks())
-    if not learns:
-        return VisionLayerTrace(forward, NO_BYTES, ())
-    if not again:
-        trace.casts.clear()
-    else:
-        trace = MemoryTrace(metered=config.metered, autocast=config.autocast)
-        x = _encoder_input(trace, encoder, config, follows)  # stays allocated until the layer's backward is over
-        output = trace.checkpoint(lambda: VisionLayer(trace, encoder, config, trainable).forward(x))
-    assert output.node is not None
-    saved, size, node = trace.live - output.size, output.size, output.node
-    del output
-    trace.backward(node, trace.allocate(size))
-    (kept,) = sizes([saved])
-    return VisionLayerTrace(forward, kept, sizes(trace.take_peaks()))
-
-
-def _encoder_input(trace: MemoryTrace, encoder: VisionEncoder, config: MemoryConfig, gradient: bool) -> TracedTensor:
-    hidden = trace.new(encoder.hidden * TOKEN, config.base_bytes)
-    if gradient:
-        hidden.node = Node(hidden.size)
-    return hidden
+    step = one.step() if learns else LayerStep(one.forward(learning=False), ())
+    (saved,) = by_patch([step.forward.saved])
+    return LayerStep(ForwardTrace(by_patch(step.forward.forward), saved, NO_BYTES), by_patch(step.backward))
 
 
 def _by_patch(size: BytesPolynomial, patches: int, window: int | None, *, one_by_one: bool = False) -> BytesPolynomial:
     """Convert a trace's size, whose tokens are patches, to bytes per patch of images with at most `patches` patches.
-
-    A patch attends to the patches of its window (None: of its image). `one_by_one`: attention handles images or windows
-    one after the other and frees each one's scores before the next.
-    """
+    A patch attends to those of its window (None: of its image). `one_by_one`: as `_Family.in_turn`."""
     seen, per_token = min(window or patches, patches), size.per_token + size.per_block_token
     fixed = (size.fixed + size.per_position * patches) * BYTE
     if one_by_one:
@@ -218,33 +177,24 @@ def _by_patch(size: BytesPolynomial, patches: int, window: int | None, *, one_by
 
 @dataclass(frozen=True)
 class MergerTrace:
-    """Bytes of the merger, which turns the last layer's output into tokens of the decoder, as polynomials in the rows
-    of a micro-batch."""
+    """Bytes of the merger, which turns the last layer's output into tokens of the decoder."""
 
     forward: Sizes
-    """Live bytes at the local maxima of the forward pass."""
     held: BytesPolynomial
-    """Bytes of tensors that stay allocated while the decoder runs, because local variables refer to them, without those
-    in `saved`."""
+    """Stay allocated while the decoder runs, because local variables refer to them; without `saved`."""
     saved: BytesPolynomial
-    """Bytes kept for the backward pass."""
     backward: Sizes
-    """Live bytes at the local maxima of the backward pass; empty if no gradient passes the merger."""
+    """Empty if no gradient passes the merger."""
 
 
 def _merger_trace(
     encoder: VisionEncoder, config: MemoryConfig, ends: Trainable, follows: bool, accumulating: bool, learning: bool
 ) -> MergerTrace:
     """Trace the merger's forward and backward pass; the gradient of its output is copied out of the gradient of the
-    decoder's input.
-
-    `ends`: what is trained outside the layers; `follows`: the merger's input needs a gradient; `accumulating` and
-    `learning`: as in `vision_cost`.
-    """
+    decoder's input. `follows`: the merger's input needs a gradient."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
     weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
-    merge = _siglip_merger if encoder.kind == "siglip" else _qwen_merger
-    held = merge(weights, encoder, _encoder_input(trace, encoder, config, follows))
+    held = _FAMILIES[encoder.kind].merger(weights, encoder, layer_input(trace, encoder.hidden, config, follows))
 
     def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
         return highest([_by_patch(size, config.image_patches, None) for size in maxima(peaks, accumulating)])
@@ -265,10 +215,7 @@ def _merger_trace(
 
 
 def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
-    """Trace Qwen's `PatchMerger`, which joins the tokens of all images in a copy; Qwen2.5-VL also reorders them.
-
-    Returns the tensors to which the model refers while the decoder runs, the encoder's output last.
-    """
+    """Trace Qwen's `PatchMerger`, which joins the tokens of all images in a copy; Qwen2.5-VL also reorders them."""
     trace, merged = weights.trace, encoder.merge**2
     hidden = norm_of(weights, "model.visual.merger.ln_q", x)
     hidden = weights.linear("model.visual.merger.mlp.0", hidden, merged)
@@ -280,10 +227,7 @@ def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> l
 
 
 def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
-    """Trace the encoder's last norm, then `Gemma3MultiModalProjector`: average pooling, norm in fp32, projection.
-
-    Returns the tensors to which the model refers while the decoder runs, the encoder's output last.
-    """
+    """Trace the last norm, then `Gemma3MultiModalProjector`: average pooling, norm in fp32, projection."""
     trace = weights.trace
     last = norm_of(weights, "model.vision_tower.post_layernorm", x)
     del x
@@ -297,6 +241,13 @@ def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) ->
 
 
 def _pooled(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace `avg_pool2d` with an output of `elements` elements; the input is saved for backward."""
+    """Trace `avg_pool2d`; the input is saved for backward."""
     saved = trace.save(x) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "siglip": _Family(_siglip_merger, rotary=False, in_turn=False),
+    "qwen2_vl": _Family(_qwen_merger, rotary=True, in_turn=True),
+    "qwen2_5_vl": _Family(_qwen_merger, rotary=True, in_turn=True),
+}

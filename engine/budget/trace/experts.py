@@ -1,10 +1,6 @@
-"""Traces the feed-forward block of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it.
-
-Each token is copied once per expert it is routed to. The copies are sorted by expert and multiplied in groups, so
-memory does not depend on the routing. The local variables are those of `grouped_mm_experts_forward`.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
-"""
+"""Traces the feed-forward block of mixture-of-experts layers, as `integrations/moe.py` of transformers 5.23 runs it,
+with the local variables of `grouped_mm_experts_forward`. Each token is copied once per expert, and copies are
+multiplied in groups, so memory does not depend on the routing."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
 def mixture(
     trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
 ) -> TracedTensor:
-    """Trace the router, the experts and the weighted sum of their outputs.
-
-    `gradients`: bytes of the gradient of each trained parameter of the layer, by name.
-    """
+    """`gradients`: bytes of the gradient of each trained parameter of the layer, by name."""
     logits, scores, indices = _router(trace, arch, experts, x, gradients)
     output = _grouped_experts(trace, arch, experts, x, scores, gradients)
     del logits, indices  # local variables of the caller refer to them while the experts run
@@ -45,11 +38,8 @@ def mixture(
 def _router(
     trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
 ) -> tuple[TracedTensor, TracedTensor, TracedTensor]:
-    """Trace the router; return its logits, and the scores and indices of the chosen experts.
-
-    Mixtral and Qwen3 take an fp32 softmax over all experts and normalise the scores of the chosen ones; gpt-oss takes a
-    softmax over the chosen experts alone.
-    """
+    """Returns the logits, and the scores and indices of the chosen experts. Mixtral and Qwen3 normalise the chosen
+    scores of an fp32 softmax over all experts; gpt-oss takes a softmax over the chosen alone."""
     name = "mlp.router.weight" if arch.layout == "gpt_oss" else "mlp.gate.weight"
     if trace.autocast:
         logits = half_linear(trace, x, experts.count, experts.count * arch.hidden, name in gradients)
@@ -68,7 +58,7 @@ def _router(
 
 
 def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[TracedTensor, TracedTensor]:
-    """Trace `torch.topk`: return the largest scores and their indices; backward scatters into zeros for all experts."""
+    """`torch.topk`: largest scores and their indices; backward scatters into zeros for all experts."""
     chosen = experts.per_token * TOKEN
     indices = trace.new(chosen, INDEX)
     saved = trace.save(indices) if scores.node is not None else None
@@ -77,7 +67,7 @@ def _top(trace: MemoryTrace, scores: TracedTensor, experts: Experts) -> tuple[Tr
 
 
 def _normalised(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """Trace `scores /= scores.sum()`, in place: the sums and a copy of the undivided scores are saved for backward."""
+    """`scores /= scores.sum()`, in place: the sums and a copy of the undivided scores are saved for backward."""
     if scores.node is None:
         return scores
     saved = trace.save(trace.new(scores.elements, scores.itemsize), trace.new(TOKEN, scores.itemsize))
@@ -93,11 +83,8 @@ def _grouped_experts(
     scores: TracedTensor,
     gradients: dict[str, int],
 ) -> TracedTensor:
-    """Trace `grouped_mm_experts_forward`: the copies of each token are gathered by expert, pass the experts' layers,
-    are multiplied by `scores` and summed per token.
-
-    `gradients`: bytes of the gradient of each trained parameter of the layer, by name.
-    """
+    """`grouped_mm_experts_forward`: the copies of each token are gathered by expert, pass the experts' layers, are
+    multiplied by `scores` and summed per token. `gradients` as in `mixture`."""
     rows, biased = experts.per_token * TOKEN, arch.layout == "gpt_oss"
     width, hidden = rows * experts.intermediate, rows * arch.hidden
     expert_ids, permutation = trace.new(rows, INDEX), trace.new(rows, INDEX)
@@ -122,11 +109,8 @@ def _grouped_experts(
 def _biases(
     trace: MemoryTrace, expert_ids: TracedTensor, elements: BytesPolynomial, x: TracedTensor, weight: int, biased: bool
 ) -> TracedTensor | None:
-    """Trace the gathering of the bias of each row's expert, into a tensor of `elements` values, as many as the output
-    that it is added to. Returns None unless the experts have biases (`biased`).
-
-    `weight`: bytes of the biases' gradient, 0 if they are not trained.
-    """
+    """Gather the bias of each row's expert into a tensor of `elements` values; None unless `biased`. `weight`: bytes of
+    the biases' gradient, 0 if they are not trained."""
     if not biased:
         return None
 
@@ -141,11 +125,8 @@ def _biases(
 def _grouped(
     trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial, weight: int, biases: TracedTensor | None
 ) -> TracedTensor:
-    """Trace `grouped_mm`, a linear layer of all experts at once with `elements` values of output, to which `biases` are
-    added in place.
-
-    `weight`: bytes of the weight's gradient, 0 if the weight is not trained.
-    """
+    """`grouped_mm`: a linear layer of all experts at once, with `elements` values of output, to which `biases` are
+    added in place. `weight`: bytes of the weight's gradient, 0 if it is not trained."""
     size, biased = x.size, biases is not None
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -159,13 +140,13 @@ def _grouped(
 
 
 def _gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
-    """Trace act(gate) * up, where gate and up are the halves of `gate_up`."""
+    """act(gate) * up, where gate and up are the halves of `gate_up`."""
     gate, up = halves(trace, gate_up)
     return multiply(trace, activation(trace, gate), up)
 
 
 def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
-    """Trace (up + 1) · gate · sigmoid(α · gate), where gate and up are every second column of `gate_up`, clamped."""
+    """(up + 1) · gate · sigmoid(α · gate), where gate and up are every second column of `gate_up`, clamped."""
     gate, up = (narrow(trace, gate_up, gate_up.elements // 2) for _ in range(2))
     gate = _clamp(trace, gate, bounds=1)
     up = _clamp(trace, up, bounds=2)
@@ -174,8 +155,7 @@ def _gpt_oss_gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:
 
 
 def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
-    """Trace `clamp` with one or two `bounds`: the input is saved; backward makes a bool mask for each bound and zeroes
-    the gradients of clamped values."""
+    """`clamp` with one or two `bounds` saves its input; backward makes a bool mask for each, and zeroes."""
     size, elements = x.size, x.elements
 
     def back(gradient: Storage) -> list[Storage | None]:
@@ -189,6 +169,5 @@ def _clamp(trace: MemoryTrace, x: TracedTensor, bounds: int) -> TracedTensor:
 
 
 def _sum_copies(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace the sum over each token's experts, with `elements` values of output; backward makes a contiguous copy of
-    the expanded gradient."""
+    """The sum over each token's experts; backward makes a contiguous copy of the expanded gradient."""
     return trace.unary(x, elements, x.itemsize)

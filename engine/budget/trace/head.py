@@ -1,15 +1,11 @@
-"""Traces the model from the last layer's output to the loss: last norm, choice of target rows, head, three losses.
-
-The steps are those of `engine.model.loss`. Only tokens that count in the loss go through the head.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
-"""
+"""Traces the model from the last layer's output to the loss, as `engine.model.loss` computes it: last norm, choice of
+target rows, head, and the losses. Only target tokens go through the head."""
 
 from __future__ import annotations
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import outer_parameters
-from engine.budget.blocks import round_to_blocks
+from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (
@@ -29,8 +25,6 @@ from engine.budget.trace.trainable import trainable_outer
 
 
 class Head:
-    """The traced end of a model: last norm, head and loss."""
-
     def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig) -> None:
         self.trace = trace
         self.arch = arch
@@ -42,7 +36,7 @@ class Head:
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the end of the model from the last layer's output; returns the traced loss of the micro-batch."""
+        """Trace from the last layer's output to the loss of the micro-batch."""
         hidden = self.norm(hidden)
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
@@ -54,10 +48,8 @@ class Head:
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
 
     def gather_targets(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace `hidden.index_select(0, positions)`: a copy of the target rows, whose indices are saved for backward.
-
-        The engine makes no copy if every position is a target; the trace always counts one.
-        """
+        """`hidden.index_select(0, positions)`: a copy of the target rows, whose indices are saved for backward. The
+        engine makes no copy if every position is a target; the trace always counts one."""
         index = self.trace.new(TARGET, INDEX) if hidden.node is not None else None
         return gather(self.trace, hidden, index, self.arch.hidden * TARGET)
 
@@ -67,7 +59,6 @@ class Head:
         return self.config.lora and self.table_name in self.trained
 
     def norm(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the norm after the last layer; returns its output."""
         weight = round_to_blocks(self.arch.hidden * self.config.base_bytes)
         trained = self.norm_name in self.trained
         if self.arch.layout == "gpt2":
@@ -75,7 +66,7 @@ class Head:
         return rms_norm(self.trace, hidden, TOKEN, weight, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def plain(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the plain loss: cross entropy of the fp32 logits of all targets at once."""
+        """Cross entropy of the fp32 logits of all targets at once."""
         trace = self.trace
         trained = self.table_name in self.trained
         if self.trace.autocast:
@@ -92,8 +83,8 @@ class Head:
         return negative_log_likelihood(trace, saves_output(trace, logits))
 
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace `engine.model.chunked`: the forward pass computes logits and the gradients of hidden states and head,
-        chunk by chunk; these gradients are kept until backward."""
+        """`engine.model.chunked`: forward computes logits and the gradients of hidden states and head, chunk by chunk;
+        these gradients are kept until backward."""
         trace, vocab, size = self.trace, self.arch.vocab, hidden.size
         trained = self.table_name in self.trained
         saved = [trace.allocate(size)] if trace.learning else []
@@ -115,11 +106,11 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained)
 
     def fused(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace torch's `linear_cross_entropy`: logits in the hidden states' dtype, chunk by chunk, in forward and
-        again in backward.
+        """torch's `linear_cross_entropy`: logits in the hidden states' dtype, chunk by chunk, in forward and again in
+        backward.
 
-        Each chunk of backward also gathers the head's rows that belong to its targets. If the head is trained, backward
-        has two tensors of its gradient's size: the sum over chunks, and the current chunk's.
+        Each chunk of backward also gathers the head's rows of its targets. A trained head has two tensors of its
+        gradient's size: the sum over chunks, and the current chunk's.
         """
         trace, size, weight = self.trace, hidden.size, self.weight
         narrow, trained = self.config.base_bytes, self.table_name in self.trained
@@ -140,13 +131,12 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
 
     def liger(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace Liger's fused linear cross-entropy for a frozen head (liger-kernel 0.8,
-        ops/fused_linear_cross_entropy.py): forward computes logits chunk by chunk in the hidden states' dtype and
-        overwrites them with their gradients; only the gradient of the hidden states is kept for backward.
+        """Liger's fused linear cross-entropy for a frozen head (liger-kernel 0.8, ops/fused_linear_cross_entropy.py):
+        logits chunk by chunk in the hidden states' dtype, overwritten by their gradients; only the hidden states'
+        gradient is kept.
 
         A chunk is T · H / V tokens, rounded up to a power of two; the trace counts the most that can be. The engine
-        computes the loss with its own chunks where Liger's kernel fails (`engine.model.liger.liger_problem`), so both
-        are counted.
+        uses its own chunks where Liger's kernel fails (`engine.model.chunked.liger_problem`), so both are counted.
         """
         trace, arch, narrow = self.trace, self.arch, self.config.base_bytes
         saved = trace.allocate(hidden.size)
@@ -165,12 +155,8 @@ class Head:
         return trace.result(NO_BYTES, FLOAT, [hidden], back)
 
     def recomputed(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace the chunked loss for a head wrapped by peft: each chunk is checkpointed, and backward recomputes them
-        from the last to the first.
-
-        If there are several chunks, their gradients of the head's weight are added out of place, and their gradients of
-        the hidden states are concatenated.
-        """
+        """The chunked loss of a head wrapped by peft: each chunk is checkpointed, and recomputed from the last to the
+        first. Several chunks add gradients of the head out of place, and concatenate those of the hidden states."""
         trace, vocab, size, weight = self.trace, self.arch.vocab, hidden.size, self.weight
         narrow = self.config.base_bytes
         capped = 2 if self.arch.logit_softcap is not None else 0
@@ -197,6 +183,6 @@ class Head:
 
 
 def negative_log_likelihood(trace: MemoryTrace, scores: TracedTensor) -> TracedTensor:
-    """Trace `F.nll_loss`: the output is one number; backward allocates a tensor as large as `scores`."""
+    """`F.nll_loss`: the output is one number; backward allocates a tensor as large as `scores`."""
     saved = trace.save(scores) if scores.node is not None else None
     return trace.unary(scores, NO_BYTES, FLOAT, saved)

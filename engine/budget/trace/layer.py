@@ -1,17 +1,17 @@
-"""Traces one decoder layer. The code has the local variables of the family's modelling file in transformers, so that
-the same tensors stay allocated.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
-"""
+"""Traces one decoder layer, and groups a model's layers into kinds that need the same memory. The trace has the local
+variables of the family's modelling file in transformers, so that the same tensors stay allocated."""
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import layer_parameters
 from engine.budget.trace.attention import attend, rotary
-from engine.budget.trace.dropout import dropped
 from engine.budget.trace.experts import mixture
-from engine.budget.trace.layer_kinds import LayerKind
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
 from engine.budget.trace.operations import (
@@ -19,6 +19,7 @@ from engine.budget.trace.operations import (
     add,
     add_number,
     copy,
+    dropped,
     halves,
     layer_norm,
     multiply,
@@ -30,6 +31,13 @@ from engine.budget.trace.operations import (
     split,
 )
 from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
+from engine.budget.trace.trainable import (
+    Trainable,
+    embedding_learns,
+    trainable_by_layer,
+    trainable_vision_ends,
+    vision_trainable_by_layer,
+)
 from engine.budget.trace.weights import Weights
 
 
@@ -45,7 +53,7 @@ class Layer(Weights):
         self.masked = kind.masked
 
     def forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace attention and feed-forward with norms and residual connections; Gemma 2 and 3 have four norms."""
+        """Attention and feed-forward with norms and residual connections; Gemma 2 and 3 have four norms."""
         if self.arch.layout == "gpt2":
             return self._forward_gpt2(x)
         if self.arch.norms_per_layer == 4:
@@ -60,7 +68,7 @@ class Layer(Weights):
         return add(self.trace, residual, self._dropped(hidden))
 
     def _dropped(self, x: TracedTensor) -> TracedTensor:
-        """Trace the dropout before a residual connection, if the model has one: GPT-2 and Phi-3."""
+        """GPT-2 and Phi-3 have dropout before residual connections."""
         return dropped(self.trace, self.config, x) if self.config.residual_dropout else x
 
     def _forward_four_norms(self, x: TracedTensor) -> TracedTensor:
@@ -76,17 +84,13 @@ class Layer(Weights):
         return add(self.trace, residual, hidden)
 
     def norm(self, name: str, x: TracedTensor, rows: BytesPolynomial = TOKEN) -> TracedTensor:
-        """Trace the RMSNorm `name` of `rows` vectors: in fp32, cast back, then times the weight; Gemma and gpt-oss
-        multiply before the cast."""
+        """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
         trace, (size, trained) = self.trace, self.weight(name)
         return rms_norm(trace, x, rows, size, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
-        """Trace projections, rotary embedding, the attention kernel and the output projection.
-
-        Returns the output and, in eager attention, the attention weights: a local variable of the layer's forward
-        refers to them until it returns.
-        """
+        """Returns the output and, in eager attention, the attention weights: a local variable of the layer's forward
+        refers to them until it returns."""
         arch, trace = self.arch, self.trace
         if arch.layout == "phi3":
             return self._joint_attention(x, "self_attn.qkv_proj", "self_attn.o_proj")
@@ -103,7 +107,7 @@ class Layer(Weights):
         return self.linear("self_attn.o_proj", output), weights
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace down(act(gate(x)) * up(x)), or a mixture of experts."""
+        """down(act(gate(x)) * up(x)), or a mixture of experts."""
         trace, arch = self.trace, self.arch
         if arch.experts is not None and not self.trainable.dense:
             return mixture(trace, arch, arch.experts, x, self._trained_bytes())
@@ -120,8 +124,7 @@ class Layer(Weights):
     def _joint_attention(
         self, x: TracedTensor, projection: str, output_projection: str
     ) -> tuple[TracedTensor, TracedTensor | None]:
-        """Trace attention in which one linear layer, `projection`, computes query, key and value together. Returns the
-        output and the attention weights, as `attention` does."""
+        """One linear layer, `projection`, computes query, key and value together; returns what `attention` does."""
         arch, trace = self.arch, self.trace
         joint = self.linear(projection, x)
         parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]
@@ -135,15 +138,14 @@ class Layer(Weights):
         return self.linear(output_projection, output), weights
 
     def _remember(self, key: TracedTensor, value: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """Return the keys and values that attention uses: while the key-value cache is filled, the copies in the cache,
-        else `key` and `value` themselves."""
+        """The keys and values that attention uses: copies in the cache while it is filled."""
         if self.cached is None:
             return key, value
         self.cached += [copy(self.trace, key), copy(self.trace, value)]
         return self.cached[-2], self.cached[-1]
 
     def _forward_gpt2(self, x: TracedTensor) -> TracedTensor:
-        """Trace a GPT-2 layer: layer norms, no rotary embedding, an ungated feed-forward block."""
+        """Layer norms, no rotary embedding, an ungated feed-forward block."""
         trace = self.trace
         residual = x
         hidden = layer_norm(trace, x, *self.weight("ln_1"))
@@ -156,18 +158,18 @@ class Layer(Weights):
         return add(trace, residual, forward)
 
     def _gpt2_feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace c_proj(gelu(c_fc(x))); transformers computes "gelu_new" in separate operations."""
+        """c_proj(gelu(c_fc(x))); transformers computes "gelu_new" in separate operations."""
         hidden = self.linear("mlp.c_fc", x)
         hidden = new_gelu(self.trace, hidden) if self.arch.activation == "gelu_new" else activation(self.trace, hidden)
         return self.linear("mlp.c_proj", hidden)
 
     def _trained_bytes(self) -> dict[str, int]:
-        """Bytes of the gradient of each trained parameter, by name."""
+        """Bytes of each trained parameter's gradient, by name."""
         return {name: self.parameter(name)[0] for name in self.trainable.trained}
 
 
 def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
+    """`NewGELUActivation`: 0.5 · x · (1 + tanh(c · (x + 0.044715 · x³)))."""
     half = scale(trace, x)
     raised = add_number(trace, saves_output(trace, scale(trace, add(trace, x, scale(trace, power(trace, x))))))
     return multiply(trace, half, raised)
@@ -176,8 +178,107 @@ def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 def rotary_both(
     trace: MemoryTrace, arch: Architecture, query: TracedTensor, key: TracedTensor, width: int
 ) -> tuple[TracedTensor, TracedTensor]:
-    """Trace `apply_rotary_pos_emb` on query and key, with `width` bytes per value of cos and sin; both originals stay
-    allocated until this returns."""
+    """Both originals stay allocated until this returns. `width`: bytes per value of cos and sin."""
     rotated_query = rotary(trace, arch, query, width)
     rotated_key = rotary(trace, arch, key, width)
     return rotated_query, rotated_key
+
+
+class LayerKind(NamedTuple):
+    """The facts that decide the memory of a layer."""
+
+    trainable: Trainable
+    masked: bool
+    """Attention gets a mask: packed documents, bidirectional image tokens, or a window shorter than the sequence."""
+    slides: bool
+    """Attends within a sliding window."""
+    follows: bool
+    """The layer's input needs a gradient, because an earlier layer, the embedding or the vision encoder is trained."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether backward reaches a layer of this kind."""
+        return self.follows or bool(self.trainable.trained or self.trainable.adapted)
+
+    def holds_more_than(self, other: LayerKind) -> bool:
+        """It trains the same weights, and has a mask or an input gradient that `other` lacks, but not the reverse."""
+        mine, its = (self.masked, self.follows), (other.masked, other.follows)
+        more = mine != its and all(one >= another for one, another in zip(mine, its, strict=True))
+        return more and self.trainable == other.trainable
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model in order, each represented by its kind. Most models have one to three kinds."""
+
+    layers: tuple[LayerKind, ...]
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Each kind once, in the order in which they appear."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def spans(self) -> dict[LayerKind, tuple[int, int]]:
+        """Maps each kind to the index of its first layer and that of its last."""
+        last = len(self.layers) - 1
+        return {kind: (self.layers.index(kind), last - self.layers[::-1].index(kind)) for kind in self.kinds}
+
+    def larger(self, kind: LayerKind) -> list[LayerKind]:
+        return [other for other in self.kinds if other.holds_more_than(kind)]
+
+    def counts(self, start: int, stop: int) -> dict[LayerKind, int]:
+        return Counter(self.layers[start:stop])
+
+    def ends(self, *, checkpointed: bool) -> dict[int, str]:
+        """The layers whose backward pass may be the peak, from the last to the first, with their phases: the first and
+        last layer of each kind, since live bytes change linearly between layers of a kind. Phase `layer_first` is the
+        model's second half, which backward reaches first, `layer_last` the other.
+
+        If layers are checkpointed and all train the same weights, each saves the same number of bytes. A kind cannot be
+        the peak if a larger kind has layers both before and after all of its own.
+        """
+        last = len(self.layers) - 1
+        even = checkpointed and len({kind.trainable for kind in self.kinds}) == 1
+        kinds = [kind for kind in self.kinds if kind.learns and not (even and self._is_between_larger(kind))]
+        layers = sorted({layer for kind in kinds for layer in self.spans[kind]}, reverse=True)
+        return {layer: "layer_first" if 2 * layer >= last else "layer_last" for layer in layers}
+
+    def _is_between_larger(self, kind: LayerKind) -> bool:
+        """Whether a larger kind has layers both before and after all layers of `kind`."""
+        first, last = self.spans[kind]
+        return any(self.spans[other][0] <= first and last <= self.spans[other][1] for other in self.larger(kind))
+
+
+@lru_cache(maxsize=256)
+def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
+    """The kind of each layer of a model, as this config trains it."""
+    trainable = trainable_by_layer(arch, config.patterns)
+    slides = arch.sliding_layers or (False,) * arch.layers
+    always_masked = config.packed or sees_images_both_ways(arch, config)
+    follows = vision_learns(arch, config) or embedding_learns(arch, config.patterns)
+    layers = []
+    for each, sliding in zip(trainable, slides, strict=True):
+        kind = LayerKind(each, always_masked or (sliding and config.window_reached), sliding, follows)
+        layers.append(kind)
+        follows = kind.learns
+    return LayerStack(tuple(layers))
+
+
+def sees_images_both_ways(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether image tokens attend in both directions; every row then needs an attention mask of its own."""
+    return arch.vision_encoder is not None and arch.vision_encoder.bidirectional and config.image_patches > 0
+
+
+def vision_learns(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether the decoder's input needs a gradient because the vision encoder is trained."""
+    encoder = arch.vision_encoder
+    if encoder is None or not config.image_patches:
+        return False
+    parts = (trainable_vision_ends(encoder, config.patterns), *vision_trainable_by_layer(encoder, config.patterns))
+    return any(part.trained or part.adapted for part in parts)
+
+
+def body_learns(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether the last layer's output needs a gradient."""
+    return layer_stack(arch, config).layers[-1].learns

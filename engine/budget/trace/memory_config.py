@@ -1,7 +1,5 @@
-"""`MemoryConfig`: the choices of a run spec that decide memory, with every "auto" resolved.
-
-Try: `python -m pytest tests/budget/test_predict.py`
-"""
+"""`MemoryConfig`: the choices of a run spec that decide memory (mixed precision, gradient checkpointing, attention
+kernel, offload), with every "auto" resolved."""
 
 from __future__ import annotations
 
@@ -9,29 +7,28 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.vision_parameters import VISION_MODULES
-from engine.spec.attention_choice import AttentionCard, AttentionNeeds, Obstacle, choose_kernel
-from engine.spec.attention_kernels import FLASH_KERNELS
-from engine.spec.check.images import image_key
-from engine.spec.installed import installed
-from engine.spec.schema.recipe import Recipe
-from engine.spec.schema.run import RunSpec
+from engine.budget.architecture.parameters import VISION_MODULES
+from engine.config.attention import FLASH_KERNELS, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
+from engine.config.check.data_rules import image_key
+from engine.config.files.machine import installed
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import RunSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BFLOAT16_CAPABILITY = 8.0
 """First compute capability with bf16 tensor cores (Ampere)."""
 
 CHUNK_LOGIT_BYTES = 64 * 2**20
-"""Bytes that one chunk's fp32 logits may always take; see `chunk_tokens`."""
+"""What one chunk's fp32 logits may always take; see `chunk_tokens`."""
 CHUNK_CAPACITY_SHARE = 64
-"""One part in so many of the device's memory may also be taken by one chunk's fp32 logits, up to FULL_CHUNK_TOKENS."""
+"""One chunk's fp32 logits may also take one part in so many of the device's memory, up to FULL_CHUNK_TOKENS."""
 FULL_CHUNK_TOKENS = 512
 """Tokens per chunk from which on the product with the head is limited by arithmetic: each chunk reads the head's
-weights once, and an H100 computes 295 multiply-adds in the time it reads one bf16 weight (datasheet: 989 TFLOP/s over
-3.35 TB/s)."""
+weights once, and an H100 makes 295 multiply-adds while it reads one bf16 weight (datasheet: 989 TFLOP/s over 3.35
+TB/s)."""
 
 ROUTERS = ("**.mlp.gate", "**.mlp.router")
-"""Routers of experts, which `moe.freeze_router` is about."""
+"""What `moe.freeze_router` freezes."""
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 Rounding = Literal["exact", "stochastic", "nearest"]
@@ -55,7 +52,7 @@ class MemoryConfig:
     dtype: str
     """dtype of the base weights and of hidden states."""
     adapter_dtype: str | None
-    """dtype of the adapters; None without LoRA."""
+    """None without LoRA."""
     rank: int
     patterns: Patterns
     dora: bool
@@ -65,7 +62,7 @@ class MemoryConfig:
     """Tensors saved for backward are moved to the host until backward needs them."""
     loss: Literal["plain", "chunked", "fused"]
     liger: bool
-    """Liger's kernel computes the loss if the head is frozen (`engine.model.liger`)."""
+    """Liger's kernel computes the loss if the head is frozen (`engine.model.chunked`)."""
     chunk_tokens: int
     optimizer: Optimizer
     rounding: Rounding
@@ -82,7 +79,7 @@ class MemoryConfig:
     """Sequences may be longer than the model's sliding window."""
     quantized: bool
     autocast: bool
-    """Full fine-tuning in float16: weights are kept in fp32, and autocast multiplies fp16 copies of them."""
+    """Mixed precision with fp32 weights: full fine-tuning in float16, where autocast multiplies fp16 copies of them."""
     image_patches: int
     """Patches of the image that each sequence is planned with; 0 for text alone."""
     sequence: int
@@ -90,29 +87,27 @@ class MemoryConfig:
     metered: bool
     """The run is on the metered device, whose dispatch mode makes autograd add gradients out of place."""
     attention_dropout: bool = False
-    """The model's own dropout is applied to attention weights, which exist as a tensor only in eager attention."""
+    """The model's own dropout of attention weights, which exist as a tensor only in eager attention."""
     residual_dropout: bool = False
-    """The model's own dropout is applied to hidden states before a residual connection."""
+    """The model's own dropout of hidden states before a residual connection."""
     embedding_dropout: bool = False
-    """The model's own dropout is applied to the first layer's input."""
+    """The model's own dropout of the first layer's input."""
     fused_dropout: bool = False
-    """Dropout draws its masks inside one kernel, which allocates no memory for them; true on CUDA."""
+    """A kernel draws dropout masks without allocating memory for them; true on CUDA."""
     prefetches: bool = False
     """While one offloaded activation is used, the next one is already copied back to the device; true on CUDA."""
     attention_scratch: bool = False
-    """The backward pass of attention in half precision has scratch of its own; true on CUDA, except in eager
-    attention."""
+    """Attention's backward in half precision has scratch of its own; true on CUDA, except in eager attention."""
     watches_experts: bool = False
-    """The router logits of all layers are kept to the end of the forward pass, to count how often each expert is
-    chosen."""
+    """Router logits of all layers are kept to the end of the forward pass, to count how often each expert is chosen."""
     balances_experts: bool | None = False
     """The auxiliary loss is computed from the router logits; None: only if a router is trained."""
     one_row: bool = False
-    """The micro-batch is a single sequence, and the model saves different tensors than for several; see `for_rows`."""
+    """A single sequence, for which the model saves different tensors than for several; see `for_rows`."""
 
     @property
     def lora(self) -> bool:
-        """Whether the method is LoRA: adapters are trained and the base is frozen."""
+        """Adapters are trained and the base is frozen."""
         return self.patterns.lora
 
     @property
@@ -125,7 +120,6 @@ class MemoryConfig:
         """Bytes per adapter weight; 0 without LoRA."""
         return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
-
     @property
     def trains_in_bfloat16(self) -> bool:
         """Whether any weight is trained in bf16: adapters, or weights themselves."""
@@ -133,13 +127,12 @@ class MemoryConfig:
         return self.adapter_dtype == "bfloat16" or (self.dtype == "bfloat16" and in_full)
 
     def updates_in_scratch(self, dtype: str) -> bool:
-        """Whether trained weights of this dtype are updated in fp32 scratch; if not, the optimizer updates them
-        directly."""
+        """Whether trained weights of this dtype are updated in fp32 scratch, not by the optimizer directly."""
         return dtype == "bfloat16" and (self.rounding, self.state_dtype) != ("nearest", "bfloat16")
 
 
 def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
-    """Read the `MemoryConfig` out of a run spec, with every "auto" resolved for this architecture."""
+    """The choices of a run spec, with every "auto" resolved for this architecture."""
     recipe, device = spec.recipe, spec.profile.device
     method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
     computed, attention = resolved_dtype(spec), resolved_attention(arch, spec)
@@ -197,7 +190,7 @@ def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
 
 
 def _balances_experts(arch: Architecture, recipe: Recipe) -> bool | None:
-    """Whether the auxiliary loss is computed; None: only if a router is trained."""
+    """None: only if a router is trained."""
     weight = recipe.moe.aux_loss_weight
     if arch.experts is None or not (arch.experts.auxiliary_loss if weight is None else weight):
         return False
@@ -205,17 +198,15 @@ def _balances_experts(arch: Architecture, recipe: Recipe) -> bool | None:
 
 
 def for_rows(arch: Architecture, config: MemoryConfig, rows: int) -> MemoryConfig:
-    """The config for a micro-batch of `rows` sequences.
-
-    With one sequence, Phi-3's eager attention saves a view of the values, and thereby its whole joint projection of
-    query, key and value; with several sequences, or if heads are repeated, it saves a copy of the values."""
+    """The config for `rows` sequences. With one, Phi-3's eager attention saves a view of the values, and thereby its
+    whole joint projection; with several, or if heads are repeated, a copy of the values."""
     apart = arch.layout == "phi3" and config.attention == "eager" and arch.kv_heads == arch.heads
     return replace(config, one_row=True) if apart and rows == 1 else config
 
 
 def image_patches(arch: Architecture, recipe: Recipe) -> int:
-    """Patches of the largest image that the recipe allows and that fits into a sequence; samples with larger images are
-    dropped. 0 without images, or without a vision encoder."""
+    """Patches of the largest image that the recipe allows and a sequence holds; samples with larger ones are dropped. 0
+    without images or a vision encoder."""
     encoder = arch.vision_encoder
     if encoder is None or image_key(recipe) is None:
         return 0
@@ -225,14 +216,13 @@ def image_patches(arch: Architecture, recipe: Recipe) -> int:
 
 
 def _frozen_by_default(arch: Architecture, recipe: Recipe) -> tuple[str, ...]:
-    """Patterns of the modules that full fine-tuning freezes if `train_only` is empty: routers, and a vision encoder
-    that gets no images."""
+    """Frozen in full fine-tuning if `train_only` is empty: routers, and a vision encoder that gets no images."""
     routers = ROUTERS if arch.experts and recipe.freezes_router else ()
     return (*routers, *(VISION_MODULES if arch.vision_encoder and not image_patches(arch, recipe) else ()))
 
 
 def resolved_dtype(spec: RunSpec) -> str:
-    """The dtype of a run; "auto" is bfloat16 or float16 on CUDA, by compute capability, and float32 in host memory."""
+    """ "auto" is bfloat16 or float16 on CUDA, by compute capability, and float32 in host memory."""
     asked, device = spec.recipe.model.dtype, spec.profile.device
     if asked != "auto":
         return asked
@@ -242,24 +232,22 @@ def resolved_dtype(spec: RunSpec) -> str:
 
 
 def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
-    """The loss of a run; "auto" is planned as the engine's chunked loss, which works on every device."""
+    """ "auto" is planned as the engine's chunked loss, which works on every device."""
     asked = spec.recipe.train.loss
     return "chunked" if asked == "auto" else asked
 
 
 def _liger_is_there(arch: Architecture, spec: RunSpec) -> bool:
-    """Whether a run chooses Liger's kernel for a frozen head: on CUDA, where the package is installed, for a head
-    without soft-cap."""
+    """Whether a frozen head uses Liger's kernel: on CUDA, where the package is installed, without soft-cap."""
     asked, on_cuda = spec.recipe.train.loss, spec.profile.device.kind == "cuda"
     return on_cuda and asked in ("auto", "fused") and arch.logit_softcap is None and bool(installed("liger-kernel"))
 
 
 def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
-    """Tokens per chunk of the loss on a device of `capacity_bytes`; at least 1.
+    """Tokens per chunk of the loss on a device of `capacity_bytes`, at least 1.
 
-    The largest number of tokens whose fp32 logits take at most CHUNK_LOGIT_BYTES, or at most 1/CHUNK_CAPACITY_SHARE of
-    the capacity, whichever allows more; by the second rule at most FULL_CHUNK_TOKENS. The second rule serves large
-    vocabularies, for which the first allows few tokens (110 for a vocabulary of 152,000).
+    As many as have fp32 logits of CHUNK_LOGIT_BYTES, or of 1/CHUNK_CAPACITY_SHARE of the capacity if that is more, then
+    at most FULL_CHUNK_TOKENS. The second rule serves large vocabularies: the first allows 110 tokens for 152,000.
     """
     per_token = 4 * vocab
     by_capacity = min(FULL_CHUNK_TOKENS, capacity_bytes // CHUNK_CAPACITY_SHARE // per_token)
@@ -267,8 +255,7 @@ def chunk_tokens(vocab: int, capacity_bytes: int) -> int:
 
 
 def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "sdpa", "eager"]:
-    """The kind of a run's attention kernel. All flash kernels save the same tensors. The kernel is chosen by the same
-    rules as in the run, from the packages that are installed on this machine."""
+    """The kernel that the run would choose from the packages installed here. All flash kernels save the same."""
     recipe, device = spec.recipe, spec.profile.device
     card = AttentionCard(device.kind, device.compute_capability, device.kind == "cuda", resolved_dtype(spec))
     chosen = choose_kernel(

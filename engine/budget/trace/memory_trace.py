@@ -1,17 +1,12 @@
 """Memory traces: a model's operations run on tensors that have sizes and real lifetimes, but no data.
 
-A `TracedTensor` stands for a tensor and refers to a `Storage`. CPython frees the storage with the last reference to it,
-exactly as eager torch frees a real one. A layer that is written with the same local variables as in transformers
-therefore has the same live bytes at every moment. A small autograd tape imitates backward: which tensors each operation
-saves, in which order nodes run, and when gradients are passed on, accumulated and freed.
-
-Sizes are polynomials of the micro-batch's shape (`engine.budget.trace.polynomial`). The result of a trace is the list
-of live bytes at its local maxima. Operations on traced tensors are in `engine.budget.trace.operations`.
+CPython frees a `Storage` with the last reference to it, exactly as eager torch frees a real one, so a layer written
+with the local variables of transformers has the same live bytes at every moment. A small autograd tape imitates
+backward: what each operation saves, in which order nodes run, and when gradients are passed on, accumulated and freed.
+Sizes are polynomials of the micro-batch's shape; the result is the live bytes at local maxima.
 
 The rules are those of torch 2.13 (`torch/csrc/autograd/engine.cpp`, `input_buffer.cpp`, `accumulate_grad.h`,
-`torch/utils/checkpoint.py`); `tests/budget` compares predictions with real steps.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
+`torch/utils/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ from engine.budget.trace.polynomial import BYTE, NO_BYTES, SQUARE, TRAINED_GRADS
 
 STAYING_BYTES = 32
 """Bytes per token up to which a saved tensor is counted as staying on the device under activation offload.
-`engine.model.offload` compares the whole tensor with 16 KiB, which is the same at 512 tokens; with more tokens the
-engine moves tensors that are counted here as staying, so the count is too high rather than too low."""
+`engine.model.offload` compares the whole tensor with 16 KiB, which is the same at 512 tokens; with more tokens it moves
+tensors that are counted as staying, so the count is too high rather than too low."""
 
 
 class Storage:
@@ -65,12 +60,11 @@ SavedTensor = Storage | BytesPolynomial
 """A tensor saved for backward: its storage, or only its size if it is offloaded to the host."""
 
 Backward = Callable[[Storage], list[Storage | None]]
-"""Takes the gradient of an operation's output and returns the gradients of its inputs."""
+"""Maps the gradient of an operation's output to the gradients of its inputs."""
 
 
 class Node:
-    """An operation on the autograd tape: its inputs' nodes, its saved tensors, and the function that computes its
-    inputs' gradients."""
+    """An operation on the autograd tape: its inputs' nodes, its saved tensors, and the backward function."""
 
     __slots__ = ("backward", "gradient", "inputs", "joined", "saved", "size")
 
@@ -86,16 +80,14 @@ class Node:
         self.inputs = inputs
         self.backward = backward
         self.saved = saved
-        """Tensors saved for backward. None: backward needs nothing from forward. Empty list: backward needs a weight,
-        which adds no bytes."""
+        """None: backward needs nothing from forward. Empty list: backward needs a weight, which adds no bytes."""
         self.gradient: Storage | None = None
-        """The gradient of the operation's output, as accumulated so far."""
+        """Gradient of the operation's output, as accumulated so far."""
         self.joined: list[Storage] | None = None
-        """For an operation with several outputs in one storage: the outputs' gradients, all live until its backward
-        has run. None for all other operations."""
+        """For an operation with several outputs in one storage: their gradients, live until its backward has run."""
 
     def take_gradient(self) -> Storage:
-        """Return the accumulated gradient and drop the node's reference to it."""
+        """The node drops its reference."""
         assert self.gradient is not None
         gradient, self.gradient = self.gradient, None
         return gradient
@@ -105,7 +97,7 @@ class MemoryTrace:
     """Live bytes, their local maxima, and the autograd tape.
 
     Without `learning`, operations run as under `torch.no_grad`. Without `keeps_saved`, outputs need gradients but
-    nothing is saved for backward, as in the first forward pass of a checkpointed layer.
+    nothing is saved, as in the first forward pass of gradient checkpointing.
     """
 
     def __init__(
@@ -123,8 +115,8 @@ class MemoryTrace:
         self.peaks: list[BytesPolynomial] = []
         self.tape: list[Node] = []
         self.metered = metered
-        """The trace imitates the metered device: under its dispatch mode torch adds gradients out of place, and softmax
-        in host memory first makes a copy of its input in the output's dtype."""
+        """Imitates the metered device: under its dispatch mode torch adds gradients out of place, and softmax in host
+        memory first makes a copy of its input in the output's dtype."""
         self.autocast = autocast
         """Linear layers and attention cast fp32 weights and inputs to half precision; the grouped products of experts,
         which autocast does not cover, run in fp32."""
@@ -139,33 +131,31 @@ class MemoryTrace:
         self.casts: list[Storage] = []
         """Half-precision copies of trained weights, which autocast caches until the loss has been computed."""
         self._last_save = 0, NO_BYTES, False
-        """The state when a tensor was last saved for backward: number of peaks, live bytes, `rising`."""
+        """When a tensor was last saved for backward: number of peaks, live bytes, `rising`."""
         self._recompute: tuple[list[BytesPolynomial], BytesPolynomial] | None = None
 
     def record_peak(self) -> None:
-        """Record the live bytes as a local maximum, if they have risen since the last one."""
         if self.rising:
             self.peaks.append(self.live)
             self.rising = False
 
     def take_peaks(self) -> list[BytesPolynomial]:
-        """Return the bytes that are live now, followed by the live bytes at each local maximum since the last call;
-        clear the record."""
+        """The bytes that are live now, followed by the local maxima since the last call; clears the record."""
         peaks, self.peaks = [self.live, *self.peaks], []
         self.rising = False
         return peaks
 
     def new(self, elements: BytesPolynomial, itemsize: int) -> TracedTensor:
-        """Allocate a tensor of `elements` values with `itemsize` bytes each; it needs no gradient."""
+        """A tensor that needs no gradient."""
         size = elements * itemsize
         return TracedTensor(Storage(self, size), elements, itemsize, size)
 
     def allocate(self, size: BytesPolynomial) -> Storage:
-        """Allocate a storage that belongs to no `TracedTensor`, such as a gradient or a temporary."""
+        """A storage that belongs to no `TracedTensor`, such as a gradient or a temporary."""
         return Storage(self, size)
 
     def save(self, *tensors: TracedTensor | None) -> list[SavedTensor]:
-        """Save tensors for backward and return the saved ones; None stands for a weight, which adds no bytes."""
+        """Save tensors for backward; None stands for a weight, which adds no bytes."""
         if not (self.learning and self.keeps_saved):
             return []
         self._last_save = len(self.peaks), self.live, self.rising
@@ -190,8 +180,7 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Allocate an operation's output, of `elements` values with `itemsize` bytes each, record the operation as
-        `on_tape` does, and return the output."""
+        """Allocate an operation's output and record the operation as `on_tape` does."""
         return self.on_tape(self.new(elements, itemsize), inputs, backward, saved, trains=trains)
 
     def on_tape(
@@ -203,11 +192,9 @@ class MemoryTrace:
         *,
         trains: bool = False,
     ) -> TracedTensor:
-        """Record the operation that made `output` on the tape, if one of `inputs` or one of its weights (`trains`)
-        needs a gradient. Returns `output`.
+        """Record the operation that made `output`, if one of `inputs` or of its weights (`trains`) needs a gradient.
 
-        `backward` gets the gradient of the output and returns those of the inputs; `saved` is what `save` returned for
-        the tensors that it needs.
+        `backward` maps the gradient of the output to those of the inputs; `saved` is what `save` returned.
         """
         nodes = [tensor.node for tensor in inputs]
         if self.learning and (trains or any(nodes)):
@@ -223,25 +210,24 @@ class MemoryTrace:
         itemsize: int,
         saved: list[SavedTensor] | None = None,
     ) -> TracedTensor:
-        """Trace an operation on `x` whose backward allocates the gradient of `x` and nothing else. The output has
-        `elements` values of `itemsize` bytes."""
+        """An operation whose backward allocates the gradient of `x` and nothing else."""
         return self.result(elements, itemsize, [x], self.new_gradient(x), saved)
 
     def view(self, x: TracedTensor, elements: BytesPolynomial, backward: Backward) -> TracedTensor:
-        """Trace an operation whose output, of `elements` values, shares the storage of `x`."""
+        """An operation whose output shares the storage of `x`."""
         return self.on_tape(TracedTensor(x.storage, elements, x.itemsize), [x], backward)
 
     def new_gradient(self, x: TracedTensor) -> Backward:
-        """Return a backward function that allocates the gradient of `x` and nothing else."""
+        """A backward function that allocates the gradient of `x` and nothing else."""
         size = x.size
         return lambda gradient: [self.allocate(size)]
 
     def checkpoint(self, forward: Callable[[], TracedTensor]) -> TracedTensor:
-        """Trace the recomputation of a checkpointed layer whose forward pass is `forward`; it stops after the last
-        tensor that backward needs. Returns the layer's output.
+        """Gradient checkpointing: trace the recomputation of a layer, which stops after the last tensor that backward
+        needs.
 
-        The peaks of `forward` and the tensors it saves are counted later, when backward first unpacks a saved tensor;
-        only the output is live now. The first forward pass is a trace of its own, without `keeps_saved`.
+        Peaks and saved tensors of `forward` are counted when backward first unpacks one; only the output is live now.
+        The first forward pass is a trace of its own, without `keeps_saved`.
         """
         earlier, self.peaks, before = self.peaks, [], self.live
         output = forward()
@@ -263,18 +249,16 @@ class MemoryTrace:
         self.rising = True
 
     def leaf_gradient(self, size_bytes: int) -> None:
-        """Count the gradient of a trained weight: allocated, then kept if it is the first of its step, else added to
-        the existing one and freed."""
+        """Allocate a trained weight's gradient; kept if it is the first of its step, else added to that and freed."""
         self.adopt_gradient(self.allocate(size_bytes * BYTE))
 
     def adopt_gradient(self, storage: Storage) -> None:
-        """Make a storage the gradient of a trained weight. When the storage is freed, its fixed bytes are still
-        counted, as the coefficient `TRAINED_GRADS`: only the first micro-batch of a step adds them
-        (`BytesPolynomial.settled`)."""
+        """Make a storage the gradient of a trained weight. Its fixed bytes stay counted after it is freed, as the
+        coefficient `TRAINED_GRADS`: only the first micro-batch of a step adds them (`BytesPolynomial.settled`)."""
         storage.size -= storage.size.fixed * TRAINED_GRADS
 
     def backward(self, node: Node, gradient: Storage) -> None:
-        """Run backward from `node` with the gradient of its output; as in autograd, the latest node runs first."""
+        """Run backward from `node`; as in autograd, the latest node runs first."""
         node.gradient = gradient
         del gradient
         while self.tape:
@@ -283,8 +267,7 @@ class MemoryTrace:
                 self._run_backward(current)
 
     def _run_backward(self, node: Node) -> None:
-        """Run one node: compute the gradients of its inputs, free its saved tensors, then give each input its gradient,
-        the last input first."""
+        """Compute the gradients of a node's inputs, free its saved tensors, then pass on the gradients, last first."""
         unpacked = None if node.saved is None else self._unpack_saved(node.saved)
         assert node.backward is not None
         outgoing = node.backward(node.take_gradient())
@@ -294,13 +277,12 @@ class MemoryTrace:
             self._accumulate_grad(node.inputs[len(outgoing) - 1], outgoing.pop())
 
     def _unpack_saved(self, saved: list[SavedTensor]) -> list[Storage]:
-        """Make saved tensors available: recompute a checkpointed layer, and allocate copies of offloaded tensors."""
+        """Recompute a checkpointed layer, and allocate copies of offloaded tensors."""
         self._run_again()
         return [self.allocate(size) for size in saved if isinstance(size, BytesPolynomial)]
 
     def _accumulate_grad(self, target: Node | None, gradient: Storage | None) -> None:
-        """Set the gradient of `target`, or add to the gradient that it already has; nothing is done if one of both is
-        None."""
+        """Set the gradient of `target`, or add to it; nothing is done if one of both is None."""
         if gradient is None or target is None:
             return
         if target.joined is not None:
@@ -317,7 +299,6 @@ def _by_growth(size: BytesPolynomial) -> tuple[int, int]:
 
 
 def waits_on_host(tensor: TracedTensor) -> bool:
-    """Whether activation offload moves a saved tensor to the host. It does not move integers, small tensors, or
-    attention masks, which are saved as expanded views."""
+    """Whether activation offload moves it: no integers, small tensors, or attention masks (saved as expanded views)."""
     large = tensor.size.per_square > 0 or tensor.size.per_token > STAYING_BYTES
     return tensor.itemsize < 8 and large and tensor.elements != SQUARE

@@ -1,18 +1,16 @@
 """Traced operations: what each allocates, what it saves for backward, and what its backward allocates.
 
-Each follows the torch operation named in its docstring; derivatives are those of `tools/autograd/derivatives.yaml`,
-torch 2.13. Backward closures refer to sizes, never to tensors, so that only tensors given to `MemoryTrace.save` stay
-allocated.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
+Derivatives are those of `tools/autograd/derivatives.yaml`, torch 2.13. Backward closures refer to sizes, never to
+tensors, so that only tensors given to `MemoryTrace.save` stay allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, SavedTensor, Storage, TracedTensor
-from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, PAIR, POSITION, TOKEN, BytesPolynomial
 
 HALF = 2
 FLOAT = 4
@@ -21,7 +19,7 @@ INDEX = 8
 
 
 def pass_on(gradient: Storage) -> list[Storage | None]:
-    """A backward function that allocates nothing: the input's gradient is the output's gradient itself."""
+    """A backward function that allocates nothing: the input's gradient is the output's."""
     return [gradient]
 
 
@@ -35,11 +33,8 @@ def linear(
     unpacked: int = 0,
     row: BytesPolynomial = TOKEN,
 ) -> TracedTensor:
-    """Trace `F.linear` with `outputs` values per `row`; `weight` and `bias`: bytes of their gradients if trained.
-
-    `unpacked`: bytes of the dequantised copy of a quantised weight, which exists during the product, in forward and in
-    backward.
-    """
+    """`F.linear` with `outputs` values per `row`; `weight` and `bias`: bytes of their gradients if trained. `unpacked`:
+    bytes of a quantised weight's dequantised copy, live during the product in forward and in backward."""
     size, wanted, whole_size = x.size, x.node is not None, unpacked * BYTE
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -68,8 +63,8 @@ def half_linear(
     bias: int = 0,
     row: BytesPolynomial = TOKEN,
 ) -> TracedTensor:
-    """Trace `F.linear` under autocast, with `outputs` values per `row`: input and fp32 weight (of `elements` values)
-    are cast to half precision. `bias`: bytes of the bias's gradient, 0 if it gets none."""
+    """`F.linear` under autocast, with `outputs` values per `row`: input and fp32 weight (of `elements` values) are cast
+    to half precision. `bias`: bytes of the bias's gradient, 0 if it gets none."""
     x = cast(trace, x, HALF)
     size, wanted, weight = x.size, x.node is not None, _half_weight(trace, elements, trained)
 
@@ -84,10 +79,8 @@ def half_linear(
 
 
 def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTensor:
-    """Trace autocast's half-precision copy of a weight; copies of trained weights are cached until the loss.
-
-    The gradient of a copy is in half precision, and backward casts it to the weight's fp32 gradient.
-    """
+    """Autocast's half-precision copy of a weight; copies of trained weights are cached until the loss. Its gradient is
+    in half precision, and backward casts it to the weight's fp32 gradient."""
 
     def backward(gradient: Storage) -> list[Storage | None]:
         trace.leaf_gradient(FLOAT * elements)
@@ -100,12 +93,12 @@ def _half_weight(trace: MemoryTrace, elements: int, trained: bool) -> TracedTens
 
 
 def cast(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `Tensor.to(dtype)`, which returns `x` itself if the dtype is already right."""
+    """`Tensor.to(dtype)`, which returns `x` itself if the dtype is already right."""
     return x if x.itemsize == itemsize else trace.unary(x, x.elements, itemsize)
 
 
 def add(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """Trace `left + right`, promoted to the wider dtype; both inputs get the output's gradient, cast if necessary."""
+    """Promoted to the wider dtype; both inputs get the output's gradient, cast if necessary."""
     itemsize = max(left.itemsize, right.itemsize)
     casts = [None if tensor.itemsize == itemsize else tensor.size for tensor in (left, right)]
 
@@ -116,7 +109,7 @@ def add(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTe
 
 
 def multiply(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """Trace `left * right`; the gradient of a broadcast `right` is computed at full size, then summed."""
+    """The gradient of a broadcast `right` is computed at full size, then summed."""
     itemsize, left_size, right_size = max(left.itemsize, right.itemsize), left.size, right.size
     full, left_wanted, right_wanted = left.elements * itemsize, left.node is not None, right.node is not None
 
@@ -135,7 +128,7 @@ def multiply(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> Tra
 
 
 def subtract(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> TracedTensor:
-    """Trace `left - right`; the gradient of `right` is the negated gradient, summed if `right` was broadcast."""
+    """The gradient of `right` is the negated gradient, summed if `right` was broadcast."""
     full, right_size = left.size, right.size
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -146,33 +139,31 @@ def subtract(trace: MemoryTrace, left: TracedTensor, right: TracedTensor) -> Tra
 
 
 def concatenate(trace: MemoryTrace, parts: Sequence[TracedTensor]) -> TracedTensor:
-    """Trace `torch.cat`; the inputs' gradients are views of the output's gradient."""
+    """`torch.cat`; the inputs' gradients are views of the output's gradient."""
     elements, count = sum([part.elements for part in parts], NO_BYTES), len(parts)
     return trace.result(elements, parts[0].itemsize, parts, lambda gradient: [gradient] * count)
 
 
 def copy(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `contiguous()` on a tensor that is not contiguous."""
+    """`contiguous()` on a tensor that is not contiguous."""
     return trace.result(x.elements, x.itemsize, [x], pass_on)
 
 
 def gather(trace: MemoryTrace, x: TracedTensor, index: TracedTensor | None, elements: BytesPolynomial) -> TracedTensor:
-    """Trace `x[index]` with `elements` values of output: the index is saved for backward (None: the index is allocated
-    elsewhere and adds no bytes); backward adds the gradient into zeros of x's size."""
+    """`x[index]`: the index is saved for backward (None: it is allocated elsewhere and adds no bytes); backward adds
+    the gradient into zeros of x's size."""
     saved = trace.save(index) if x.node is not None else None
     return trace.unary(x, elements, x.itemsize, saved)
 
 
 def scale(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `x * number` or `x / number`: nothing is saved for backward."""
+    """`x * number` or `x / number`: nothing is saved for backward."""
     return trace.unary(x, x.elements, x.itemsize)
 
 
 def scale_by_weight(trace: MemoryTrace, x: TracedTensor, weight: int, trained: bool, itemsize: int = 0) -> TracedTensor:
-    """Trace `weight * x`, where the vector's gradient, of `weight` bytes, is a product of full size that is summed.
-
-    `itemsize`: bytes per value of the vector; the output has the wider dtype of the two.
-    """
+    """`weight * x`, where the vector's gradient, of `weight` bytes, is a product of full size that is summed.
+    `itemsize`: bytes per value of the vector; the output has the wider dtype of the two."""
     size, wanted, itemsize = x.size, x.node is not None, max(x.itemsize, itemsize)
     full = x.elements * itemsize
 
@@ -191,22 +182,20 @@ def scale_by_weight(trace: MemoryTrace, x: TracedTensor, weight: int, trained: b
 
 
 def activation(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `silu` or `gelu`: the input is saved for backward."""
+    """`silu` or `gelu`: the input is saved for backward."""
     saved = trace.save(x) if x.node is not None else None
     return trace.unary(x, x.elements, x.itemsize, saved)
 
 
 def add_number(trace: MemoryTrace, x: TracedTensor, itemsize: int = 0) -> TracedTensor:
-    """Trace `x + number`, or `x + mask` with a mask of this itemsize; if the sum is wider than x, backward casts."""
+    """`x + number`, or `x + mask` with a mask of this itemsize; if the sum is wider than x, backward casts."""
     itemsize = max(x.itemsize, itemsize)
     return copy(trace, x) if itemsize == x.itemsize else trace.unary(x, x.elements, itemsize)
 
 
 def saves_output(trace: MemoryTrace, x: TracedTensor, itemsize: int | None = None) -> TracedTensor:
-    """Trace softmax, tanh or rsqrt: the output is saved for backward.
-
-    `itemsize`: bytes per value of the output, if the kernel also casts; its backward kernel then casts back.
-    """
+    """Softmax, tanh or rsqrt: the output is saved for backward. `itemsize`: bytes per value of the output, if the
+    kernel also casts; its backward kernel then casts back."""
     saved: list[SavedTensor] | None = [] if x.node is not None else None
     output = trace.unary(x, x.elements, itemsize or x.itemsize, saved)
     if saved is not None:
@@ -215,42 +204,38 @@ def saves_output(trace: MemoryTrace, x: TracedTensor, itemsize: int | None = Non
 
 
 def softmax(trace: MemoryTrace, x: TracedTensor, itemsize: int) -> TracedTensor:
-    """Trace `softmax(x, dtype=...)`: on CUDA the kernel also casts; in host memory a cast copy of `x` is made first.
-    `itemsize`: bytes per value of the output."""
+    """`softmax(x, dtype=...)`: on CUDA the kernel also casts; in host memory a cast copy of `x` is made first."""
     return saves_output(trace, cast(trace, x, itemsize) if trace.metered else x, itemsize)
 
 
 def narrow(trace: MemoryTrace, x: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
-    """Trace a slice: a view of `x` with `elements` values, whose backward writes the gradient into zeros of x's
-    size."""
+    """A slice: a view of `x`, whose backward writes the gradient into zeros of x's size."""
     return trace.view(x, elements, trace.new_gradient(x))
 
 
 def split(trace: MemoryTrace, x: TracedTensor, parts: Sequence[BytesPolynomial]) -> list[TracedTensor]:
-    """Trace `Tensor.split` or `chunk`: views of `x`; backward joins their gradients in one tensor once it has all."""
+    """`Tensor.split` or `chunk`: views of `x`; backward joins their gradients in one tensor once it has all."""
     return pieces(trace, narrow(trace, x, x.elements), parts)
 
 
 def pieces(trace: MemoryTrace, whole: TracedTensor, parts: Sequence[BytesPolynomial]) -> list[TracedTensor]:
-    """Return one view of `whole` for each of `parts` (numbers of elements): the outputs of an operation with several
-    outputs. The operation's backward runs once the gradients of all views are computed."""
+    """Views of `whole`, outputs of one operation, whose backward runs once the gradients of all are computed."""
     if whole.node is not None:
         whole.node.joined = []
     return [trace.view(whole, elements, pass_on) for elements in parts]
 
 
 def halves(trace: MemoryTrace, x: TracedTensor) -> list[TracedTensor]:
-    """Trace `x.chunk(2)`; returns two views of half the size."""
     return split(trace, x, [x.elements // 2] * 2)
 
 
 def rms_norm(
     trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial, weight: int, trained: bool, itemsize: int, *, wide: bool
 ) -> TracedTensor:
-    """Trace `Qwen2RMSNorm.forward`; with `wide`, Gemma's and gpt-oss' variant, which multiplies by the weight in fp32.
+    """`Qwen2RMSNorm.forward` of `rows` vectors; `wide`: Gemma's and gpt-oss' variant, which multiplies by the weight in
+    fp32.
 
-    `rows`: number of vectors that are normalised; `weight`: bytes of the weight's gradient, which exists if `trained`;
-    `itemsize`: bytes per value of the weight.
+    `weight`: bytes of the weight's gradient, which exists if `trained`; `itemsize`: bytes per value of the weight.
     """
     input_itemsize = x.itemsize
     x = cast(trace, x, FLOAT)
@@ -261,13 +246,13 @@ def rms_norm(
 
 
 def _reciprocal_root_mean_square(trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial) -> TracedTensor:
-    """Trace `torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`: one value for each of `rows`."""
+    """`torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`: one value for each of `rows`."""
     mean = trace.unary(power(trace, x), rows, x.itemsize)
     return saves_output(trace, add_number(trace, mean))
 
 
 def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `torch.pow(x, n)`: `x` is saved; backward computes x^(n-1), n · x^(n-1), and that times the gradient."""
+    """`torch.pow(x, n)`: `x` is saved; backward computes x^(n-1), n · x^(n-1), and that times the gradient."""
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -281,10 +266,8 @@ def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
 
 
 def layer_norm(trace: MemoryTrace, x: TracedTensor, vector: int, trained: bool) -> TracedTensor:
-    """Trace `F.layer_norm`: the input and, per token, two fp32 statistics are saved for backward.
-
-    `vector`: bytes of the weight's gradient, which are also those of the bias's; `trained`: whether both get one.
-    """
+    """`F.layer_norm`: the input and, per token, two fp32 statistics are saved for backward. `vector`: bytes of the
+    gradient of the weight, and of the bias, if `trained`."""
     size = x.size
 
     def backward(gradient: Storage) -> list[Storage | None]:
@@ -299,4 +282,39 @@ def layer_norm(trace: MemoryTrace, x: TracedTensor, vector: int, trained: bool) 
     statistics = trace.new(2 * TOKEN, FLOAT)
     if saved is not None:
         saved += trace.save(statistics)
+    return output
+
+
+MASK_BYTES = 3 * 4 + 1
+"""Bytes per value: three int32 of the mask being drawn, and the bool of the one before, still live."""
+
+
+def mask_bytes(config: MemoryConfig) -> int:
+    """Bytes per value of a mask while it is drawn; 0 if a kernel draws it in registers."""
+    return 0 if config.fused_dropout else MASK_BYTES
+
+
+def dropped(trace: MemoryTrace, config: MemoryConfig, x: TracedTensor) -> TracedTensor:
+    """Dropout of hidden states, whose masks are drawn sample by sample."""
+    return _dropped(trace, x, mask_bytes(config) * x.elements.per_token * POSITION)
+
+
+def dropped_weights(trace: MemoryTrace, config: MemoryConfig, weights: TracedTensor) -> TracedTensor:
+    """Dropout of attention weights, whose masks are drawn head by head."""
+    return _dropped(trace, weights, mask_bytes(config) * PAIR)
+
+
+def _dropped(trace: MemoryTrace, x: TracedTensor, mixing: BytesPolynomial) -> TracedTensor:
+    """The output is a new tensor; `mixing` bytes are allocated temporarily in forward and in backward."""
+    size = x.size
+
+    def backward(gradient: Storage) -> list[Storage | None]:
+        result = trace.allocate(size)
+        bits = trace.allocate(mixing)
+        del bits
+        return [result]
+
+    output = trace.result(x.elements, x.itemsize, [x], backward)
+    bits = trace.allocate(mixing)
+    del bits
     return output

@@ -1,9 +1,5 @@
-"""Bytes as a polynomial of a micro-batch's shape: a fixed number, a number per token, per row × length², and so on.
-
-A memory trace adds up such polynomials; a prediction evaluates them at many shapes.
-
-Try: `python -m pytest tests/budget/test_polynomial.py`
-"""
+"""Bytes as a polynomial of a micro-batch's shape: a fixed number, a number per token, per row × length², and so on. A
+memory trace adds up such polynomials; a prediction evaluates them at many shapes."""
 
 from __future__ import annotations
 
@@ -35,16 +31,14 @@ class Shape(NamedTuple):
     patches: int
     """Patches of all images."""
     targets: int
-    """Tokens that count in the loss."""
+    """Target tokens: those that count in the loss."""
     blocks: int
     """rows × length, each length rounded up to whole ATTENTION_BLOCKs."""
 
 
 def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = None, patches: int = 0) -> Shape:
-    """The shape of `rows` sequences padded to `length` tokens; the loss is computed for `chunk_tokens` at a time.
-
-    `targets`: how many of the tokens count in the loss; None: all. `patches`: those of all images of the sequences.
-    """
+    """`rows` sequences padded to `length` tokens, with the loss of `chunk_tokens` at a time. `targets` None: all
+    tokens. `patches`: those of all images of the sequences."""
     tokens = rows * length
     targets = tokens if targets is None else targets
     chunk = min(targets, chunk_tokens)
@@ -54,8 +48,7 @@ def shape_of(rows: int, length: int, chunk_tokens: int, targets: int | None = No
 
 
 class BytesPolynomial:
-    """A polynomial of a micro-batch's shape: a number of bytes, or of elements, for each unit of a `Shape`;
-    immutable."""
+    """A number of bytes, or of elements, for each unit of a `Shape`; immutable."""
 
     __slots__ = ("coefficients",)
 
@@ -90,37 +83,31 @@ class BytesPolynomial:
 
     @property
     def fixed(self) -> int:
-        """The coefficient of `BYTE`: bytes that do not depend on the shape."""
         return self.coefficients[0]
 
     @property
     def per_token(self) -> int:
-        """The coefficient of `TOKEN`: bytes per token of the padded micro-batch."""
         return self.coefficients[1]
 
     @property
     def per_square(self) -> int:
-        """The coefficient of `SQUARE`: bytes per row × length²."""
         return self.coefficients[2]
 
     @property
     def per_position(self) -> int:
-        """The coefficient of `POSITION`: bytes per token of one row, whatever the number of rows."""
         return self.coefficients[5]
 
     @property
     def per_block_token(self) -> int:
-        """The coefficient of `BLOCK_TOKEN`: bytes per token, with each length rounded up to whole ATTENTION_BLOCKs."""
         return self.coefficients[9]
 
     def at(self, shape: Shape) -> int:
-        """The polynomial's value, in bytes or elements, at a shape. Call `settled` first: the coefficient
-        `TRAINED_GRADS` would not be counted."""
+        """The value in bytes or elements. Call `settled` first: `TRAINED_GRADS` would not be counted."""
         return sum(map(mul, self.coefficients, shape))
 
     def settled(self, accumulating: bool) -> BytesPolynomial:
-        """Replace the `TRAINED_GRADS` coefficient: by as many fixed bytes for the first micro-batch of a step, by none
-        if `accumulating`, as new gradients are then added to existing ones and freed."""
+        """Replace `TRAINED_GRADS` by as many fixed bytes for the first micro-batch of a step, by none if
+        `accumulating`: with gradient accumulation, new gradients are added to existing ones and freed."""
         fixed, *others, trained = self.coefficients
         return BytesPolynomial((fixed if accumulating else fixed + trained, *others, 0))
 
@@ -146,10 +133,9 @@ PAIR = _unit(6)
 PATCH = _unit(7)
 """One per patch of the images."""
 TARGET = _unit(8)
-"""One per token that counts in the loss."""
+"""One per target token."""
 BLOCK_TOKEN = _unit(9)
-"""One per token of the micro-batch, each length rounded up to whole ATTENTION_BLOCKs; used for nothing but the scratch
-of flash attention's backward pass."""
+"""One per token, each length rounded up to whole ATTENTION_BLOCKs: the scratch of flash attention's backward pass."""
 TRAINED_GRADS = _unit(10)
 """One byte of a weight's finished gradient: stays allocated after the first micro-batch of a step, and is freed in
 later ones once it is added to the existing gradient (`BytesPolynomial.settled`)."""
@@ -157,8 +143,7 @@ NO_BYTES = 0 * BYTE
 
 
 def highest(sizes: Iterable[BytesPolynomial]) -> tuple[BytesPolynomial, ...]:
-    """The sizes that may be the largest for some shape: drops each that another one equals or exceeds in every
-    coefficient."""
+    """What may be the largest for some shape: drops sizes that another one equals or exceeds in every coefficient."""
     kept: list[tuple[int, ...]] = []
     # Sorted so that a size comes after all that exceed it. Most often the latest in `kept` does, so try that first.
     for size in sorted({size.coefficients[::-1] for size in sizes}, reverse=True):
@@ -168,10 +153,9 @@ def highest(sizes: Iterable[BytesPolynomial]) -> tuple[BytesPolynomial, ...]:
 
 
 def maxima(sizes: Iterable[BytesPolynomial], accumulating: bool = False) -> tuple[BytesPolynomial, ...]:
-    """The `highest` of several sizes, each replaced by its `BytesPolynomial.settled(accumulating)`."""
     return highest([size.settled(accumulating) for size in sizes])
 
 
 def highest_value(sizes: Iterable[BytesPolynomial], shape: Shape) -> int:
-    """The largest value of several sizes at a shape; 0 if there are none."""
+    """0 if there are none."""
     return max([size.at(shape) for size in sizes], default=0)

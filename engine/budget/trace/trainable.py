@@ -1,10 +1,4 @@
-"""Which parameters of a model are trained, and which linear layers get an adapter, by a recipe's patterns.
-
-Their bytes are counted in `engine.budget.predict.static`; layers that are alike are found in
-`engine.budget.trace.layer_kinds`.
-
-Try: `python -m pytest tests/budget/test_layer_kinds.py`
-"""
+"""Which parameters of a model are trained, and which linear layers get an adapter, by a recipe's patterns."""
 
 from __future__ import annotations
 
@@ -13,21 +7,25 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameter import Parameter
-from engine.budget.architecture.parameters import HEAD, layer_parameters, layer_prefix, outer_parameters
-from engine.budget.architecture.trainable_families import names_of_experts
-from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import (
+from engine.budget.architecture.families import names_of_experts
+from engine.budget.architecture.parameters import (
+    HEAD,
+    Parameter,
     in_vision_encoder,
+    layer_parameters,
+    layer_prefix,
+    outer_parameters,
     vision_end_parameters,
     vision_layer_parameters,
     vision_layer_prefix,
 )
+from engine.budget.architecture.vision_encoder import VisionEncoder
 from engine.budget.trace.memory_config import Patterns
-from engine.spec.name_patterns import compile_patterns
+from engine.config.name_patterns import compile_patterns
 
 ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
-"""Names of the module around attention projections; targets = "attention" selects the linear layers in it."""
+"""Names of the module around attention projections, in all families; targets = "attention" selects the linear layers
+in it."""
 
 
 class Trainable(NamedTuple):
@@ -36,12 +34,12 @@ class Trainable(NamedTuple):
     trained: frozenset[str] = frozenset()
     adapted: frozenset[str] = frozenset()
     dense: bool = True
-    """Whether the layer has no experts."""
+    """The layer has no experts."""
 
 
 @lru_cache(maxsize=256)
 def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainable, ...]:
-    """What the recipe's patterns train and adapt in each decoder layer, in the order of the layers."""
+    """What is trained and adapted in each decoder layer, in order."""
     dense = [arch.is_dense(layer) for layer in range(arch.layers)]
     return tuple(
         _trainable(layer_prefix(arch, layer), _adaptable(arch, each), patterns)._replace(dense=each)
@@ -50,8 +48,7 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
 
 
 def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
-    """The parameters of a layer; `dense`: the layer has no experts. Weights that peft treats as an expert's because of
-    their name are not marked as `linear`, so they get no adapter."""
+    """Weights that peft treats as an expert's because of their name are not marked as `linear`: they get no adapter."""
     experts = names_of_experts(arch.model_type)
     return [
         Parameter(one.name, one.shape) if one.linear and one.module.rpartition(".")[2] in experts else one
@@ -61,7 +58,7 @@ def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
 
 @lru_cache(maxsize=256)
 def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tuple[Trainable, ...]:
-    """What the recipe's patterns train and adapt in each layer of a vision encoder, in the order of the layers."""
+    """What is trained and adapted in each layer of the vision encoder, in order."""
     parameters = vision_layer_parameters(encoder)
     return tuple(
         _trainable(vision_layer_prefix(encoder, layer), parameters, patterns) for layer in range(encoder.layers)
@@ -70,7 +67,7 @@ def vision_trainable_by_layer(encoder: VisionEncoder, patterns: Patterns) -> tup
 
 @lru_cache(maxsize=256)
 def trainable_vision_ends(encoder: VisionEncoder, patterns: Patterns) -> Trainable:
-    """What the recipe's patterns train and adapt in a vision encoder outside its layers."""
+    """What is trained and adapted outside the layers of the vision encoder."""
     return _trainable("", vision_end_parameters(encoder), patterns)
 
 
@@ -85,7 +82,7 @@ def _trainable(prefix: str, parameters: Sequence[Parameter], patterns: Patterns)
 
 @lru_cache(maxsize=256)
 def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
-    """Names of trained parameters outside the layers; a pattern that names a tied head selects the embedding."""
+    """Trained parameters outside the layers; a pattern that names a tied head selects the embedding."""
     trains = _trained_test(patterns)
     names = {p.name: [p.name] for p in outer_parameters(arch)}
     if arch.tied:
@@ -94,11 +91,8 @@ def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 
 
 def _trained_test(patterns: Patterns) -> Callable[..., bool]:
-    """Return a function that takes all names of a base parameter and returns whether the parameter is trained.
-
-    With LoRA, a parameter is trained if `also_train` matches one of its names; in full fine-tuning, if `train_only`
-    matches one or is empty, and `freeze` matches none.
-    """
+    """A test of all names of a base parameter: with LoRA it is trained if `also_train` matches one; in full fine-tuning
+    if `train_only` matches one or is empty, and `freeze` matches none."""
     if patterns.lora:
         meant, frozen = compile_patterns(patterns.also_train).fullmatch, compile_patterns(()).fullmatch
     else:
@@ -119,8 +113,7 @@ def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
-    """Those of the linear layers in `linear` that get an adapter by `targets` and `exclude`; `prefix` completes their
-    names. In a vision encoder, only those that `targets` lists by name."""
+    """What `targets` and `exclude` select; `prefix` completes names. In a vision encoder, only what `targets` lists."""
     targets = patterns.targets
     if not isinstance(targets, str):
         named = _named(targets)
@@ -136,6 +129,5 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
-    """Return a function that tells whether one of `globs` matches a dotted name: as in peft, a pattern matches the
-    whole name or its last parts ("q_proj")."""
+    """A test whether a pattern matches the whole dotted name or its last parts ("q_proj"), as in peft."""
     return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch

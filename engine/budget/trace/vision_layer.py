@@ -1,17 +1,12 @@
-"""Traces one layer of a vision encoder, with the local variables of its modelling file; a patch counts as a token.
-
-`engine.budget.predict.vision` combines the layers.
-
-Try: `python -m pytest tests/budget/test_vision.py`
-"""
+"""Traces one layer of a vision encoder, with the local variables of its modelling file; a patch counts as a token."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameters import vision_layer_parameters
 from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.architecture.vision_parameters import vision_layer_parameters
 from engine.budget.trace.attention import attend, rotary
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
@@ -42,7 +37,6 @@ class VisionLayer(Weights):
         self.arch = attending(encoder)
 
     def forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace attention and feed-forward, each with its norm and residual connection."""
         first, second = ("layer_norm1", "layer_norm2") if self.encoder.kind == "siglip" else ("norm1", "norm2")
         residual = x
         hidden = self.norm(first, x)
@@ -54,12 +48,10 @@ class VisionLayer(Weights):
         return add(self.trace, residual, hidden)
 
     def norm(self, name: str, x: TracedTensor) -> TracedTensor:
-        """Trace the layer's norm `name`."""
         return norm_of(self, name, x)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
-        """Trace projections, rotary embedding in fp32, the kernel and the output projection; returns what
-        `Layer.attention` returns."""
+        """Trace attention, with rotary embedding in fp32; returns what `Layer.attention` does."""
         trace, elements = self.trace, self.encoder.hidden * TOKEN
         if self.encoder.kind == "siglip":
             query = self.linear("self_attn.q_proj", x)
@@ -74,7 +66,7 @@ class VisionLayer(Weights):
         return self.linear("attn.proj", joined), None
 
     def _turned(self, query: TracedTensor, key: TracedTensor) -> tuple[TracedTensor, TracedTensor]:
-        """Trace `apply_rotary_pos_emb_vision`, which rotates query and key in fp32."""
+        """`apply_rotary_pos_emb_vision`, which rotates query and key in fp32."""
         trace, itemsize = self.trace, query.itemsize
         query, key = cast(trace, query, FLOAT), cast(trace, key, FLOAT)
         turned_query = rotary(trace, self.arch, query, FLOAT)
@@ -84,7 +76,7 @@ class VisionLayer(Weights):
         return turned_query, turned_key
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """Trace the feed-forward block: gated in Qwen2.5-VL, ungated in the other encoders."""
+        """Gated in Qwen2.5-VL, ungated in the other encoders."""
         if self.encoder.kind == "qwen2_5_vl":
             gate = activation(self.trace, self.linear("mlp.gate_proj", x))
             return self.linear("mlp.down_proj", multiply(self.trace, gate, self.linear("mlp.up_proj", x)))
@@ -95,12 +87,12 @@ class VisionLayer(Weights):
 
 
 def quick_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
-    """Trace `x * sigmoid(1.702 * x)`."""
+    """`x * sigmoid(1.702 * x)`."""
     return multiply(trace, x, saves_output(trace, scale(trace, x)))
 
 
 def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
-    """Trace the norm `name` of a layer: a layer norm if it has a bias, else an RMSNorm."""
+    """A layer norm if it has a bias, else an RMSNorm."""
     size, trained = weights.weight(name)
     if f"{name}.bias" in weights.parameters:
         return layer_norm(weights.trace, x, size, trained)
@@ -109,8 +101,7 @@ def norm_of(weights: Weights, name: str, x: TracedTensor) -> TracedTensor:
 
 @lru_cache(maxsize=64)
 def attending(encoder: VisionEncoder) -> Architecture:
-    """An `Architecture` with the encoder's sizes, so that the decoder's attention traces can be used for the
-    encoder."""
+    """The encoder's sizes as an `Architecture`, so that the decoder's attention traces can be used for it."""
     return Architecture(
         model_type=encoder.kind,
         layout="llama",

@@ -1,29 +1,129 @@
-"""`Weights`, the base class of traced layers: their parameters, and their linear layers with or without an adapter.
+"""The parameters of a traced layer, and its linear layers with or without a LoRA adapter: plain as
+`engine.model.adapted_linear` computes it, DoRA as peft does.
 
-A linear layer saves its input for backward only if its weight is trained. What else a layer computes is in
-`engine.budget.trace.layer` and `engine.budget.trace.vision_layer`.
-
-Try: `python -m pytest tests/budget/test_accuracy.py`
+The local variables are those of that module, and of `layer.py`, `bnb.py` and `dora.py` in `peft/tuners/lora/`: a tensor
+stays allocated while one refers to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from engine.budget.architecture.parameter import Parameter
-from engine.budget.blocks import round_to_blocks
-from engine.budget.trace.adapter import AdaptedLayer, dora, plain_lora
+from engine.budget.architecture.parameters import Parameter
+from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
-from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
-from engine.budget.trace.operations import half_linear, linear
+from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
+from engine.budget.trace.operations import add, cast, copy, dropped, half_linear, linear, scale, scale_by_weight
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
 from engine.budget.trace.trainable import Trainable
 
 
-class Weights:
-    """A traced layer's parameters, named relative to the layer.
+class AdaptedLayer(NamedTuple):
+    outputs: int
+    inputs: int
+    biased: bool
+    merged: int = 1
+    """Tokens whose hidden states are concatenated to one input vector of the layer; 1 in most layers."""
+    unpacked: int = 0
+    """Bytes of the dequantised copy of a quantised weight, which exists during a product with it."""
 
-    `transposed`: weights of linear layers are stored as [inputs, outputs].
-    """
+
+def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
+    """Trace base(x) + dropout(x) · Aᵀ · Bᵀ · scaling as one operation, in x's dtype. The adapter's weights are cast for
+    each product; their gradients are live together until the operation's backward is over."""
+    adapter_input = dropped(trace, config, x) if config.dropout else x
+    itemsize, rank = x.itemsize, -(-config.rank // layer.merged) * TOKEN
+    sides = [config.rank * width for width in (layer.inputs, layer.outputs)]
+    casts = [count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES for count in sides]
+    gradients = [round_to_blocks(count * config.adapter_bytes) * BYTE for count in sides]
+    size, whole_size, rank_size = x.size, layer.unpacked * BYTE, rank * itemsize
+    x_wanted, dropout = x.node is not None, config.dropout
+
+    def weight_gradient(side: int) -> Storage:
+        product = trace.allocate(casts[side])
+        gradient = trace.allocate(gradients[side])
+        del product
+        return gradient
+
+    def passing(size: BytesPolynomial) -> None:
+        temporary = trace.allocate(size)
+        del temporary
+
+    def backward(gradient: Storage) -> list[Storage | None]:
+        grad_b = weight_gradient(1)
+        low_rank = trace.allocate(casts[1])
+        grad_low_rank = trace.allocate(rank_size)
+        del low_rank
+        grad_a = weight_gradient(0)
+        whole = trace.allocate(whole_size)
+        grad_x = trace.allocate(size) if x_wanted else None
+        del whole
+        a = trace.allocate(casts[0])
+        grad_dropped = trace.allocate(size) if x_wanted and dropout else None
+        del a, grad_low_rank
+        trace.adopt_gradient(grad_a)
+        trace.adopt_gradient(grad_b)
+        return [grad_x, grad_dropped] if dropout else [grad_x]
+
+    whole = trace.allocate(whole_size)
+    output = trace.new(-(-layer.outputs // layer.merged) * TOKEN, itemsize)
+    del whole
+    a = trace.allocate(casts[0])
+    low_rank = trace.new(rank, itemsize)
+    del a
+    passing(casts[1])
+    inputs = [x, adapter_input] if config.dropout else [x]
+    return trace.on_tape(output, inputs, backward, trace.save(adapter_input, low_rank), trains=True)
+
+
+def dora(
+    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
+) -> TracedTensor:
+    """`result` is base(x). Computed in the wider dtype of base and adapter, then cast to the base's."""
+    itemsize = result.itemsize
+    if config.quantized:
+        result = copy(trace, result)
+    x = cast(trace, x, config.adapter_bytes)
+    return cast(trace, _dora(trace, config, layer, x, result), itemsize)
+
+
+def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
+    """B(A(x)), where A and B are the two matrices of the adapter."""
+    rank, itemsize = config.rank, config.adapter_bytes
+    first = linear(trace, x, -(-rank // layer.merged), round_to_blocks(rank * layer.inputs * itemsize), True)
+    del x
+    outputs = -(-layer.outputs // layer.merged)
+    return linear(trace, first, outputs, round_to_blocks(rank * layer.outputs * itemsize), True)
+
+
+def _dora(
+    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
+) -> TracedTensor:
+    """`DoraLinearLayer.forward`: result + (m - 1) · result + m · B(A(x)) · scaling, where m is the magnitude divided by
+    the norm of W + B·A, which has no gradient. B·A, the identity it is computed from, and a copy of W in the adapter's
+    dtype stay allocated until the function returns."""
+    itemsize, base_result = config.adapter_bytes, result
+    whole = layer.outputs * layer.inputs * itemsize * BYTE
+    held = [trace.allocate(inputs * layer.inputs * itemsize * BYTE) for inputs in (layer.inputs, config.rank)]
+    held.append(trace.allocate(whole))
+    if config.base_bytes != itemsize or config.quantized:
+        held.append(trace.allocate(whole))
+    summed = [trace.allocate(whole), trace.allocate(whole)]
+    del summed
+    vector = round_to_blocks(layer.outputs * itemsize)
+    low_rank = _low_rank(trace, config, layer, dropped(trace, config, x) if config.dropout else x)
+    if layer.biased:
+        base_result = copy(trace, base_result)
+    left = scale_by_weight(trace, base_result, vector, True, itemsize)
+    right = scale(trace, scale_by_weight(trace, low_rank, vector, True, itemsize))
+    update = add(trace, left, right)
+    del left, right, low_rank, base_result, held
+    return add(trace, result, update)
+
+
+class Weights:
+    """A traced layer's parameters, by name in it. `transposed`: linear weights are stored as [inputs, outputs]."""
 
     def __init__(
         self,
@@ -41,8 +141,7 @@ class Weights:
         self.transposed = transposed
 
     def linear(self, module: str, x: TracedTensor, merged: int = 1) -> TracedTensor:
-        """Trace the linear layer `module`, plus its adapter if it has one; each input vector joins the values of
-        `merged` tokens."""
+        """Trace a linear layer with its adapter, if any; each input vector joins the values of `merged` tokens."""
         parameter = self.parameters[f"{module}.weight"]
         if parameter.name not in self.trainable.adapted:
             return self._base(module, parameter, x, merged)
@@ -54,7 +153,6 @@ class Weights:
         return dora(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
-        """Trace the linear layer without its adapter; `merged` as in `linear`."""
         trace, bias = self.trace, self.bias(module)
         weight, trained = self.parameter(parameter.name)
         outputs = -(-self._shape(parameter)[0] // merged)
@@ -63,7 +161,7 @@ class Weights:
         return linear(trace, x, outputs, weight, trained, bias, self._unpacked(parameter))
 
     def _unpacked(self, parameter: Parameter) -> int:
-        """Bytes of the dequantised copy that a product with a quantised weight needs; 0 without quantisation."""
+        """Bytes of the dequantised copy that a product with a quantised weight needs."""
         return parameter.elements * self.config.base_bytes if self.config.quantized else 0
 
     def weight(self, module: str) -> tuple[int, bool]:
@@ -71,7 +169,7 @@ class Weights:
         return self.parameter(f"{module}.weight")
 
     def bias(self, module: str) -> int:
-        """Bytes of the gradient of a module's bias; 0 if the module has no bias or the bias is not trained."""
+        """Bytes of the gradient of a module's bias; 0 if there is none or it is not trained."""
         size, trained = self.parameter(f"{module}.bias")
         return size if trained else 0
 
@@ -83,6 +181,6 @@ class Weights:
         return round_to_blocks(parameter.elements * self.config.base_bytes), name in self.trainable.trained
 
     def _shape(self, parameter: Parameter) -> tuple[int, int]:
-        """Return (outputs, inputs) of a linear layer's weight."""
+        """(outputs, inputs)."""
         rows, columns = parameter.shape
         return (columns, rows) if self.transposed else (rows, columns)

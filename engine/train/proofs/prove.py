@@ -1,75 +1,119 @@
 """Runs the proofs of a run, falls back where one fails, and writes a line of the journal for each.
 
-All ranks fall back together: what fails on one is used by none. A proof that passed is remembered in the cache folder
-under the device, the versions and the shapes it was made for, and is not repeated there. A proof that cannot be tried
-for want of memory counts as neither passed nor failed, and causes no fallback.
+All ranks fall back together: what fails on one is used by none. A proof that passed is remembered: a small text file in
+the cache folder, named by a hash of the proof's own facts, the device, its driver, the versions of the packages that
+compute, and the engine's source files that the proofs are about. A proof that cannot be tried for want of memory counts
+as neither passed nor failed, and causes no fallback.
 
 Try: `tunedeck doctor --gpus -p demo`
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from engine.config.files.caches import cache_folder
+from engine.data.store import hash_text
 from engine.device.base import Device
+from engine.device.nvml import driver_version
 from engine.device.oom import classify, clear_frames, flush_autograd, is_sticky
-from engine.distributed.host_gather import LostRankError
+from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem
-from engine.train.monitor.journal import Journal
-from engine.train.proofs import remembered
-from engine.train.proofs.record import DisprovedError, Proof, ProofResult, UndecidedError
-from engine.train.proofs.table import PROOFS
-from engine.train.setup import TrainingSetup
+from engine.train.proofs import among_ranks, kernels, layers, sharded, state
+from engine.train.proofs.record import DisprovedError, Proof, ProofResult, ProvedRun, UndecidedError
+
+ON_A_DEVICE = (
+    state.ALLOCATOR,
+    state.OOM_IN_BACKWARD,
+    kernels.ATTENTION,
+    kernels.LOSS,
+    layers.ADAPTED,
+    kernels.DROPOUT,
+    layers.NF4,
+    state.OPTIMIZER,
+    state.COPIED,
+    state.HOST_SYNCS,
+    kernels.DETERMINISM,
+    layers.COMPILED,
+)
+"""Later proofs may rest on what earlier ones have shown. Layers that were called under another dispatch mode first, as
+when host syncs are counted, are never compiled if they are not compiled last."""
+AMONG_RANKS = (
+    among_ranks.TRANSFERS,
+    among_ranks.COLLECTIVES,
+    among_ranks.BANDWIDTH,
+    among_ranks.COMMUNICATORS,
+    sharded.SHARDED_STEP,
+)
+PROOFS: tuple[Proof, ...] = (among_ranks.COMMUNICATORS, *ON_A_DEVICE)
+"""What a run makes at its start: what it has something to fall back to from."""
+DOCTOR_PROOFS: tuple[Proof, ...] = (*AMONG_RANKS, *ON_A_DEVICE)
+"""What `tunedeck doctor --gpus` makes with a rank on each device."""
+PACKAGES = (
+    "tunedeck", "torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "triton", "flash-attn",
+    "flash-attn-3", "flash-attn-4",
+)  # fmt: skip
+ROOMS = ("model", "device", "train/step", "train/proofs")
+
+
+class EventSink(Protocol):
+    """Where outcomes are written: a run's journal."""
+
+    def write(self, kind: str, **fields: Any) -> object:
+        """Append one event."""
 
 
 def prove(
-    setup: TrainingSetup, journal: Journal, *, proofs: Sequence[Proof] = PROOFS, afresh: bool = False
+    run: ProvedRun, journal: EventSink, *, proofs: Sequence[Proof] = PROOFS, afresh: bool = False
 ) -> list[ProofResult]:
     """Run the proofs of what the run will use, fall back where one fails, and write the event `proof` for each; returns
-    the outcomes. All ranks call this before the first step.
-
-    With `afresh`, outcomes of earlier runs are not used.
+    the outcomes. All ranks call this before the first step. With `afresh`, outcomes of earlier runs are not used.
 
     Raises:
         EnvironmentProblem: a proof left the device unusable, so that nothing can be proved or trained in this process;
             or nothing can replace what failed.
         LostRankError: another rank could not go on.
     """
-    ranks, device = setup.context.ranks, setup.context.device
-    used = [proof for proof in proofs if proof.applies(setup)]
-    keys = {proof.name: remembered.key(proof, setup) for proof in used}
-    known = set() if afresh else {name for name, key in keys.items() if key and remembered.has(key)}
+    ranks, device = run.context.ranks, run.context.device
+    used = [proof for proof in proofs if proof.applies(run)]
+    keys = {proof.name: _key(proof, run) for proof in used}
+    known = set() if afresh else {name for name, key in keys.items() if key and _file(key).is_file()}
     known = set.intersection(*(set(names) for names in ranks.all_gather_object(sorted(known))))
     fatal: list[EnvironmentProblem] = []
     with _undisturbed(device):
-        own = [_earlier(proof) if proof.name in known else _tried(proof, setup) for proof in used]
+        own = [_tried(proof, run, known=proof.name in known) for proof in used]
         gathered = ranks.all_gather_object([asdict(result) for result in own])
         results = []
         for proof, outcomes in zip(used, zip(*gathered, strict=True), strict=True):
             result = _of_all_ranks([ProofResult(**outcome) for outcome in outcomes])
             if result.passed is False:
-                result = replace(result, fallback=_fallen_back(proof, setup, fatal))
+                result = replace(result, fallback=_fallen_back(proof, run, fatal))
             results.append(result)
     for result in results:
         key = keys[result.name]
         if result.passed and key and not result.cached:
-            remembered.remember(key, result)
+            _remember(key, result)
         journal.write("proof", **asdict(result))
     if fatal:
         raise fatal[0]
     return results
 
 
-def _fallen_back(proof: Proof, setup: TrainingSetup, fatal: list[EnvironmentProblem]) -> str:
-    """Fall back from what failed; returns what the run does instead, in a few words. If nothing can replace it, the
-    error that ends the run is added to `fatal`: the outcomes of all proofs are written first."""
+def _fallen_back(proof: Proof, run: ProvedRun, fatal: list[EnvironmentProblem]) -> str:
+    """Fall back from what failed. If nothing can replace it, the error that ends the run is added to `fatal`: the
+    outcomes of all proofs are written first."""
     try:
-        return proof.fall_back(setup)
+        return proof.fall_back(run)
     except EnvironmentProblem as problem:
         fatal.append(problem)
         return f"it ends; {problem.fix}"
@@ -77,7 +121,7 @@ def _fallen_back(proof: Proof, setup: TrainingSetup, fatal: list[EnvironmentProb
 
 @contextmanager
 def _undisturbed(device: Device) -> Iterator[None]:
-    """Context manager: afterwards random states are as before, and memory that the proofs cached is released."""
+    """Afterwards random states are as before, and memory that the proofs cached is released."""
     cuda = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         yield
@@ -85,27 +129,24 @@ def _undisturbed(device: Device) -> Iterator[None]:
     device.reset_peak()
 
 
-def _earlier(proof: Proof) -> ProofResult:
-    return ProofResult(proof.name, True, "proved before on this machine with the same versions", cached=True)
-
-
-def _tried(proof: Proof, setup: TrainingSetup) -> ProofResult:
-    """Run one proof on this rank; returns the outcome. With want of memory the outcome is undecided (`passed` is None).
-    """
+def _tried(proof: Proof, run: ProvedRun, *, known: bool) -> ProofResult:
+    if known:
+        return ProofResult(proof.name, True, "proved before on this machine with the same versions", cached=True)
     began = time.perf_counter()
-    passed, detail = _outcome(proof, setup)
+    passed, detail = _outcome(proof, run)
     # Outside the handler, whose exception would keep tensors alive.
     flush_autograd()
     if proof.votes:
         # Modules in shards are collected late, but what is allocated is compared by the proofs that follow.
-        setup.context.device.release_cached()
+        run.context.device.release_cached()
     return ProofResult(proof.name, passed, detail, seconds=round(time.perf_counter() - began, 4))
 
 
-def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
+def _outcome(proof: Proof, run: ProvedRun) -> tuple[bool | None, str]:
+    """(passed, detail) of one proof on this rank; `passed` is None with want of memory."""
     try:
-        detail = _shown(proof, setup)
-        setup.context.device.synchronize()
+        detail = _shown(proof, run)
+        run.context.device.synchronize()
         return True, detail
     except DisprovedError as error:
         clear_frames(error)
@@ -126,14 +167,12 @@ def _outcome(proof: Proof, setup: TrainingSetup) -> tuple[bool | None, str]:
         return (None, f"could not be tried: {text}") if classify(error) else (False, f"{type(error).__name__}: {text}")
 
 
-def _shown(proof: Proof, setup: TrainingSetup) -> str:
-    """Run a proof; returns what it has shown. Raises what it raises, and UndecidedError if it failed on another rank.
-    """
+def _shown(proof: Proof, run: ProvedRun) -> str:
     if not proof.votes:
-        return proof.prove(setup)
+        return proof.prove(run)
     shown: list[str] = []
-    voted_group = setup.context.ranks.voted_group()
-    if not voted_group.run_together(lambda: shown.append(proof.prove(setup))):
+    voted_group = run.context.ranks.voted_group()
+    if not voted_group.run_together(lambda: shown.append(proof.prove(run))):
         raise UndecidedError("it ended on another rank")
     return shown[0]
 
@@ -147,3 +186,44 @@ def _of_all_ranks(outcomes: Sequence[ProofResult]) -> ProofResult:
                 where = f"rank {rank}: " if len(outcomes) > 1 else ""
                 return replace(outcome, detail=where + outcome.detail)
     return outcomes[0]
+
+
+def _key(proof: Proof, run: ProvedRun) -> str | None:
+    """The name under which the outcome of a proof is remembered; None for one that is never remembered."""
+    if proof.facts is None:
+        return None
+    return hash_text(proof.name, *proof.facts(run), *_of_device(run.context.device), *_of_code())
+
+
+def _remember(key: str, result: ProofResult) -> None:
+    # If the cache folder cannot be written, the proof is run again next time.
+    with suppress(OSError):
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        _file(key).write_text(f"{result.name}: {result.detail}\n", "utf-8")
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "proofs" / f"{key}.txt"
+
+
+def _of_device(device: Device) -> tuple[str, ...]:
+    # The metered device computes as the CPU does: its cap is proved apart.
+    computes = device.name if device.kind == "cuda" else platform.processor() + torch.backends.cpu.get_cpu_capability()
+    return computes, str(driver_version() if device.kind == "cuda" else ""), str(torch.get_num_threads())
+
+
+@lru_cache(maxsize=1)
+def _of_code() -> tuple[str, ...]:
+    """Texts that change with the code: the versions of PACKAGES, and name, size in bytes and time of change of every
+    Python file in the folders ROOMS of the engine."""
+    versions = [f"{package} {_version(package)}" for package in PACKAGES]
+    engine = Path(__file__).resolve().parents[2]
+    files = sorted(file for room in ROOMS for file in (engine / room).glob("*.py"))
+    return (*versions, *(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

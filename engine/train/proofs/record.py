@@ -1,21 +1,27 @@
-"""Defines a proof and the record of its outcome. How proofs are run is in `engine.train.proofs.prove`.
+"""What a proof is, and the record of its outcome: `engine.train.proofs.prove` runs them.
 
-A proof runs what the run will use, on a few small tensors of the run's own dtypes and shapes, and compares it with a
+A proof runs what a run will use on a few small tensors of the run's own dtypes and shapes, and compares it with a
 reference that is slow and plain. It must not change the run: no weights, no random numbers, no memory kept.
-
-Try: `tunedeck doctor --gpus -p demo`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.train.setup import TrainingSetup
+from engine.config.schema.run import RunSpec
+from engine.train.step.context import StepContext
+
+
+class ProvedRun(Protocol):
+    """What proofs are about; `TrainingSetup` is one."""
+
+    spec: RunSpec
+    context: StepContext
 
 
 class DisprovedError(Exception):
@@ -24,22 +30,22 @@ class DisprovedError(Exception):
 
 
 class UndecidedError(Exception):
-    """What was to be proved could not be tried on this rank, because of another rank or for want of room."""
+    """What was to be proved could not be tried on this rank, because of another rank."""
 
 
 class Proof(NamedTuple):
-    """One proof of the table in `engine.train.proofs.table`."""
+    """One proof of the tables in `engine.train.proofs.prove`."""
 
     name: str
     """What is proved, as the event `proof` names it."""
-    prove: Callable[[TrainingSetup], str]
+    prove: Callable[[ProvedRun], str]
     """Returns what was shown, in a few words. Raises DisprovedError, or any error of what is tried."""
-    fall_back: Callable[[TrainingSetup], str]
+    fall_back: Callable[[ProvedRun], str]
     """Called on every rank if the proof failed on one: replaces what failed by its reference, or keeps the run away
-    from it. Returns what the run does instead, in a few words."""
-    applies: Callable[[TrainingSetup], bool] = lambda setup: True
+    from it. Returns what the run does instead, in a few words. Raises EnvironmentProblem if nothing can replace it."""
+    applies: Callable[[ProvedRun], bool] = lambda run: True
     """Whether the run uses what is proved."""
-    facts: Callable[[TrainingSetup], list[str]] | None = None
+    facts: Callable[[ProvedRun], list[str]] | None = None
     """What the outcome depends on besides device and versions, as texts. None for a proof that is never taken from an
     earlier run, because it depends on the process."""
     votes: bool = False
@@ -81,10 +87,24 @@ def require_close(what: str, found: Tensor | None, expected: Tensor, limit: floa
     return error
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, setup: TrainingSetup, seed: int) -> Tensor:
+def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float, where: str = "") -> float:
+    """The largest relative error of the `expected` tensors; `where` follows their names in messages. Raises
+    DisprovedError as `require_close`."""
+    return max(require_close(name + where, found.get(name), tensor, limit) for name, tensor in expected.items())
+
+
+def require_repeats(compute: Callable[[], dict[str, Tensor]], of: str) -> None:
+    """Call `compute` twice. Raises DisprovedError if a tensor `of` it differs in a bit."""
+    first, second = compute(), compute()
+    for name, one in first.items():
+        if not torch.equal(one, second[name]):
+            raise DisprovedError(f"{of}{name} differs between two runs on the same input")
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, run: ProvedRun, seed: int) -> Tensor:
     """A tensor of standard normal numbers on the run's device, the same at each call with this `seed`. The numbers are
     drawn on the host, so the state of the device's generators does not change."""
-    device = setup.context.device
+    device = run.context.device
     generator = torch.Generator().manual_seed(seed)
     with device.host_region():
         values = torch.randn(shape, generator=generator).to(dtype)

@@ -1,18 +1,14 @@
-"""What one optimizer step computes on this rank: gradients of its micro-batches, summed over ranks, clipped, applied.
-
-Any line here may run out of memory; `engine.train.step.transaction` handles that and repeats these calls. `phase` and
-`in_flight` say what was being done.
-
-The loss is the sum over target tokens divided by their number in the whole step, counted before the first forward; so
-any split into micro-batches, and over any number of ranks, gives the same gradient. The auxiliary loss of a mixture of
-experts is likewise divided by the tokens of the whole step (`engine.model.expert_balance`).
-"""
+"""Gradient accumulation: what one optimizer step computes on this rank. Micro-batches are prepared on the host ahead of
+the device; their gradients are summed, also over ranks, clipped and applied."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +17,61 @@ from torch import Tensor
 
 from engine.batching.micro_batches import MicroBatch
 from engine.data.batch import Batch, collate
+from engine.device.base import Device
 from engine.device.host_syncs import host_syncs
-from engine.model.documents import takes_starts
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.loss import MicroBatchLoss
-from engine.train.step.batch_loader import BatchLoader
+from engine.model.positions import takes_starts
 from engine.train.step.context import StepContext
+
+AHEAD = 2
+"""Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
+
+
+class BatchLoader:
+    """Prepares in a thread of its own where the device computes beside the host, else on demand. Batches come
+    page-locked, so that copying them to the device does not wait for the work queued there. The caller copies: an
+    out-of-memory error then belongs to its attempt."""
+
+    def __init__(self, device: Device, prepare: Callable[[NDArray[np.int64]], Batch]) -> None:
+        """`prepare` makes the micro-batch of the samples with given indices, in host memory."""
+        self.device, self._prepare = device, prepare
+        self.wait_seconds = 0.0
+        """How long the caller of `batches` has waited for data in all."""
+        self._thread = ThreadPoolExecutor(1, "batches") if device.asynchronous else None
+
+    def batches(self, chosen: Sequence[NDArray[np.int64]]) -> Generator[Batch, None, None]:
+        """Yield the micro-batch of each group of samples, in host memory. Close the iterator when an attempt ends
+        early: what was prepared ahead is dropped. An error in the thread is raised when its micro-batch is due."""
+        if self._thread is None:
+            for samples in chosen:
+                yield self._timed(partial(self._on_host, samples))
+            return
+        left = deque(chosen)
+        ahead: deque[Future[Batch]] = deque()
+        try:
+            while left or ahead:
+                while left and len(ahead) <= AHEAD:
+                    ahead.append(self._thread.submit(self._on_host, left.popleft()))
+                yield self._timed(ahead.popleft().result)
+        finally:
+            for future in ahead:
+                future.cancel()
+            for future in ahead:
+                if not future.cancelled():
+                    future.exception()  # wait for it: nothing of this attempt may be left running
+
+    def _timed(self, action: Callable[[], Batch]) -> Batch:
+        began = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _on_host(self, samples: NDArray[np.int64]) -> Batch:
+        device = self.device
+        with device.activate(), device.host_region():
+            return self._prepare(samples).moved(device.pin)
 
 
 class StepTokens(NamedTuple):
@@ -37,8 +82,9 @@ class StepTokens(NamedTuple):
 
 
 class StepComputation:
-    """The computation of a step in stages, with the loss, the gradient norm and the memory peak in bytes of the attempt
-    in progress."""
+    """The computation of a step in stages, and the figures of the attempt in progress. Losses are divided by counts of
+    the whole step, known before the first forward, so any split into micro-batches, and over any number of ranks, gives
+    the same gradient."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -46,40 +92,33 @@ class StepComputation:
         self._loader = BatchLoader(context.device, self._on_host)
         self.phase = "forward"
         self.in_flight: MicroBatch | None = None
-        """The micro-batch being worked on; None outside forward and backward."""
+        """None outside forward and backward."""
         self.mean_loss = 0.0
         """Mean over the step's target tokens; until `prepare_gradients`, only this rank's share of it."""
         self.auxiliary_loss: float | None = None
-        """Auxiliary loss of the step, without its weight; until `prepare_gradients`, only this rank's share of it. None
-        for a model without one."""
+        """Without its weight; until `prepare_gradients`, only this rank's share. None for a model without one."""
         self.choices_LE: NDArray[np.int64] | None = None
         """How many of this rank's tokens chose each expert of each layer; None if the use of experts is not watched."""
         self.grad_norm = 0.0
-        """Norm of the gradients before clipping."""
+        """Before clipping."""
         self.busy_seconds = 0.0
         self.peak_bytes = 0
-        """Most bytes allocated at once in this attempt at the step. Failed attempts do not count: they filled the
-        memory, however much the step needs."""
+        """In this attempt. Failed ones do not count: they filled the memory, however much the step needs."""
 
     def begin(self) -> None:
-        """Reset `phase`, `in_flight` and `peak_bytes` for a new attempt at a step."""
         self.phase, self.in_flight, self.peak_bytes = "forward", None, 0
 
     @property
     def data_wait_seconds(self) -> float:
-        """Seconds that this process has waited for micro-batches to be prepared on the host, since the run began."""
+        """Waited for micro-batches to be prepared on the host, since the run began."""
         return self._loader.wait_seconds
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step's loss and gradient norm are finite."""
         return bool(np.isfinite(self.mean_loss) and np.isfinite(self.grad_norm))
 
-    def accumulate(
-        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
-    ) -> None:
-        """Accumulate the gradients of this rank's micro-batches; sets `mean_loss` and `auxiliary_loss` to this rank's
-        share of the step's losses, and `choices_LE` to the choices of experts by this rank's tokens."""
+    def accumulate(self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens) -> None:
+        """Accumulate gradients of this rank's micro-batches, and its shares of the losses and choices of experts."""
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: MicroBatchLoss | None = None
@@ -98,16 +137,14 @@ class StepComputation:
         self.busy_seconds = time.perf_counter() - began
 
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
-        """Begin the exchange between ranks: allocate what summing gradients needs, and replace `mean_loss` and
-        `auxiliary_loss`, this rank's parts of the step's losses, by the sums over ranks."""
+        """Allocate what summing gradients needs, and replace this rank's parts of the losses by the sums over ranks."""
         self.phase = "reduce"
         shares = [self.mean_loss, *([] if self.auxiliary_loss is None else [self.auxiliary_loss])]
         self.mean_loss, *auxiliary = self.context.strategy.prepare_gradients(shares)
         self.auxiliary_loss = auxiliary[0] if auxiliary else None
 
     def sync_and_clip(self, _plan: list[MicroBatch]) -> None:
-        """Sum gradients over ranks and clip them, then prepare the optimizer's buffers and copies, so that no rank
-        takes the step before all ranks can."""
+        """Sum gradients over ranks, clip them, prepare the optimizer: no rank takes the step before all ranks can."""
         strategy = self.context.strategy
         strategy.sync_gradients()
         self.phase = "clip"
@@ -121,29 +158,25 @@ class StepComputation:
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def apply(self, step: int) -> None:
-        """Take the optimizer's step number `step`, unless loss or gradients are not finite."""
+        """Take the optimizer step, unless loss or gradients are not finite."""
         self.phase = "optimizer"
         if self.is_finite:
             self.context.guard.step(step)
         self.peak_bytes = max(self.peak_bytes, self.context.device.memory().peak_bytes)
 
     def batch(self, samples: NDArray[np.int64]) -> Batch:
-        """Return the batch of `samples` on the device, as a micro-batch gets it."""
+        """The batch on the device, as a micro-batch gets it."""
         return self._on_host(samples).moved(self.context.device.upload)
 
-    def host_syncs(
-        self, step: int, samples: NDArray[np.int64], group: MicroBatch, tokens: StepTokens
-    ) -> list[str]:
-        """Run forward and backward of one micro-batch; return the operations for which the host waited for the device
-        (`engine.device.host_syncs`). Drop the gradients afterwards."""
+    def host_syncs(self, step: int, samples: NDArray[np.int64], group: MicroBatch, tokens: StepTokens) -> list[str]:
+        """Where forward and backward made the host wait (`engine.device.host_syncs`). Drop the gradients after it."""
         with closing(self._loader.batches([self._samples_of(group, samples)])) as batches:
             return host_syncs(lambda: self._micro_batch(step, batches, group, tokens))
 
     def _micro_batch(
         self, step: int, batches: Iterator[Batch], group: MicroBatch, tokens: StepTokens
     ) -> MicroBatchLoss:
-        """Run forward and backward of the next of `batches`, adding to the gradients; returns its share of the step's
-        losses."""
+        """Run the next batch, adding to the gradients; returns its share of the step's losses."""
         context = self.context
         if context.measures:
             context.device.reset_peak()
@@ -161,8 +194,7 @@ class StepComputation:
         return share.detached()
 
     def _note_sums(self, total: MicroBatchLoss | None) -> None:
-        """Set `mean_loss`, `auxiliary_loss` and `choices_LE` to `total`, the sums over this rank's micro-batches, or to
-        zeros if `total` is None because the rank had no micro-batch. Waits for the device."""
+        """Note the sums over this rank's micro-batches, zeros if it had none. Waits for the device."""
         balance = self.context.loss.balance
         self.mean_loss = 0.0 if total is None else float(total.token_losses)
         self.auxiliary_loss = 0.0 if balance is not None and balance.weight else None
@@ -173,8 +205,7 @@ class StepComputation:
             self.choices_LE = self.context.device.download(total.choices_LE).numpy()
 
     def _dummy_micro_batch(self, step: int, batches: Iterator[Batch]) -> None:
-        """Run the next of `batches`, the shortest sequence, at zero weight, to join the collectives of a micro-batch
-        that only other ranks have."""
+        """Run the shortest sequence at zero weight, to join the collectives of a micro-batch of other ranks."""
         context = self.context
         batch = next(batches).moved(context.device.upload)
         with context.strategy.dummy_micro_batch(), self._around(step, batch):
@@ -183,8 +214,7 @@ class StepComputation:
 
     @contextmanager
     def _around(self, step: int, batch: Batch) -> Iterator[None]:
-        """Context manager around forward and backward of a micro-batch: applies its dropout masks, and the strategy's
-        own context for micro-batches."""
+        """Around forward and backward of a micro-batch: its dropout masks, and the strategy's own context."""
         context = self.context
         dropout_masks = keyed(
             self._dropouts,
@@ -197,11 +227,11 @@ class StepComputation:
             yield
 
     def _samples_of(self, group: MicroBatch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of a micro-batch: for a dummy micro-batch, the shortest sequence of the data."""
+        """For a dummy micro-batch, the shortest sequence of the data."""
         return samples[list(group.members)] if group.members else np.array([self.context.data.lengths.argmin()])
 
     def _on_host(self, samples: NDArray[np.int64]) -> Batch:
-        """The batch of `samples` in host memory; with sequence parallelism this rank's part of it."""
+        """With sequence parallelism, this rank's part of the batch."""
         context = self.context
         batch = collate(
             context.data,
@@ -214,7 +244,6 @@ class StepComputation:
 
 
 def _backward(loss: Tensor) -> None:
-    """Run backward from `loss`, unless no trained parameter took part in it: a recipe may train only a vision encoder,
-    and a micro-batch may have no images."""
+    """Skip backward if nothing trained took part: a vision encoder alone, and a micro-batch without images."""
     if loss.requires_grad:
         loss.backward()

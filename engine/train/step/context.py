@@ -1,34 +1,73 @@
-"""The objects that a step works on, created once per run.
-
-Plain data: built by `engine.train.setup`, used by the step transaction, checkpoints and evaluation.
-"""
+"""The objects that a step works on, and all that a run needs for its first step; loss scaling for fp16 (mixed
+precision)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
+from engine.config.files.document import merge_tables
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import RunSpec
+from engine.data.order import SampleOrder
+from engine.data.prepare import PreparedData
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.distributed.ranks import Ranks
+from engine.errors import UsageError
+from engine.launch.resume_run import find_changes, refused_changes
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.recovery.local_recoveries import LocalRecoveries
-from engine.train.recovery.records import ActiveRemedy, RankOom, RecoveredOom
-from engine.train.step.loss_scaler import LossScaler
-from engine.train.step.optimizer import StepGuard
+from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
+from engine.train.step.interface import Strategy
+from engine.train.step.optimizer import Schedule, StepGuard
 from engine.train.step.rollback import Rollback
-from engine.train.strategy.base import Strategy
+
+GROWTH_INTERVAL = 2000
+SMALLEST_SCALE = 1.0
+"""Below it the data or weights are broken: nothing was scaled up, and torch's scaler would halve for ever."""
+
+
+@dataclass
+class LossScaler:
+    """`scale` multiplies the loss before backward; it is always 1.0 if `enabled` is false. The rule of
+    torch.amp.GradScaler without its tensors on the device: the gradient norm, computed for clipping anyway, says
+    whether a gradient overflowed."""
+
+    enabled: bool
+    scale: float = 1.0
+    clean_steps: int = 0
+
+    @classmethod
+    def start(cls, enabled: bool) -> LossScaler:
+        return cls(enabled, 2.0**16 if enabled else 1.0)
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether lowering the scale may make the gradients finite."""
+        return self.enabled and self.scale > SMALLEST_SCALE
+
+    def overflowed(self) -> None:
+        """After a step that was skipped because a gradient was not finite."""
+        self.scale, self.clean_steps = self.scale / 2, 0
+
+    def succeeded(self) -> None:
+        """After a step that was applied; doubles the scale after 2000 of them without an overflow."""
+        self.clean_steps += 1
+        if self.enabled and self.clean_steps >= GROWTH_INTERVAL:
+            self.scale, self.clean_steps = self.scale * 2, 0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass
 class StepContext:
-    """Objects and settings that all steps of a run use."""
-
     device: Device
     ranks: Ranks
     strategy: Strategy
@@ -55,6 +94,55 @@ class StepContext:
     suggest_fixes: Callable[[RankOom], str]
     """Changes of the recipe that would have avoided a failure, as a sentence; empty where nothing can be predicted."""
     static_bytes: int = 0
-    """Bytes allocated between steps, by weights and optimizer state."""
+    """Allocated between steps, by weights and optimizer state."""
     active_remedies: list[ActiveRemedy] = field(default_factory=list)
-    """Remedies that stay on, in the order in which they were applied."""
+    """In the order in which they were applied."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a step learns from, which must be unchanged on a resume: a run must not silently train something else."""
+
+    data_fingerprint: str
+    tokenizer_hash: str
+    seed: int
+    recipe: dict[str, Any]
+    """The recipe as JSON."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, data_fingerprint: str, tokenizer_hash: str) -> Identity:
+        return cls(data_fingerprint, tokenizer_hash, recipe.train.seed, recipe.model_dump(mode="json", by_alias=True))
+
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise UsageError if the checkpoint was made from other data, another tokenizer or seed, or with a recipe that
+        differs in a key that a resume may not change."""
+        # A key that is newer than the checkpoint counts as unchanged.
+        learned_from = merge_tables(self.recipe, saved.get("recipe", {}))
+        changes = find_changes(learned_from, self.recipe, "recipe")
+        if refused := refused_changes(changes):
+            raise UsageError(
+                "run.toml differs from what the checkpoint has learned from:\n  " + "\n  ".join(refused),
+                fix="put these keys of run.toml back, or start a new run with: tunedeck train --run-spec run.toml",
+            )
+        names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
+        changed = [name for key, name in names.items() if saved.get(key) != getattr(self, key)]
+        if changed:
+            raise UsageError(
+                f"the checkpoint was made with another {' and another '.join(changed)}",
+                expected="the same data, tokenizer and seed as when the run started",
+                fix='put the files back as they were, or start a new run with model.id = "run:..."',
+            )
+
+
+@dataclass
+class TrainingSetup:
+    """Everything that a run needs for its first step."""
+
+    spec: RunSpec
+    context: StepContext
+    prepared: PreparedData
+    order: SampleOrder
+    schedule: Schedule
+    total_steps: int
+    identity: Identity
+    flops_per_token: float

@@ -1,39 +1,70 @@
-"""Optimizers: built from the recipe, and their step made all-or-nothing.
-
-How state is allocated is in `engine.train.step.optimizer_state`, how weights in bf16 are updated in
-`engine.train.step.piecewise_update`.
-"""
+"""Optimizers: built from the recipe, their learning-rate schedule, and their step made all-or-nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from engine.config.check.notes import warmup_steps_of
+from engine.config.schema.recipe import Train
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem
-from engine.model.groups import parameter_groups
 from engine.model.loaded import LoadedModel
-from engine.spec.schema.recipe import Train
+from engine.model.trained import parameter_groups
 from engine.train.step.optimizer_offload import HostState
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
 
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate at each of `total_steps` steps, as a share (0 to 1) of the peak rate."""
+
+    kind: str
+    total_steps: int
+    warmup_steps: int
+    floor_ratio: float
+    cycles: int
+
+    @classmethod
+    def of(cls, train: Train, total_steps: int) -> Schedule:
+        """A warm-up longer than the run is shortened."""
+        warmup = warmup_steps_of(train, total_steps)
+        return cls(train.scheduler, total_steps, warmup, train.min_learning_rate / train.learning_rate, train.restarts)
+
+    def factor(self, step: int) -> float:
+        """Share of the peak rate at optimizer step `step` (from 1). It is that of `step` - 1 finished steps, as in
+        transformers' schedulers: with warm-up the first step has rate 0."""
+        done = step - 1
+        if done < self.warmup_steps:
+            return done / max(1, self.warmup_steps)
+        if self.kind == "constant":
+            return 1.0
+        progress = min(1.0, (done - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.floor_ratio + (1.0 - self.floor_ratio) * self._decay(progress)
+
+    def _decay(self, progress: float) -> float:
+        """From 1 down to 0 over the steps after warm-up (`progress` 0 to 1), before the minimum rate is applied."""
+        if self.kind == "linear":
+            return 1.0 - progress
+        if self.kind == "cosine_with_restarts":
+            return 0.0 if progress >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress) % 1.0)))
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
 SNAPSHOT_LIMIT_BYTES = 512 * 2**20
-"""Trainable parameters plus optimizer state up to this size are copied to the host before a step that may allocate: 0.5
-GiB takes about 10 ms over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
+"""Weights plus state up to this size are copied to the host before a step that may allocate: 0.5 GiB takes about 10 ms
+over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
 
 
 def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the trainable parameters `named`. Each parameter group keeps its peak learning rate
-    as `peak_lr`.
-
-    Raises:
-        EnvironmentProblem: adamw_8bit without bitsandbytes.
-    """
+    """Each parameter group keeps its peak learning rate as `peak_lr`. EnvironmentProblem: no bitsandbytes."""
     groups = [dict(group, peak_lr=group.get("lr", train.learning_rate)) for group in parameter_groups(named, train)]
     if train.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, train)
@@ -66,8 +97,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
 
 
 def guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
-    """Build the recipe's optimizer over a model's trainable weights and return its StepGuard. Raises the errors of
-    `guard_parameters`."""
+    """`guard_parameters` for a model's trainable weights."""
     return guard_parameters(train, loaded.trainable(), device, loaded.first_elements)
 
 
@@ -77,15 +107,10 @@ def guard_parameters(
     device: Device,
     first_elements: Mapping[str, int] | None = None,
 ) -> StepGuard:
-    """Build the recipe's optimizer over the trainable parameters `named`, allocate its state on the device or the host,
-    and return its StepGuard.
+    """Build the recipe's optimizer, allocate its state on device or host, and return its StepGuard. `first_elements`:
+    of sharded weights, by name, the flat index in the whole parameter at which this rank's part begins.
 
-    `first_elements`: if weights are sharded, the number, in the whole parameter, of the first element of this rank's
-    part, by name.
-
-    Raises:
-        EnvironmentProblem: adamw_8bit without bitsandbytes.
-        torch.OutOfMemoryError: the state does not fit.
+    EnvironmentProblem: adamw_8bit without bitsandbytes. torch.OutOfMemoryError: the state does not fit.
     """
     optimizer, rounding = build_optimizer(train, named), Rounding.of(train)
     offload = train.optimizer_offload and device.kind != "cpu"
@@ -103,15 +128,11 @@ class StepGuard:
     """Makes `optimizer.step()` all or nothing.
 
     torch's fused AdamW and SGD allocate nothing once their state and the update's scratch exist (a test counts the
-    allocations), so no copy is taken for them.
-
-    For other optimizers, weights and state are copied to the host first if they are small enough. If they are too
-    large, there is no copy: `restore` returns False after a failure and the caller goes back to the last checkpoint.
+    allocations), so no copy is taken. For other optimizers, weights and state are copied to the host first, if small
+    enough; else `restore` returns False after a failure and the caller goes back to the last checkpoint.
     """
 
-    def __init__(
-        self, update: PiecewiseUpdate, named: Sequence[tuple[str, Parameter]], device: Device
-    ) -> None:
+    def __init__(self, update: PiecewiseUpdate, named: Sequence[tuple[str, Parameter]], device: Device) -> None:
         self.update, self.optimizer, self.device = update, update.optimizer, device
         self.host_state = HostState(self.optimizer, device)
         self._named = named
@@ -132,26 +153,24 @@ class StepGuard:
         return self.takes_copy or self.never_allocates
 
     def read_counters(self) -> None:
-        """Remember the optimizer's current step counters, with which `restore` compares; call this after the state was
-        read from a checkpoint."""
+        """Remember the step counters for `restore`; call this after the state was read from a checkpoint."""
         self._counters = [float(self.optimizer.state[parameter]["step"]) for parameter in self._counted]
 
     def distrust(self) -> None:
-        """From now on, undo failed steps only by going back to a checkpoint, because the optimizer has state that
-        `restore` does not reach."""
+        """From now on undo failed steps only by a checkpoint: the optimizer has state that `restore` does not reach."""
         self.never_allocates = self.takes_copy = False
         self._counted = []
         self.read_counters()
 
     def prepare(self) -> None:
-        """Copy weights and state if needed, and allocate the buffers that `step` needs; if this fails, nothing has
-        changed. No rank may step before all ranks are prepared, because only a copy or a checkpoint can undo a step."""
+        """Copy weights and state if needed, and allocate the step's buffers; if this fails, nothing has changed. No
+        rank may step before all ranks are prepared, because only a copy or a checkpoint can undo a step."""
         self._copies = [self.device.download(tensor) for tensor in self._tensors()] if self.takes_copy else []
         self.host_state.make_room()
         self.update.make_room()
 
     def step(self, number: int) -> None:
-        """Take optimizer step `number`; needs `prepare` first. Until `accept`, `restore` can try to undo the step."""
+        """Needs `prepare` first. Until `accept`, `restore` can try to undo the step."""
         self._stepping = True
         self.host_state.step(partial(self.update.step, number))
 
@@ -166,12 +185,9 @@ class StepGuard:
         self._let_go()
 
     def restore(self) -> bool:
-        """Undo a step that raised, or that failed on another rank; returns whether weights and state are now exactly as
-        before the step. May be repeated.
-
-        Without a copy the step counters decide: fused optimizers advance them before they change a weight, so if the
-        counters are unchanged, nothing was applied.
-        """
+        """Undo a step that raised, or failed on another rank; returns whether weights and state are exactly as before.
+        May be repeated. Without a copy the step counters decide: fused optimizers advance them before they change a
+        weight."""
         if self._stepping and self.takes_copy:
             with torch.no_grad():
                 for tensor, copy in zip(self._tensors(), self._copies, strict=True):
@@ -189,7 +205,7 @@ class StepGuard:
         self.update.give_room_back()
 
     def _tensors(self) -> list[torch.Tensor]:
-        """All tensors that an optimizer step changes: weights and state."""
+        """All that an optimizer step changes: weights and state."""
         state = [tensor for _, tensor in state_tensors(self.optimizer, self._named)]
         return [parameter.data for _, parameter in self._named] + state
 
@@ -201,4 +217,3 @@ class StepGuard:
         """Discard the copies and buffers of the failed step, after weights and state were read from a checkpoint."""
         self._let_go()
         self.read_counters()
-

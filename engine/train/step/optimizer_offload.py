@@ -1,20 +1,15 @@
-"""Optimizer state in host memory, copied to the device and back a few parameters at a time in each step.
+"""Optimizer offload: state in host memory, copied to the device and back a few parameters at a time in each step.
 
-The optimizer itself does the arithmetic, on the device, tensor by tensor as it always does; so the numbers are the same
-to the bit. A staging buffer for the state is allocated before the first weight changes: from then on nothing more is
-allocated than the optimizer itself allocates.
-
-The parameters are cut into batches. On a GPU the next batch's state is copied to the device, and the last batch's state
-back to the host, while the optimizer updates the current batch: each half of the staging buffer has every other batch.
-Four waits make that correct; all but the last are on the device:
+The optimizer itself does the arithmetic on the device, so the numbers are the same to the bit. A staging buffer is
+allocated before the first weight changes; after it only the optimizer itself allocates. On a GPU the next batch's state
+is copied to the device, and the last batch's back, while the optimizer updates the current one: each half of the buffer
+has every other batch. Four waits make that correct; all but the last are on the device:
 
 - A copy to the device begins when the computation has run what was queued before, which may have used the memory that
   is now the staging buffer, and when the copy to the host of the batch that lay there before has ended.
 - The update of a batch begins when its state has arrived.
 - Its copy to the host begins when the update has ended.
 - The host waits for all copies at the end, because it reads the state, for checkpoints.
-
-Try: `tunedeck train -p demo -r demo --set train.optimizer_offload=true`
 """
 
 from __future__ import annotations
@@ -37,8 +32,7 @@ ALIGNMENT = 512
 
 
 class HostState:
-    """Moves an optimizer's state between device and host. While `on` is true, the state is on the host between
-    steps."""
+    """Moves an optimizer's state between device and host. While `on`, it is on the host between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self.optimizer, self.device = optimizer, device
@@ -51,8 +45,7 @@ class HostState:
         return not any(state for state in self.optimizer.state.values())
 
     def move(self, *, to_host: bool) -> None:
-        """Move all state to the host, or back to the device. Raises torch.OutOfMemoryError if it does not fit on the
-        device; all state is still on the host then."""
+        """torch.OutOfMemoryError: the state does not fit on the device; all of it is still on the host then."""
         if to_host == self.on:
             return
         carry = self.device.park if to_host else self.device.upload
@@ -66,16 +59,14 @@ class HostState:
         self.on = to_host
 
     def make_room(self) -> None:
-        """Allocate the staging buffer that the next step needs. Raises torch.OutOfMemoryError; nothing has changed
-        then."""
+        """Allocate the next step's staging buffer. Raises torch.OutOfMemoryError; nothing has changed then."""
         if self.on and self._stage is None:
             size_bytes = max((batch.end for batch in self._batches()), default=0)
             self._stage = torch.empty(size_bytes, dtype=torch.uint8, device=self.device.torch_device)
 
     def step(self, update: Callable[[], None]) -> None:
-        """Take an optimizer step by calling `update`, which steps the parameters in the optimizer's groups: once for
-        all of them, or while `on` is true a few parameters at a time, whose state is then on the device. Frees the
-        staging buffer at the end. Call `make_room` before."""
+        """Call `update`, which steps the parameters in the optimizer's groups: once for all, or while `on` a few at a
+        time, whose state is then on the device. Frees the staging buffer. Call `make_room` before."""
         try:
             if self.on:
                 self._step_in_batches(update)
@@ -85,7 +76,6 @@ class HostState:
             self.give_room_back()
 
     def give_room_back(self) -> None:
-        """Free the staging buffer of a step that is over or will not be taken."""
         self._stage = None
 
     def _step_in_batches(self, update: Callable[[], None]) -> None:
@@ -103,8 +93,8 @@ class HostState:
                 copies.send_back(batch)
 
     def _batches(self) -> list[_Batch]:
-        """Split the parameters that have state into batches whose state takes at most half of the staging buffer, which
-        lie in either half by turns; a parameter with more state is a batch of its own, and may take all of it."""
+        """Batches whose state takes at most half of the staging buffer, in either half by turns; a parameter with more
+        state is a batch of its own, and may take all of it."""
         needs = [
             (parameter, sum(_room(held) for _, held in changing_state(self.optimizer.state.get(parameter, {}))))
             for group in self.optimizer.param_groups
@@ -122,8 +112,7 @@ class HostState:
         return self._placed(batches, sizes, half_bytes)
 
     def _placed(self, batches: list[list[Tensor]], sizes: list[int], half_bytes: int) -> list[_Batch]:
-        """Give each of `batches`, whose state takes `sizes` bytes, its place in the staging buffer: the first half, or
-        behind what the largest batch of the first half takes there."""
+        """Place batches by turns in the first half, or behind what the largest batch of the first half takes there."""
         in_halves = [number for number, size in enumerate(sizes) if size <= half_bytes]
         first_half = {number: position % 2 == 0 for position, number in enumerate(in_halves)}
         second = max((sizes[number] for number, first in first_half.items() if first), default=0)
@@ -153,12 +142,11 @@ class _Batch:
     start: int
     end: int
     staged: list[_Staged] = field(default_factory=list)
-    """The state's tensors; empty until they were copied to the device."""
+    """Empty until they were copied to the device."""
     arrived: Any = None
-    """The event that completes when the state is on the device; None until the copying was started."""
+    """Completes when the state is on the device; None until the copying was started."""
 
     def overlaps(self, other: _Batch) -> bool:
-        """Whether both lie, in part, in the same bytes."""
         return self.start < other.end and other.start < self.end
 
 
@@ -168,8 +156,7 @@ class _Copies:
     def __init__(self, streams: Streams, stage: Tensor) -> None:
         self._streams, self._stage = streams, stage
         self._leaving: list[tuple[_Batch, Any]] = []
-        """The batches whose copies to the host were started last, with the events that complete when these end. The
-        copies run one after another, so the last two are enough: no earlier batch can end after them."""
+        """The copies to the host started last. They run one after another, so the last two are enough."""
 
     def bring(self, batch: _Batch) -> None:
         """Start to copy a batch's state to the device, unless that was started before."""
@@ -193,7 +180,7 @@ class _Copies:
         batch.arrived = back.record_event()
 
     def wait_for(self, batch: _Batch) -> None:
-        """Make the computation wait until a batch's state is on the device."""
+        """On the device: the computation waits for a batch's state."""
         self._streams.compute().wait_event(batch.arrived)
 
     def send_back(self, batch: _Batch) -> None:
@@ -213,8 +200,7 @@ class _Copies:
 
 @contextmanager
 def _copying(streams: Streams, stage: Tensor) -> Iterator[_Copies]:
-    """Context manager for copies into `stage` and back; the host waits for them at the end, also if the block raises,
-    so that nothing writes to memory that is freed."""
+    """The host waits for the copies at the end, also after an error, so that nothing writes to memory that is freed."""
     copies = _Copies(streams, stage)
     try:
         yield copies
@@ -236,7 +222,6 @@ def _lent(batch: _Batch) -> Iterator[None]:
 
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """While the block runs, the optimizer steps only `parameters`."""
     wanted = {id(parameter) for parameter in parameters}
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]

@@ -1,15 +1,9 @@
 """Optimizer state: what it is made of, how it is allocated before the first step, and what of it is saved.
 
-State is allocated up front so that what a run holds is known in the first minute, and without advancing the step
-counters, so that training is bit-equal to lazy allocation. The optimizer itself chooses shapes and dtypes: torch's
-through `_init_group`, bitsandbytes' through `init_state`.
-
-The remainders of weights that are trained in bf16 with rounding = "exact" (`engine.train.step.rounding`) are part of
-their optimizer state. So whatever is done with the state is done with them: offload, copies before a step, checkpoints,
-shards.
-
-Try: `pytest tests/train/test_optimizer_state.py`
-"""
+Allocated up front, what a run holds is known in the first minute; without advancing step counters, training is
+bit-equal to lazy allocation. The optimizer chooses shapes and dtypes: torch's through `_init_group`, bitsandbytes'
+through `init_state`. Remainders of bf16 weights with rounding = "exact" (`engine.train.step.piecewise_update`) are part
+of it, for offload, copies, checkpoints and shards alike."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from engine.spec.schema.recipe import Train
+from engine.config.schema.recipe import Train
 
 REMAINDER = "remainder"
 """Name of the remainder, int16, among a weight's optimizer state."""
@@ -41,7 +35,6 @@ class Rounding:
 
     @classmethod
     def of(cls, train: Train) -> Rounding:
-        """The rounding, state dtype and seed that the recipe's [train] table sets."""
         return cls(train.rounding, getattr(torch, train.state_dtype), train.seed)
 
     def needs_scratch(self, parameter: Tensor) -> bool:
@@ -49,24 +42,19 @@ class Rounding:
         return parameter.dtype == torch.bfloat16 and (self.mode, self.state_dtype) != ("nearest", torch.bfloat16)
 
     def keeps_remainder(self, parameter: Tensor) -> bool:
-        """Whether the remainder of this weight is kept, that is, the bits of the fp32 value that bf16 cannot hold."""
+        """Whether the bits of the fp32 value that bf16 cannot hold are kept for this weight."""
         return parameter.dtype == torch.bfloat16 and self.mode == "exact"
 
 
 def counts_in_ints(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step counters are Python integers, as in bitsandbytes' optimizers (those with
-    `init_state`). Between steps this project keeps each such counter as a tensor, so that it is copied, saved and moved
-    like the rest of the state."""
+    """Whether steps are counted in Python integers (bitsandbytes); between steps they are tensors, like all state."""
     return hasattr(optimizer, "init_state")
 
 
 def allocate_state(
     optimizer: torch.optim.Optimizer, rounding: Rounding, settle: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> None:
-    """Allocate all optimizer state, one parameter at a time, leaving every step counter at 0.
-
-    `settle` is applied to each tensor of the state, and may move it elsewhere, such as to the host.
-    """
+    """Allocate all state, one parameter at a time, at step 0. `settle` may move each tensor, such as to the host."""
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             if counts_in_ints(optimizer):
@@ -84,11 +72,10 @@ def allocate_state(
 def _allocate_one(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Parameter, rounding: Rounding
 ) -> None:
-    """Allocate one parameter's state, through the optimizer's own `_init_group` with a zero gradient.
+    """Call the optimizer's own `_init_group` with a zero gradient.
 
-    If the state has another dtype than the parameter, the optimizer is shown a stand-in of that dtype: one zero,
-    expanded to the parameter's shape, which takes no memory. SGD itself creates its momentum buffer in the first step;
-    starting from zeros gives the same result.
+    If the state has another dtype than the parameter, the optimizer is shown a stand-in: one zero, expanded, which
+    takes no memory. SGD's momentum buffer starts from zeros, with the result of its own first step.
     """
     dtype = rounding.state_dtype if rounding.needs_scratch(parameter) else parameter.dtype
     if isinstance(optimizer, torch.optim.SGD):
@@ -107,7 +94,7 @@ def _allocate_one(
 
 
 def changing_state(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the state of one parameter that steps change, in a fixed order."""
+    """(name, tensor) of one parameter's state that steps change, in a fixed order."""
     for key, value in sorted(state.items()):
         if isinstance(value, Tensor) and key not in CONSTANTS:
             yield key, value
@@ -116,7 +103,7 @@ def changing_state(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def state_tensors(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Parameter]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (`parameter name::state name`, tensor) for all optimizer state that steps change, in a fixed order."""
+    """(`parameter name::state name`, tensor) for all optimizer state that steps change, in a fixed order."""
     for name, parameter in named:
         for key, value in changing_state(optimizer.state.get(parameter, {})):
             yield f"{name}::{key}", value

@@ -1,25 +1,8 @@
-"""Takes the optimizer's step in fp32 for weights that are stored in bf16, a piece at a time.
+"""Takes the optimizer's step in fp32 for weights stored in bf16, a piece at a time, with exact or stochastic rounding.
 
-The optimizer holds the bf16 weights and their state. In a step, each piece of the weights is written as fp32 into
-scratch memory (weight, gradient, and the state if it is bf16), the optimizer itself updates the scratch, and the result
-is rounded back as `train.rounding` says:
-
-| rounding | the fp32 weight is | back in bf16 |
-|---|---|---|
-| exact | weight and remainder, joined; the remainder is part of the optimizer's state | split again, nothing lost |
-| stochastic | the bf16 weight | rounded up or down by chance, unbiased |
-| nearest | the bf16 weight | rounded to the nearest |
-
-State in bf16 is rounded stochastically: rounded to nearest, a second moment could not decay at beta2 = 0.999, because
-0.1 % of a number is less than half a unit in the last place of bf16. "nearest" with state in bf16 is torch's own
-optimizer on bf16 weights: it is called directly, without scratch. So are weights in fp32 and fp16.
-
-Scratch is allocated by `make_room`, before the first weight changes. Everything after it works in memory that exists,
-so a step of an optimizer that allocates nothing cannot run out of memory half-way. Optimizers that work element by
-element are given pieces of at most PIECE_ELEMENTS; adafactor, which needs norms of whole matrices, is given one tensor
-at a time.
-
-Try: `pytest tests/train/test_rounding.py tests/train/test_piecewise_update.py`
+A bf16 number is the upper half of an fp32 number, so an update below 2^-9 of a weight is lost in rounding to bf16. No
+update may fail in the middle: after `make_room`, called before the first weight changes, only an optimizer that
+allocates itself can run out of memory.
 """
 
 from __future__ import annotations
@@ -34,15 +17,64 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from engine.budget.predict.update_scratch import PIECE_ELEMENTS
+from engine.budget.predict.static import PIECE_ELEMENTS
+from engine.model.dropout_kernel import row_key
 from engine.train.step.optimizer_state import CONSTANTS, REMAINDER, Rounding, counts_in_ints
-from engine.train.step.rounding import INDEX_LIMIT, join_, noise_, round_stochastically_, split_
+
+HALF = 0x8000
+"""Half of a unit in the last place of bf16, in the bits of fp32."""
+LOWER = 0xFFFF
+"""The bits of fp32 that bf16 does not have."""
+INDEX_LIMIT = 2**31
+"""Elements are numbered in int32; tensors are cut at its multiples, which enter the key."""
+
+
+def split_(bits: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Split `bits` (overwritten) into bf16 `weight` and int16 `remainder`: bits = weight bits · 2^16 + remainder.
+    Rounded half up in magnitude, not half to even: then the lower half, as a signed integer, is always the
+    difference."""
+    remainder.copy_(bits)  # to a narrower integer: the lower half
+    bits.add_(HALF).bitwise_right_shift_(16)
+    weight.view(torch.int16).copy_(bits)
+
+
+def join_(weight: Tensor, remainder: Tensor, bits: Tensor) -> None:
+    """The inverse of `split_`: write `bits`."""
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
+    bits.add_(remainder)
+
+
+def noise_(bits: Tensor, spare: Tensor, *, seed: int, step: int, name: str, first: int) -> None:
+    """Fill int32[N] `bits` with independent uniform integers from 0 to 2^16 - 1; `spare`, int32[N], is overwritten.
+    They are the same on any number of ranks and after a retry.
+
+    Each is murmur3's 32-bit finaliser (Appleby 2011, public domain) of the element's number, keyed with 64 bits of a
+    BLAKE2 hash of seed, step and `name`: half are added before it, half combined with the result by XOR. `first` is the
+    number of the first element in the whole tensor `name`; no multiple of INDEX_LIMIT may lie between first and last.
+    """
+    block, first = divmod(first, INDEX_LIMIT)
+    before, after = row_key(seed, step, block, name)
+    torch.arange(first, first + len(bits), out=bits)
+    bits.mul_(-1640531527).add_(before)
+    for shift, mask, factor in ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387), (16, 0xFFFF, 1)):
+        # The mask makes the arithmetic shift a logical one.
+        torch.bitwise_right_shift(bits, shift, out=spare)
+        bits.bitwise_xor_(spare.bitwise_and_(mask)).mul_(factor)
+    bits.bitwise_xor_(after).bitwise_and_(LOWER)
+
+
+def round_stochastically_(bits: Tensor, noise: Tensor, result: Tensor) -> None:
+    """Round `bits` (overwritten) by chance, without bias, to bf16 `result`; `noise`: int32, uniform from 0 to 2^16 - 1.
+    Numbers that bf16 can represent are unchanged. The probability to round up is the fraction cut off (Gupta et al.
+    2015, "Deep Learning with Limited Numerical Precision", section 3)."""
+    bits.add_(noise).bitwise_right_shift_(16)
+    result.view(torch.int16).copy_(bits)
+
 
 SLOT_ELEMENTS = 128
 """fp32 numbers in 512 bytes, to which allocators align tensors; tensors in the scratch are aligned alike."""
 CUT_ELEMENTS = 512
-"""Tensors are cut at multiples of this, so that no block of 256 numbers that an 8-bit optimizer quantises together is
-cut in two."""
+"""Tensors are cut at its multiples, so that no block that an 8-bit optimizer quantises together is cut in two."""
 BLOCK_ELEMENTS = 256
 """Numbers that bitsandbytes quantises together (Optimizer2State.init_state)."""
 SCALES = ("absmax1", "absmax2")
@@ -64,12 +96,14 @@ class _Segment:
         return self.end - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements of this segment in `tensor`, which has the parameter's shape, as a flat view."""
         return tensor.view(-1)[self.start : self.end]
 
 
 class PiecewiseUpdate:
-    """Steps an optimizer over weights of any dtype; those in bf16 piece by piece in fp32."""
+    """Steps an optimizer over weights of any dtype; those in bf16 piece by piece in fp32. State in bf16 is rounded
+    stochastically: to nearest, a second moment could not decay at beta2 = 0.999, because 0.1 % is less than half a unit
+    in the last place. Rounding "nearest" with bf16 state, and weights in fp32 and fp16, are left to torch's own
+    optimizer without scratch. Adafactor needs norms of whole matrices: one tensor at a time."""
 
     def __init__(
         self,
@@ -79,9 +113,7 @@ class PiecewiseUpdate:
         first_elements: Mapping[str, int] | None = None,
         piece_elements: int = PIECE_ELEMENTS,
     ) -> None:
-        """`first_elements`: if weights are sharded, by name, the flat index in the whole parameter at which this rank's
-        part begins. `rounding`: how updated weights are written in bf16. `piece_elements`: elements of bf16 weights
-        that are updated at a time."""
+        """`first_elements`: of sharded weights, by name, where in the flat whole parameter this rank's part begins."""
         self.optimizer, self.rounding = optimizer, rounding
         self._keys = {id(parameter): (name, (first_elements or {}).get(name, 0)) for name, parameter in named}
         self._whole = isinstance(optimizer, torch.optim.Adafactor)
@@ -97,18 +129,17 @@ class PiecewiseUpdate:
         return fused and bool(self.optimizer.defaults.get("fused"))
 
     def make_room(self) -> None:
-        """Allocate the scratch that the next step needs. Raises torch.OutOfMemoryError; nothing has changed then."""
+        """Allocate the next step's scratch. Raises torch.OutOfMemoryError; nothing has changed then."""
         if self._capacity and self._scratch is None:
             device = self.optimizer.param_groups[0]["params"][0].device
             elements = self._rows * self._capacity + SLOT_ELEMENTS
             self._scratch = torch.empty(elements, dtype=torch.float32, device=device)
 
     def give_room_back(self) -> None:
-        """Free the scratch of a step that is over or will not be taken."""
         self._scratch = None
 
     def step(self, number: int) -> None:
-        """Take optimizer step `number` over the parameters in the optimizer's groups. Call `make_room` before."""
+        """Step the parameters in the optimizer's groups. Call `make_room` before."""
         groups = self.optimizer.param_groups
         given = [[parameter for parameter in group["params"] if parameter.grad is not None] for group in groups]
         direct = [[p for p in parameters if not self.rounding.needs_scratch(p)] for parameters in given]
@@ -121,8 +152,7 @@ class PiecewiseUpdate:
 
     @property
     def _rows(self) -> int:
-        """Number of rows of the scratch: weight, gradient, one for the computation of random bits where they are drawn,
-        and one for each kind of state that is widened to fp32."""
+        """Weight, gradient, one to compute random bits, and one for each kind of state widened to fp32."""
         return 2 + self._draws + len(self._widened)
 
     @property
@@ -141,11 +171,8 @@ class PiecewiseUpdate:
         return ("momentum_buffer",) if with_momentum else ()
 
     def _pieces(self, by_group: Sequence[Sequence[Parameter]]) -> Iterator[list[_Segment]]:
-        """Pack parameters in order into pieces of the scratch's capacity, cut where they do not fit.
-
-        A piece ends where a parameter is cut, so only the first segment of a piece can continue a parameter of the
-        previous piece. For adafactor each parameter is a piece.
-        """
+        """Pack parameters in order into pieces of the scratch's capacity. A piece ends where a parameter is cut, so
+        only its first segment can continue a parameter of the piece before. For adafactor each parameter is a piece."""
         piece: list[_Segment] = []
         offset = 0
         for group, parameter in ((group, p) for group, parameters in enumerate(by_group) for p in parameters):
@@ -187,7 +214,6 @@ class PiecewiseUpdate:
             self._write_back(segment, states[segment], number)
 
     def _row(self, row: int, segment: _Segment) -> Tensor:
-        """A segment's elements in row number `row` of the scratch, as fp32."""
         assert self._scratch is not None, "make_room was not called"
         start = row * self._capacity + segment.offset
         return self._scratch[start : start + segment.size]
@@ -213,8 +239,7 @@ class PiecewiseUpdate:
         return shadow
 
     def _lend_state(self, segment: _Segment, shadow: Parameter) -> dict[str, Any]:
-        """Enter the segment's part of the parameter's state as the optimizer's state of `shadow`; returns that state,
-        by name. State in bf16 is widened to fp32 in the scratch."""
+        """Make the segment's state, widened to fp32 if bf16, that of `shadow`; returns it by name."""
         state = self.optimizer.state[segment.parameter]
         lent = {key: self._part(key, value, segment) for key, value in state.items() if key != REMAINDER}
         for row, key in enumerate(self._widened):
@@ -234,9 +259,7 @@ class PiecewiseUpdate:
         return segment.of(value)
 
     def _counter(self, counter: Tensor, *, first: bool) -> Any:
-        """The step counter that the optimizer advances for a segment. A parameter's `first` segment advances `counter`,
-        the parameter's own; the other segments advance a copy with the value from before the step, so that `counter` is
-        advanced once."""
+        """Only a parameter's `first` segment advances its own counter, the others a copy from before the step."""
         if self._counts_in_ints:
             before = int(counter) - (not first)
             if first:
@@ -246,8 +269,7 @@ class PiecewiseUpdate:
         return counter if first else self._scratch[-1].copy_(counter).sub_(1)
 
     def _write_back(self, segment: _Segment, lent: Mapping[str, Any], number: int) -> None:
-        """Round the updated weight of a segment, and the state in `lent` that was widened to fp32, from the scratch
-        into the bf16 tensors. `number` is the optimizer step."""
+        """Round the segment's updated weight and widened state from the scratch into the bf16 tensors."""
         parameter = segment.parameter
         weight, bits = segment.of(parameter.data), self._bits(0, segment)
         if self.rounding.mode == "exact":
@@ -261,8 +283,7 @@ class PiecewiseUpdate:
             round_stochastically_(lent[key].view(torch.int32), self._noise(segment, key, number), stored)
 
     def _noise(self, segment: _Segment, state: str, number: int) -> Tensor:
-        """Random bits, int32, for rounding the segment's part of the state named `state` (empty: the weight) in step
-        `number`. They overwrite the gradient's row of the scratch, which is no longer needed."""
+        """Random int32 bits for one kind of state (empty: the weight), in the gradient's row, no longer needed."""
         name, first = self._keys[id(segment.parameter)]
         bits, spare = self._bits(1, segment), self._bits(2, segment)
         key = f"{name}::{state}" if state else name
@@ -271,7 +292,6 @@ class PiecewiseUpdate:
 
     @contextmanager
     def _only(self, parameters: Sequence[Sequence[Parameter]]) -> Iterator[None]:
-        """While the block runs, the optimizer's parameter groups hold only `parameters`, a list for each group."""
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
         for group, chosen in zip(groups, parameters, strict=True):
@@ -284,8 +304,7 @@ class PiecewiseUpdate:
 
     @contextmanager
     def _int_counters(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """While the block runs, the step counters of `parameters` are Python integers, if the optimizer requires that;
-        afterwards they are tensors with the new values."""
+        """While the block runs, step counters are Python integers if the optimizer needs that."""
         states = [self.optimizer.state[parameter] for parameter in parameters if self._counts_in_ints]
         counters = [state["step"] for state in states]
         for state in states:
@@ -298,5 +317,5 @@ class PiecewiseUpdate:
 
 
 def _slot(elements: int) -> int:
-    """The number of elements of scratch that a tensor of `elements` elements takes: rounded up to whole slots."""
+    """Rounded up to whole slots."""
     return -(-elements // SLOT_ELEMENTS) * SLOT_ELEMENTS

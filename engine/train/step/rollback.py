@@ -1,8 +1,7 @@
 """Restores random state and buffers, which a step changes beside weights, when the step is redone or not applied.
 
-Randomness is a function of (seed, step): it is set at the start of every attempt, so a retry or a resume draws the same
-numbers as an undisturbed run. Buffers (BatchNorm statistics, router biases) are copied to the host before a step where
-they may have changed since the last copy.
+Random state is set from (seed, step) at the start of every attempt, so a retry or a resume draws the same numbers.
+Buffers (BatchNorm statistics, router biases) are copied to the host before a step where they may have changed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _Buffer:
             self.copy, self.version = device.download(self.tensor), self.tensor._version
 
     def restore(self) -> None:
-        """Put the tensor that was copied back into the module, with the copied values; do nothing without a copy."""
+        """Put the copied tensor back into the module, with the copied values, if there is a copy."""
         if self.copy is None:
             return
         self.module._buffers[self.key] = self.tensor
@@ -57,8 +56,7 @@ class _Buffer:
 
 
 class Rollback:
-    """Restores buffers and random state as they were at the start of a step: `take` records them, `restore` may be
-    called repeatedly."""
+    """Buffers and random state as at the start of a step: `take` records them, `restore` may be called repeatedly."""
 
     def __init__(self, model: torch.nn.Module, device: Device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -71,30 +69,27 @@ class Rollback:
         ]
 
     def take(self, step: int) -> None:
-        """Copy the model's buffers to the host, and seed the random generators for step `step`. If the copy fails, the
-        call may be repeated."""
+        """Copy the buffers and seed the random generators for `step`. If the copy fails, the call may be repeated."""
         for buffer in self._buffers:
             buffer.refresh(self.device)
         self._drawn_from = _mixed(self.seed, step)
         _seed_generators(self._drawn_from)
 
     def restore(self) -> None:
-        """Restore buffers and random state. May be repeated after a failure."""
         with torch.no_grad():
             for buffer in self._buffers:
                 buffer.restore()
         _seed_generators(self._drawn_from)
 
     def moving(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, live tensor) for the buffers that training may have changed; checkpoints save them."""
+        """(name, live tensor) of the buffers that training may have changed; checkpoints save them."""
         for buffer in self._buffers:
             tensor = buffer.module._buffers[buffer.key]
             if buffer.moves and tensor is not None:
                 yield buffer.name, tensor
 
     def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Restore buffers that a checkpoint saved from `moving`. Raises KeyError for a name that this model does not
-        have."""
+        """Restore what a checkpoint saved from `moving`. KeyError: a name that this model does not have."""
         known = {buffer.name: buffer for buffer in self._buffers}
         with torch.no_grad():
             for name, value in saved.items():
@@ -108,17 +103,13 @@ class Rollback:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed torch's random generators of the host, and of CUDA if it is in use.
-
-    `torch.manual_seed` is not used, because for every kind of device that is not in use it also queues a call and a
-    stack trace, which takes a third of a millisecond a step and memory that is never freed.
-    """
+    """Seed torch's generators of the host, and of CUDA if in use. `torch.manual_seed` also queues a call and a stack
+    trace for every device not in use: a third of a millisecond a step, and memory that is never freed."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def _mixed(seed: int, step: int) -> int:
-    """A 63-bit seed from `seed` and `step`; neighbouring steps get distant seeds (a multiplicative hash, Knuth vol. 3,
-    6.4)."""
+    """63 bits; neighbouring steps get distant seeds (a multiplicative hash, Knuth vol. 3, 6.4)."""
     return ((seed + 1) * 0x9E3779B97F4A7C15 ^ step * 0xBF58476D1CE4E5B9) & (2**63 - 1)

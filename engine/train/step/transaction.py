@@ -1,12 +1,12 @@
 """One optimizer step as a transaction: it consumes its sequences and happens exactly once, or not at all.
 
-`StepTransaction.run` plans micro-batches, accumulates their gradients, clips and steps. When an allocation fails, all
-gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the same sequences are
-redone. Nothing of the step is visible outside until it is over.
+`StepTransaction.run` plans micro-batches, accumulates their gradients (gradient accumulation), clips and steps. When an
+allocation fails, all gradients of the step are dropped, random state and buffers go back, a remedy is chosen, and the
+same sequences are redone.
 
 A step is a sequence of stages (forward and backward, summing gradients, …). With several ranks each stage ends in a
-vote on whether it succeeded on all of them; a failure on one rank ends the attempt of all, and all go on with the same
-remedy. How ranks share the work of a step is up to the strategy (`engine.train.strategy`).
+vote on whether it succeeded on all of them; a failure on one ends the attempt of all, and all go on with the same
+remedy. How ranks share the work is up to the strategy (`engine.train.strategy`).
 """
 
 from __future__ import annotations
@@ -22,65 +22,60 @@ from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.budget.predict.prediction import MicroBatchShape
-from engine.device.catch_oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
-from engine.device.oom import MemoryBreakdown, OutOfMemory
-from engine.distributed.voted_group import RepeatWithVotesError
+from engine.device.oom import ATTEMPTS, MemoryBreakdown, OutOfMemory, catch_oom, free_failed_graph, retry_on_oom
+from engine.distributed.votes import RepeatWithVotesError
 from engine.errors import DivergedError
-from engine.train.monitor.memory_breakdown import memory_breakdown
-from engine.train.recovery.ceiling_watch import CeilingWatch
-from engine.train.recovery.consensus import (
+from engine.train.step.budget_growth import CeilingWatch
+from engine.train.step.computation import StepComputation, StepTokens
+from engine.train.step.context import StepContext
+from engine.train.step.failures import (
+    RankOom,
+    RecoveredOom,
     all_gather_step_stats,
     gather_failures,
     memory_exhausted,
     smallest_failed,
 )
-from engine.train.recovery.ladder import back_off
-from engine.train.recovery.memory_settings import current_settings
-from engine.train.recovery.records import RankOom, RecoveredOom
-from engine.train.step.computation import StepComputation, StepTokens
-from engine.train.step.context import StepContext
+from engine.train.step.ladder import back_off, current_settings
+from engine.train.step.oom_report import memory_breakdown
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One finished step. `loss` is the mean over its target tokens; `applied` is false if the weights were not
-    changed."""
+    """One finished step. `loss` is the mean over target tokens; `applied` is false if the weights were not changed."""
 
     loss: float
     grad_norm: float
-    """Norm of the gradients of all ranks, before clipping."""
+    """Of the gradients of all ranks, before clipping."""
     tokens: int
-    """Tokens of the step on all ranks, without padding."""
+    """On all ranks, without padding."""
     target_tokens: int
     """Those that count for the loss."""
     micro_batches: int
-    """Micro-batches of the rank that had most."""
+    """Of the rank that had most."""
     micro_batch_rows: int
     """Sequences of the largest micro-batch on any rank."""
     samples: int
     """Sequences that were trained on, or had no target tokens; 0 if an fp16 overflow skipped the step."""
     data_wait_seconds: float
-    """Seconds that this rank waited for data."""
+    """Of this rank."""
     applied: bool
     ran: tuple[MicroBatchShape, ...] = ()
-    """The micro-batches of this rank, in the order in which they ran."""
+    """This rank's micro-batches, in order."""
     overflowed: bool = False
     auxiliary_loss: float | None = None
-    """Auxiliary loss of a mixture of experts, without its weight; None where none is computed."""
+    """Of a mixture of experts, without its weight; None where none is computed."""
     choices_LE: NDArray[np.int64] | None = None
-    """How many of the step's tokens chose each expert of each layer, over all ranks; None if the use of experts is not
-    watched."""
+    """How many tokens chose each expert of each layer, over all ranks; None if the use of experts is not watched."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
 
 
 class TimedPass(NamedTuple):
-    """A micro-batch that was run forward and backward."""
-
     tokens: int
-    """Tokens of the micro-batch on this rank, padding included; 0 if the samples were assigned to other ranks."""
+    """Of the micro-batch on this rank, padding included; 0 if the samples were assigned to other ranks."""
     seconds: float
-    """Seconds from the start until the device had finished, minus the time spent waiting for data."""
+    """Until the device had finished, minus the time spent waiting for data."""
 
 
 class CheckpointReloadRequired(Exception):
@@ -100,8 +95,8 @@ Tried = list[tuple[int, str]]
 
 
 class StepTransaction:
-    """Runs the optimizer steps of a run, each as a transaction: it is applied exactly once, or an exception is raised
-    and the weights are as before the step (after CheckpointReloadRequired: once the checkpoint is loaded)."""
+    """Runs optimizer steps: each is applied exactly once, or an exception is raised and the weights are as before it
+    (after CheckpointReloadRequired: once the checkpoint is loaded)."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -113,10 +108,9 @@ class StepTransaction:
     def run(self, step: int, samples: NDArray[np.int64]) -> StepOutcome:
         """Consume `samples` (indices into the data) in optimizer step `step`.
 
-        Raises:
-            DivergedError: the loss or the gradients are not finite; the step was not applied.
-            MemoryExhaustedError: no remedy is left; the step was not applied.
-            CheckpointReloadRequired: the optimizer step failed half-way without a copy to go back to.
+        DivergedError: the loss or the gradients are not finite. MemoryExhaustedError: no remedy is left. In both cases
+        the step was not applied. CheckpointReloadRequired: the optimizer step failed half-way without a copy to go back
+        to.
         """
         if not self._targets(samples):
             return StepOutcome(0.0, 0.0, self._tokens(samples), 0, 0, 0, len(samples), 0.0, applied=False)
@@ -155,12 +149,8 @@ class StepTransaction:
         )
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> TimedPass:
-        """Run the most expensive micro-batch that can be made of `samples`, forward and backward, and drop its
-        gradients; returns its size and time.
-
-        A micro-batch that would run out of memory hours later does so now, and the budget is learned before the first
-        step.
-        """
+        """Run the most expensive micro-batch of `samples` and drop its gradients: what would run out of memory hours
+        later does so now, and the budget is learned before the first step."""
         own_samples = self._share(samples)
 
         def costliest(plan: list[MicroBatch]) -> None:
@@ -174,8 +164,7 @@ class StepTransaction:
         return TimedPass(plan[0].rows * plan[0].length if plan else 0, self.work.busy_seconds - waited)
 
     def _gather_stats(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather `facts`, this rank's measurements of a step or probe that succeeded (JSON), from every rank, in the
-        order of ranks. Rank 0 also writes the failures that ranks recovered from alone to the journal."""
+        """Every rank's `facts` (JSON), by rank. Rank 0 also records the failures that ranks recovered from alone."""
         recoveries = self.context.local_recoveries
         stats = {**facts, "local_recoveries": recoveries.take()}
         gathered = all_gather_step_stats(self.context.ranks, self.context.budget, stats)
@@ -183,8 +172,7 @@ class StepTransaction:
         return gathered
 
     def _step_stats(self, plan: list[MicroBatch], seconds: float) -> dict[str, Any]:
-        """This rank's measurements of a finished step, for the journal: micro-batches and sequences, busy and total
-        time in seconds, peak and allocated bytes. `seconds` is the total time."""
+        """For the journal: micro-batches and sequences, busy and total time in seconds, peak and allocated bytes."""
         return {
             "micro_batches": sum(bool(group.members) for group in plan),
             "largest_micro_batch": _most_rows(plan),
@@ -198,9 +186,9 @@ class StepTransaction:
     def _run_with_recovery(
         self, step: int, samples: NDArray[np.int64], stages: Sequence[Stage], phase_prefix: str = ""
     ) -> list[MicroBatch]:
-        """Cut this rank's `samples` into micro-batches and run `stages` with them, again with a remedy after each
-        out-of-memory error, until all ranks succeed; returns the micro-batches of the last attempt. `phase_prefix` is
-        put before the name of the phase in failures."""
+        """Cut `samples` into micro-batches and run `stages`, again with a remedy after each out-of-memory error, until
+        all ranks succeed; returns the last attempt's micro-batches. `phase_prefix` precedes the phase's name in
+        failures."""
         context = self.context
         tried: Tried = []
         retry_on_oom(lambda: context.rollback.take(step), "snapshot", context.device, self._reporter(step))
@@ -235,8 +223,7 @@ class StepTransaction:
         return context.strategy.begin_attempt(plan, far_from_ceiling=self.ceiling_watch.is_far(plan))
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
-        """The shapes (rows, length, target tokens) of this rank's micro-batches in `plan`; dummy ones are left out.
-        `samples` are this rank's samples of the step."""
+        """(rows, length, target tokens) of this rank's micro-batches, without dummy ones."""
         return tuple(
             MicroBatchShape(
                 group.rows,
@@ -253,7 +240,7 @@ class StepTransaction:
         return int(self.context.data.lengths[samples].sum())
 
     def _patches(self, samples: NDArray[np.int64]) -> int | None:
-        """Patches of all images of these samples; None for data without images."""
+        """Of all images; None for data without images."""
         patches = self.context.data.patches
         return None if patches is None else int(patches[samples].sum())
 
@@ -264,15 +251,13 @@ class StepTransaction:
         return StepTokens(max(1, self._targets(samples)), max(1, self._tokens(samples)))
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of the step that this rank works on."""
         return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
 
     def _attempt(
         self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str
     ) -> list[RankOom] | None:
-        """Run `stages` with the micro-batches `plan` until one fails on any rank; returns the failures of that stage on
-        all ranks, empty if every stage succeeded. Returns None if the attempt must be repeated although no rank failed,
-        see `Strategy.run_stage`. `phase_prefix` is put before the name of the phase in failures."""
+        """Run `stages` until one fails on any rank; returns that stage's failures on all ranks, empty if all succeeded,
+        or None if the attempt must be repeated although no rank failed (`Strategy.run_stage`)."""
         self.work.begin()
         for stage in stages:
             try:
@@ -285,8 +270,7 @@ class StepTransaction:
         return []
 
     def _run_stage(self, step: int, stage: Callable[[], None], phase_prefix: str) -> OutOfMemory | None:
-        """Run a stage of the step on all ranks; returns this rank's failure. Raises RepeatWithVotesError, see
-        `Strategy.run_stage`."""
+        """This rank's failure. Raises RepeatWithVotesError, see `Strategy.run_stage`."""
         failures: list[OutOfMemory] = []
 
         def caught() -> None:
@@ -314,10 +298,7 @@ class StepTransaction:
 
     def _finish_step(self, step: int) -> bool:
         """Drop the gradients and update the loss scale; returns whether an fp16 overflow skipped the step.
-
-        Raises:
-            DivergedError: the loss is not finite, or the gradients are not and the loss scale cannot be lowered.
-        """
+        DivergedError: the loss is not finite, or the gradients are not and the loss scale cannot be lowered."""
         context = self.context
         self.context.strategy.drop_gradients()
         if self.work.is_finite:
@@ -338,13 +319,9 @@ class StepTransaction:
         return True
 
     def _recover(self, step: int, failed: Sequence[RankOom], attempts: int) -> None:
-        """On every rank, free the tensors of a failed attempt and restore all state as it was before. If memory runs
-        out here as well, recovery is repeated. Called outside the exception handler, which would keep tensors in
-        memory.
-
-        Raises:
-            CheckpointReloadRequired: the optimizer step cannot be undone on this rank or another.
-        """
+        """On every rank, free the failed attempt and restore all state; repeated if memory runs out here as well.
+        Called outside the exception handler, which would keep tensors. CheckpointReloadRequired: the optimizer step
+        cannot be undone on some rank."""
         if all(self.context.ranks.all_gather_object(self._recover_here(step, attempts))):
             return
         self._report(step, failed, "reload", attempts)
@@ -376,12 +353,7 @@ class StepTransaction:
         return memory_breakdown(self.context.loaded, self.context.guard, self.context.device)
 
     def _back_off(self, step: int, failed: Sequence[RankOom], tried: Tried) -> str:
-        """Change the memory settings on all ranks, by the remedy that the rank with the cheapest failed micro-batch
-        chooses; returns the remedy's name. `tried` has the remedies tried in this step.
-
-        Raises:
-            MemoryExhaustedError: no remedy is left.
-        """
+        """Apply the remedy chosen by the rank with the cheapest failed micro-batch. MemoryExhaustedError: none left."""
         context, smallest = self.context, smallest_failed(failed)
         # A passing shortage on one device says nothing about another, so each rank has retries of its own.
         remedy = back_off(context, smallest, [name for rank, name in tried if rank == smallest.rank])

@@ -2,8 +2,6 @@
 
 Each rank of a group computes an equally long range of positions of the group's sequences. Around attention, the ranks
 exchange heads for positions (`engine.model.ulysses_attention`). The wrapped strategy handles weights and gradients.
-
-Try: `tunedeck train -p demo-2 -r demo --set parallel.sequence=2`
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batching.cost import cost_on_one_device
+from engine.batching.budget import cost_on_one_device
 from engine.batching.micro_batches import Cost, MicroBatch
+from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
-from engine.distributed.assign_samples import assign_samples
+from engine.distributed.ranks import assign_samples
 from engine.evaluate.context import EvaluationContext
 from engine.model.ulysses_attention import join_ulysses_attention
-from engine.spec.schema.run import RunSpec
-from engine.train.strategy.base import Strategy
-from engine.train.strategy.checkpoint_storage import CheckpointStorage
+from engine.train.step.checkpoint_storage import CheckpointStorage
+from engine.train.step.interface import Strategy
 
 
 class SequenceParallel(Strategy):
@@ -47,65 +45,49 @@ class SequenceParallel(Strategy):
         self.voted_group = self._votes = self._attention.group.voted_group
 
     def assign_samples(self, lengths: NDArray[np.int32]) -> list[int]:
-        """Assign the samples of a step to groups of ranks; returns the indices in `lengths` of the samples of this
-        rank's group."""
         groups = self.ranks.size // self.ranks_per_sample
         return assign_samples(lengths, groups)[self.ranks.rank // self.ranks_per_sample]
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. Ranks vote before each exchange in attention, so that a failure on one rank ends
-        the stage on all ranks that take part in the exchange."""
+        # A failure on one rank ends the stage on all ranks that take part in the next exchange in attention.
         self._votes.run_together(stage)
 
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
-        """Return the part of a micro-batch that this rank computes: a range of positions of every row."""
         return self._attention.slice_of(batch, pad_id=pad_id)
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager: inside, attention exchanges heads for positions with the other ranks of the group."""
         return self._attention.installed()
 
     def evaluation_cost(self, cost: Cost) -> Cost:
-        """Return the cost function for one device: in evaluation, ranks do not share sequences."""
-        return cost_on_one_device(self._spec)
+        return cost_on_one_device(self._spec)  # in evaluation, ranks do not share sequences
 
     def begin_attempt(self, plan: list[MicroBatch], *, far_from_ceiling: bool) -> list[MicroBatch]:
-        """Add the dummy micro-batches that the wrapped strategy adds. Every collective is voted on, because the sizes
-        of those in attention differ from one micro-batch to the next."""
+        # Every collective is voted on: the sizes of those in attention differ from one micro-batch to the next.
         return self.inner.begin_attempt(plan, far_from_ceiling=False)
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """The wrapped strategy's context manager for a dummy micro-batch."""
         return self.inner.dummy_micro_batch()
 
     def prepare_gradients(self, losses: list[float]) -> list[float]:
-        """Prepare the gradients as the wrapped strategy does; returns the sum over all ranks of each of `losses`."""
         return self.inner.prepare_gradients(losses)
 
     def sync_gradients(self) -> None:
-        """Sum gradients over ranks as the wrapped strategy does."""
         self.inner.sync_gradients()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients as the wrapped strategy does; returns the norm before clipping."""
         return self.inner.clip_gradients(max_norm)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients that the wrapped strategy holds."""
         self.inner.drop_gradients()
 
     def recover(self) -> None:
-        """Make the model usable again after a failed attempt, as the wrapped strategy does."""
         self.inner.recover()
 
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """The wrapped strategy's checkpoint storage."""
         return self.inner.checkpoint_storage(optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """The wrapped strategy's context manager around forward passes without a backward."""
         return self.inner.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        """The wrapped strategy's context for evaluating `data`."""
         return self.inner.join_evaluation(context, data)

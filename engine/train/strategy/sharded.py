@@ -1,10 +1,9 @@
-"""The strategy "sharded": every rank holds a part of the weights, of their gradients and of the optimizer state.
+"""The strategy "sharded": every rank loads and holds a part of the weights, of their gradients and of the optimizer
+state.
 
-Every pass gathers weights on all ranks, so all ranks run the same number of micro-batches, evaluate together and save
-together. `engine.train.strategy.load_sharded` loads a model in parts, `engine.distributed.sharded` shards it with
-torch.
-
-Try: `tunedeck train -p demo-2 -r demo --set parallel.strategy=sharded`
+Every pass gathers weights on all ranks, so all run the same number of micro-batches, evaluate together and save
+together. Rank 0 loads the model in host memory, the others build it from meta tensors; group by group each rank then
+reads its own rows from the files and receives the others from rank 0.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.distributed.voted_group import RepeatWithVotesError
+from engine.distributed.votes import RepeatWithVotesError
 from engine.evaluate.context import EvaluationContext
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.strategy.base import Strategy
-from engine.train.strategy.checkpoint_gatherer import CheckpointGatherer
-from engine.train.strategy.checkpoint_storage import CheckpointStorage
-from engine.train.strategy.collective_evaluation import join_evaluation
+from engine.train.step.checkpoint_storage import CheckpointGatherer
+from engine.train.step.interface import Strategy
+from engine.train.strategy.evaluation import share_evaluation
 
 NORM_EPSILON = 1e-6
 """Added to a norm that gradients are divided by, as in torch's clip_grads_with_norm_."""
 
 
 class Sharded(Strategy):
-    """The strategy in which every rank holds a part of the weights."""
+    """Every rank holds a part of the weights."""
 
     all_ranks_save = True
 
@@ -63,18 +61,14 @@ class Sharded(Strategy):
         return plan + [DUMMY_MICRO_BATCH] * (max(count for count, _ in received) - len(plan))
 
     def micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager around forward and backward of a micro-batch, which may begin with a vote."""
         return self.model.votes.micro_batch()
 
     def end_micro_batches(self) -> None:
-        """Vote, if the ranks vote once for each micro-batch, so that no rank waits for the device if another is gone.
-        Raises PeerFailedError if another rank failed in the last micro-batch."""
+        """Vote if ranks vote once for each micro-batch, so that none waits for the device if another is gone. Raises
+        PeerFailedError if another rank failed in the last micro-batch."""
         self.model.votes.end_micro_batches()
 
     def run_stage(self, stage: Callable[[], None]) -> None:
-        """Run one stage of a step. Ranks vote before each collective on weights and gradients, or before each
-        micro-batch, so that a failure on one rank ends the stage on all: the exception is raised on that rank alone,
-        and the others return early."""
         try:
             self._votes.run_together(stage, self._join_others)
         except RepeatWithVotesError:
@@ -82,24 +76,19 @@ class Sharded(Strategy):
             raise
 
     def dummy_micro_batch(self) -> AbstractContextManager[None]:
-        """Context manager for a dummy micro-batch. The zero gradients that it leaves do not count: a parameter that has
-        no other gradient is treated as one without a gradient."""
+        """The zero gradients that a dummy leaves do not count: a parameter with no other gradient has none."""
         return self.model.dummy_micro_batch()
 
     def prepare_gradients(self, losses: list[float]) -> list[float]:
-        """Set the gradient of each local part of a parameter to its part of the gradient that backward summed over
-        ranks; returns the sum over all ranks of each of `losses`."""
+        """Give each local part of a parameter its part of the gradient that backward summed over ranks."""
         totals = self.ranks.sums(losses)
         self.model.sync_gradients()
         return totals
 
     def sync_gradients(self) -> None:
-        """Do nothing: gradients were summed over ranks during backward."""
-        return
+        return  # gradients were summed over ranks during backward
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients by their norm over all parts on all ranks; returns the norm before clipping. Raises
-        PeerFailedError if another rank failed before."""
         gradients = self._gradients()
         norm = self.model.global_norm(float(torch.nn.utils.get_total_norm(gradients)))
         if max_norm and norm > max_norm and gradients:
@@ -107,24 +96,17 @@ class Sharded(Strategy):
         return norm
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of local parts of parameters, and those of the full parameters."""
         super().drop_gradients()
         self.model.drop_gradients()
 
     def recover(self) -> None:
-        """Free the weights and gradients that a failed attempt gathered or computed, also those of unfinished
-        collectives."""
         self.model.recover()
 
-    def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
-        """Create a storage that has every rank write a part of the weights and of the optimizer state."""
+    def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointGatherer:
         return CheckpointGatherer(self.loaded, optimizer, self.ranks, self.model)
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Context manager for forward passes without a backward: gathered weights are freed after use."""
         return self.model.forward_only()
 
     def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        """Register all ranks to run the forward passes that rank 0 requests in later evaluations of `data`; returns a
-        context that makes these requests."""
-        return join_evaluation(context, data, self.ranks, self.model)
+        return share_evaluation(context, data, self.ranks, self.model)

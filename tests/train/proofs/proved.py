@@ -11,11 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.train.monitor.journal import Journal
-from engine.train.proofs.prove import prove
+from engine.journal.writer import Journal
+from engine.train.proofs.prove import PROOFS, prove
 from engine.train.proofs.record import Proof, ProofResult
-from engine.train.proofs.table import PROOFS
-from engine.train.setup import TrainingSetup
+from engine.train.step.context import TrainingSetup
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 12}

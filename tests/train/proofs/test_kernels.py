@@ -14,13 +14,12 @@ import torch
 
 from engine.device.determinism import deterministic_kernels
 from engine.errors import EnvironmentProblem
-from engine.journal.files import write_atomically
+from engine.journal.directory import write_atomically
 from engine.model.adapted_linear import is_ours
-from engine.model.dropout_kernel import kernel_in_use, using
-from engine.model.dropout_masks import reference_drop
-from engine.train.proofs import attention, nf4
+from engine.model.dropout_kernel import kernel_in_use, reference_drop, using
+from engine.train.proofs import kernels, layers
 from engine.train.proofs.record import DisprovedError
-from engine.train.setup import TrainingSetup
+from engine.train.step.context import TrainingSetup
 from tests.train.proofs.proved import break_attention, proved, small_setup, wrong_scale
 
 LOOK_ALIKES = Path(__file__).resolve().parents[2] / "look_alikes" / "cuda_extra"
@@ -92,13 +91,13 @@ def test_attention_that_ignores_documents_or_windows_is_not_used(variant: str, t
 
 
 def test_attention_without_its_sinks_is_not_used(setup: TrainingSetup, tmp_path: Path) -> None:
-    module = attention._module(setup)
+    module = kernels.attention_module(setup)
     module.sinks = torch.nn.Parameter(torch.linspace(-1.0, 2.0, module.config.num_attention_heads))
 
     def with_sinks(_right: Callable[..., Any], *given: Any, **options: Any) -> Any:
         heads = [tensor.float() for tensor in given[1:4]]
-        variant = attention.Variant(sinks="s_aux" in options)
-        return attention._reference(setup, variant, *heads).to(given[1].dtype), None
+        variant = kernels.Variant(sinks="s_aux" in options)
+        return kernels.attention_reference(setup, variant, *heads).to(given[1].dtype), None
 
     break_attention(setup, with_sinks)
     found = proved(setup, tmp_path)["attention"]
@@ -143,13 +142,13 @@ def test_a_loss_kernel_that_scales_wrongly_is_not_used(tmp_path: Path, monkeypat
 def test_an_adapter_product_without_its_scaling_is_not_used(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = [module for module in setup.context.loaded.model.modules() if is_ours(module)]
-    assert layers and proved(setup, tmp_path)["adapter"].passed
+    adapted = [module for module in setup.context.loaded.model.modules() if is_ours(module)]
+    assert adapted and proved(setup, tmp_path)["adapter"].passed
     right = torch.Tensor.addmm_
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda self, a, b, *, beta=1, alpha=1: right(self, a, b, beta=beta))
     found = proved(setup, tmp_path)["adapter"]
     assert found.passed is False and found.fallback == "adapters are computed by peft"
-    assert not any(is_ours(layer) for layer in layers)
+    assert not any(is_ours(layer) for layer in adapted)
     assert "adapter" not in proved(setup, tmp_path)
 
 
@@ -173,11 +172,11 @@ def test_a_4_bit_product_that_scales_wrongly_is_replaced(
     assert proved(with_nf4, tmp_path)["nf4"].passed
     right = Linear4bit.forward
     monkeypatch.setattr(Linear4bit, "forward", lambda self, x: 1.05 * right(self, x))
-    layer = nf4._layer(with_nf4, torch.randn(nf4.OUTPUTS, nf4.INPUTS))
+    layer = layers.nf4_layer(with_nf4, torch.randn(layers.NF4_OUTPUTS, layers.NF4_INPUTS))
     with_nf4.context.loaded.model.add_module("extra", layer)
     found = proved(with_nf4, tmp_path)["nf4"]
     assert found.passed is False and "read back" in found.fallback
-    x = torch.randn(3, nf4.INPUTS)
+    x = torch.randn(3, layers.NF4_INPUTS)
     torch.testing.assert_close(layer(x), right(layer, x))
 
 
@@ -190,7 +189,7 @@ def test_weights_that_are_quantised_wrongly_end_the_run(
     for module in (functional, sys.modules["bitsandbytes.nn"]):
         monkeypatch.setattr(module, "dequantize_4bit", lambda packed, quant_state: 1.5 * right(packed, quant_state))
     with pytest.raises(DisprovedError):
-        nf4.prove(with_nf4)
+        layers.prove_nf4(with_nf4)
     with pytest.raises(EnvironmentProblem, match="quantises wrongly"):
         proved(with_nf4, tmp_path)
 

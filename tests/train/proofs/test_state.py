@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.train.setup import TrainingSetup
+from engine.train.step.context import TrainingSetup
 from tests.train.proofs.proved import proved, small_setup
 
 

@@ -23,9 +23,9 @@ from engine.journal import control
 from engine.journal.checkpoints_on_disk import learned_memory
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter
+from engine.journal.writer import Journal
 from engine.launch.process import start_engine
-from engine.train.monitor.journal import Journal
-from engine.train.recovery.budget_growth import BudgetGrowth
+from engine.train.step.budget_growth import BudgetGrowth
 from engine.train.step.context import StepContext
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events

@@ -11,7 +11,7 @@ import pytest
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
-from engine.train.recovery.ceiling_watch import CLEAN_STEPS, CeilingWatch, is_far
+from engine.train.step.budget_growth import CLEAN_STEPS, CeilingWatch, is_far
 from engine.train.step.context import StepContext
 
 PLAN = [MicroBatch((0,), 64, 80)]

@@ -9,9 +9,8 @@ import pytest
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.device.oom import OutOfMemory
-from engine.train.recovery.ladder import RUNGS, BackoffContext, choose
-from engine.train.recovery.memory_settings import SETTING_OF_REMEDY, MemorySettings
-from engine.train.recovery.records import RankOom
+from engine.train.step.failures import RankOom
+from engine.train.step.ladder import RUNGS, SETTING_OF_REMEDY, BackoffContext, MemorySettings, choose
 
 SETTINGS = MemorySettings(1000, False, 1024, False, False, None)
 FAILURE = OutOfMemory("device", 4096, "full", "forward", 900, 900)

@@ -6,8 +6,7 @@ import pytest
 
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
-from engine.train.recovery.local_recoveries import MOST, LocalRecoveries
-from engine.train.recovery.records import RecoveredOom
+from engine.train.step.failures import MOST, LocalRecoveries, RecoveredOom
 
 
 def failure(text: str) -> OutOfMemory:

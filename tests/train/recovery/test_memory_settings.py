@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.model.loss import LossFunction
-from engine.train.recovery.memory_settings import (
+from engine.train.step.context import TrainingSetup
+from engine.train.step.ladder import (
     MemorySettings,
     adopt_memory,
     apply_settings,
@@ -19,7 +20,6 @@ from engine.train.recovery.memory_settings import (
     effective_spec,
     memory_as_json,
 )
-from engine.train.setup import TrainingSetup
 from tests.present import present
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 

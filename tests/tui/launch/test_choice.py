@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.budget.advise.plan import Plan
-from engine.spec.files.find import KIND_FOLDERS, SHIPPED_FOLDER
-from engine.spec.files.known_lengths import lengths_record, record_longest
-from engine.spec.schema.profile import Device, Profile
-from engine.spec.schema.run import RunSpec
-from engine.trackers import packages
+from engine.config.files.caches import lengths_record, record_longest
+from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER
+from engine.config.schema.run import Device, Profile, RunSpec
+from engine.trackers import tracker
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.budget_bar import verdict_line
 from tui.launch.choice import (
@@ -57,7 +56,7 @@ def problem(choice: Choice, row: str) -> str:
 def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(
     key: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     row = "data.sources.main" if key.startswith("data.sources") else key
     assert said in problem(replace(DEMO, overrides={key: text}), row)
 
@@ -84,7 +83,7 @@ def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:
     choice = DEMO.with_field("data.sources.dates", str(tmp_path / "none.jsonl"))
-    assert problem(choice, "data.sources.dates").startswith("no such file: ")
+    assert problem(choice, "data.sources.dates") == f"source dates: {tmp_path / 'none.jsonl'} does not exist"
     assert "cannot start" in str(evaluate_choice(choice).start_refusal("start"))
     assert evaluate_choice(choice).start_refusal("queue") is None
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.load import dump_run_spec
+from engine.config.schema.run import RunSpec
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter
-from engine.spec.load import dump_run_spec
-from engine.spec.schema.run import RunSpec
 from tests.journal.event_fields import step_fields
 from tests.tui.conftest import Opener
 from tui.launch.choice import Choice

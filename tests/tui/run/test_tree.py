@@ -26,7 +26,6 @@ def read_tree(runs: Path) -> RunTree:
     return tree
 
 
-
 def test_a_staged_run_opens_to_its_stages(tmp_path: Path) -> None:
     run = make_staged_run(tmp_path, done=2, skipped=("full",))
     tree = read_tree(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.files.find import user_folder
+from engine.config.files.find import user_folder
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tui.files.annotated import LABEL, annotated_text, line_problems

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.spec.schema.base import Table
-from engine.spec.schema.profile import Profile
-from engine.spec.schema.recipe import Recipe
+from engine.config.schema.base import Table
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Profile
 from tui.toml.completion import Completion, complete, key_help
 
 

@@ -1,0 +1,139 @@
+"""The gate before a run folder: refuses what files and the model's config already show to be wrong. Every way to a run
+asks here and says the same: `recipes check`, `plan`, `fit`, `train`, `queue add`, `launch`, `resume`, the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from engine.budget.advise.parallel import settle_parallel
+from engine.budget.advise.pattern_matches import refuse_patterns
+from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
+from engine.budget.architecture.families import refuse_family, refuse_own_code
+from engine.budget.architecture.lookup import ModelFacts
+from engine.budget.architecture.positions import refuse_long_sequences
+from engine.budget.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
+from engine.config.check.notes import refuse_unsupported
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import Device, Limits, Profile, RunSpec
+from engine.config.stages import enabled_stages
+from engine.config.sweep import refuse_sweep, sweep_points
+from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError
+
+
+class Admitted(NamedTuple):
+    """A run that the gate lets through."""
+
+    spec: RunSpec
+    """The run spec, with "auto" in [parallel] decided."""
+    facts: RunFacts
+    notices: list[str]
+    """What the user is told of the decisions."""
+
+
+def admit(spec: RunSpec) -> Admitted:
+    """Find the facts of a run's models, decide what is "auto" in [parallel], and ask the gate. Raises the first of
+    `refusals`, or UsageError where `parallel.sequence` cannot be decided."""
+    facts = find_run_facts(spec)
+    settled, notices = settle_parallel(spec, facts)
+    for error in refusals(settled, facts):
+        raise error
+    return Admitted(settled, facts, notices)
+
+
+def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
+    """Yield an error for everything that the engine would refuse of one run, also of each of its stages, as far as its
+    spec and its models' configs tell. A model whose config is not on this machine is checked by the engine."""
+    checks: list[Callable[[], None]] = [partial(refuse_sweep, spec), partial(refuse_unsupported, spec)]
+    for part in planning_specs(spec):
+        of_model = facts.of(part.recipe.model)
+        checks += [partial(refuse_unsafe, part, of_model), partial(_refuse_untrusted_code, part, of_model)]
+    for _, stage in enabled_stages(spec.recipe):
+        if stage.kind == "assemble":
+            checks.append(partial(_refuse_unusable, facts.of(planning_spec(spec, stage).recipe.model)))
+    said = set()
+    for check in checks:
+        try:
+            check()
+        except TunedeckError as error:
+            if error.render() not in said:
+                said.add(error.render())
+                yield error
+
+
+def refuse_unsafe(spec: RunSpec, facts: ModelFacts, *, has_images: bool | None = None) -> None:
+    """Check a run without stages against its model's config; does nothing where there is none on this machine.
+
+    `has_images`: whether any sample to train on has an image; None: not known yet, the recipe's keys tell.
+
+    Raises UsageError or DataError for a run that would compute wrong results or train nothing.
+    """
+    recipe = spec.recipe
+    if facts.config is not None:
+        refuse_sequence_parallel(facts.config, spec)
+        refuse_family(facts.config, recipe)
+        refuse_long_sequences(facts.config, _with_earlier_scaling(recipe, facts))
+        refuse_unsafe_packing(facts.config, recipe)
+    _refuse_unusable(facts)
+    if facts.architecture is not None:  # else the engine checks the names when it has loaded the model
+        refuse_patterns(facts.architecture, recipe, has_images=has_images)
+
+
+def _refuse_unusable(facts: ModelFacts) -> None:
+    """Raise the error of a model that no run can use, such as a folder that does not exist."""
+    if facts.reason is not None and not isinstance(facts.reason, (ConfigNotHereError, UnknownArchitectureError)):
+        raise facts.reason
+
+
+def _with_earlier_scaling(recipe: Recipe, facts: ModelFacts) -> Recipe:
+    """The recipe with the rotary scaling of the run that it starts from, unless it has its own."""
+    if recipe.model.rope_scaling is not None or facts.scaling is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"rope_scaling": facts.scaling})})
+
+
+def _refuse_untrusted_code(spec: RunSpec, facts: ModelFacts) -> None:
+    """Raise UsageError if the model needs code that comes with it, and the command line does not allow it."""
+    if facts.config is not None:
+        refuse_own_code(facts.config, spec.recipe.model.id, trusted=spec.limits.trust_remote_code)
+
+
+ANY_PROFILE = Profile(schema=1, name="any", device=Device(kind="cuda", memory_gib=1.0))
+"""Hardware for a check of a recipe that names no profile: no rule speaks against it."""
+
+
+def problems_with_model(recipe: Recipe) -> list[str]:
+    """`problems_of_run` on any hardware."""
+    return problems_of_run(RunSpec(schema=1, name="check", profile=ANY_PROFILE, recipe=recipe))
+
+
+def problems_of_run(spec: RunSpec) -> list[str]:
+    """Why a run, or each point of a sweep, cannot be started, a line for each reason: what is wrong, and the fix. A
+    model's own code is none: whether it may run is decided by the command line (`notes_on_code`)."""
+    found: list[TunedeckError] = []
+    trusting = spec.model_copy(update={"limits": Limits(trust_remote_code=True)})
+    for point in sweep_points(trusting, force=True) if spec.recipe.sweep else [trusting]:
+        facts = find_run_facts(point)
+        try:
+            found += refusals(settle_parallel(point, facts).spec, facts)
+        except TunedeckError as error:
+            found.append(error)
+    return list(dict.fromkeys(line for error in found for line in _lines_of(error)))
+
+
+def _lines_of(error: TunedeckError) -> list[str]:
+    whats = error.problems if isinstance(error, SpecError) else [error.found]
+    return ["; ".join(text for text in (what, error.fix) if text) for what in whats]
+
+
+def notes_on_code(spec: RunSpec) -> list[str]:
+    """What --trust-remote-code has to allow before the run can start, a line for each model."""
+    facts = find_run_facts(spec)
+    found: list[str] = []
+    for part in planning_specs(spec):
+        try:
+            _refuse_untrusted_code(part, facts.of(part.recipe.model))
+        except TunedeckError as error:
+            found += _lines_of(error)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,106 @@
+"""Commands of processes that Tunedeck starts itself: simulations, and the follower of a run for a tracker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.commands.shared import RunArgument, RunsOption, find_run, importing, print_line
+from engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.config.schema.run import RunSpec
+    from engine.journal.directory import RunDirectory
+
+
+def simulate_process() -> None:
+    """Simulate runs whose memory no closed form predicts; started by other commands, never by hand."""
+    from engine.budget.predict.simulated import keep_simulation
+    from engine.config.schema.run import RunSpec
+
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # a model's own code may print
+        for line in sys.stdin:
+            spec = RunSpec.model_validate(json.loads(line))
+            keep_simulation(spec, simulation(spec))
+            answers.write("done\n")
+            answers.flush()
+
+
+def simulation(spec: RunSpec) -> dict[str, Any]:
+    """The JSON document to cache; of a run that would be refused the refusal (`refused`), of model code that cannot run
+    on tensors without data the exception (`problem`)."""
+    from engine.errors import TunedeckError
+
+    with importing():
+        from engine.model.config import silence_libraries
+        from engine.simulate.curves import simulate_curves
+
+    silence_libraries()
+    try:
+        return simulate_curves(spec)
+    except TunedeckError as refusal:
+        return {"refused": {"found": refusal.found, "expected": refusal.expected, "fix": refusal.fix}}
+    except Exception as error:  # noqa: BLE001  (the code of any model of transformers runs here)
+        return {"problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+
+
+NICENESS = 10
+"""Below the engine's priority: the engine needs the processors more."""
+
+ToOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to", metavar="TRACKER", help="tensorboard, wandb or trackio; by default the recipe's.", show_default=False
+    ),
+]
+
+
+def forward(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None:
+    """Forward what an experiment tracker does not have of a run yet. While a run trains this is done by itself."""
+    from engine.journal.stages import stage_directories
+    from engine.trackers.follow import forward_all
+
+    directory = find_run(run, runs)
+    names = to or _trackers_of(directory)
+    for part in stage_directories(directory) or [directory]:
+        for name in names:
+            count = forward_all(part, name)
+            print_line(f"{part.name}: {count} event{'s' * (count != 1)} forwarded to {name}")
+
+
+def _trackers_of(directory: RunDirectory) -> list[str]:
+    """Raises UsageError if there are none."""
+    from engine.config.load import load_run_spec
+
+    names: list[str] = list(dict.fromkeys(load_run_spec(directory.run_toml, own=True).recipe.trackers.use))
+    if not names:
+        raise UsageError(
+            f"the recipe of {directory.name} names no tracker",
+            expected="trackers.use in the recipe, or --to",
+            fix=f"tunedeck forward {directory.name} --to tensorboard",
+        )
+    return names
+
+
+def tracker_process(
+    directory: Annotated[Path, typer.Argument()],
+    name: Annotated[str, typer.Argument()],
+    engine: Annotated[int, typer.Option("--engine")],
+    after: Annotated[int, typer.Option("--after")],
+) -> None:
+    """Forward a run to a tracker while its engine lives: started by the engine, never by hand."""
+    from engine.journal.directory import RunDirectory
+    from engine.trackers.follow import follow_engine
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what ends the engine ends this process after the last event
+    os.nice(NICENESS)
+    follow_engine(RunDirectory(directory), name, engine, after)

@@ -1,0 +1,211 @@
+"""What commands share: option types, output as text or JSON, and the import of the heavy libraries."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from engine.launch.start_options import StartOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.journal.directory import RunDirectory
+
+
+PROFILE_HELP = "Hardware profile: a name, or a path to a TOML file."
+RECIPE_HELP = "Recipe: a name, or a path to a TOML file."
+
+ProfileOption = Annotated[str, typer.Option("-p", "--profile", help=PROFILE_HELP, show_default=False)]
+RecipeOption = Annotated[str, typer.Option("-r", "--recipe", help=RECIPE_HELP, show_default=False)]
+OptionalProfile = Annotated[str | None, typer.Option("-p", "--profile", help=PROFILE_HELP)]
+OptionalRecipe = Annotated[str | None, typer.Option("-r", "--recipe", help=RECIPE_HELP)]
+OverridesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="K=V", help="Override one recipe key, such as train.learning_rate=1e-4.", show_default=False
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).", show_default=False
+    ),
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A path, a run's name, a unique prefix, or 'last'.", show_default=False)
+]
+RunSpecOption = Annotated[
+    Path | None, typer.Option("--run-spec", metavar="F", help="Repeat the run of this run.toml instead of -p and -r.")
+]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; by default the recipe's.")]
+DevicesOption = Annotated[str | None, typer.Option("--devices", metavar="2,3", help="Indices of the devices to use.")]
+WaitOption = Annotated[
+    float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait this long for a busy device.")
+]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return once the run has started.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Start as written even if the plan says it does not fit.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with a hub model.")]
+MaxHoursOption = Annotated[
+    float | None, typer.Option("--max-hours", metavar="H", min=0, help="Write a checkpoint and stop after H hours.")
+]
+OnFinishOption = Annotated[
+    str | None, typer.Option("--on-finish", metavar="CMD", help="Shell command to run when the run has ended.")
+]
+
+
+START_OPTIONS: dict[str, Any] = {
+    "profile": OptionalProfile,
+    "recipe": OptionalRecipe,
+    "overrides": OverridesOption,
+    "name": NameOption,
+    "devices": DevicesOption,
+    "wait": WaitOption,
+    "detach": DetachOption,
+    "force": ForceOption,
+    "as_json": JsonOption,
+    "run_spec": RunSpecOption,
+    "trust_remote_code": TrustOption,
+    "max_hours": MaxHoursOption,
+    "on_finish": OnFinishOption,
+    "runs": RunsOption,
+}
+"""The option of each field of StartOptions, in the order of `train --help`."""
+
+
+def takes_start_options(*names: str, **replaced: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options `names`, in this order in its --help. Those that are parameters of the command reach
+    it by their names, all others in one StartOptions, its parameter `options`.
+
+    `replaced`: other types for some of START_OPTIONS; one of plain `str` is required.
+    """
+    types = {**START_OPTIONS, **replaced}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["options"]
+        shared = [name for name in names if name not in own]
+        made = {name: _parameter(name, types[name]) for name in shared}
+        parameters = [{**own, **made}[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            options = StartOptions(**{name: given.pop(name) for name in shared})
+            command(options=options, **given)
+
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    required = get_args(annotation)[0] is str
+    default = inspect.Parameter.empty if required else getattr(StartOptions, name)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def runs_folder(given: Path | None) -> Path:
+    """`given` (--runs), else $TUNEDECK_RUNS, else ./runs. Absolute."""
+    from engine.journal.index import runs_folder as find_folder
+
+    return find_folder(given)
+
+
+def find_result_run(run: str, runs: Path | None) -> RunDirectory:
+    """The run, or of a staged run the stage whose result is the run's. Raises UsageError if no run matches, several do,
+    or that stage has not begun."""
+    from engine.journal.stages import result_run
+
+    return result_run(find_run(run, runs))
+
+
+def find_run(run: str, runs: Path | None) -> RunDirectory:
+    """Raises UsageError if no run matches, or several do."""
+    from engine.journal.index import resolve_run
+
+    return resolve_run(run, runs_folder(runs))
+
+
+def print_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def print_json(document: object, *, indent: int | None = 2) -> None:
+    """In ASCII."""
+    sys.stdout.write(json.dumps(document, indent=indent) + "\n")
+
+
+def print_progress(text: str) -> None:
+    """Standard error says what a command is doing; standard output is for results."""
+    sys.stderr.write(text + "\n")
+
+
+def print_notices(notices: Iterable[str]) -> None:
+    """Standard error: standard output is for results."""
+    for notice in notices:
+        sys.stderr.write(f"tunedeck: {notice}\n")
+
+
+ENDLESS = 4096
+"""Columns of a table in a pipe or file: nothing is wrapped or cut, because a script reads it."""
+
+
+def make_console(*, soft_wrap: bool = False) -> Console:
+    """A console that reads no markup, raises BrokenPipeError, and wraps no line in a pipe; with `soft_wrap` nowhere."""
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would end the process: a command that follows a run has to detach first."""
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    width = None if sys.stdout.isatty() else ENDLESS
+    return PipeConsole(markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Wrapped on a terminal, else one line per row, so that paths are not broken."""
+    if not sys.stdout.isatty():
+        width = max(len(name) for name, _ in rows)
+        sys.stdout.write("".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    make_console().print(table)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside the block no garbage is collected; later collections leave out the objects created there: torch,
+    transformers and what they import make 400,000 that are never freed. It took 1.3 s of the 4.8 s of the
+    engine's imports to collect, and 0.3 s for each full collection of a run. Raises EnvironmentProblem if packages
+    for training are not installed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        from engine.launch.requirements import require_training_packages
+
+        require_training_packages()
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,112 @@
+"""What is said of a valid recipe before its run starts: keys without an effect, and features that this version
+refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from engine.config.check.data_rules import image_key
+from engine.config.schema.recipe import Recipe, Train
+from engine.config.schema.run import RunSpec
+from engine.config.stages import stage_specs
+from engine.errors import SpecError
+
+
+def warmup_steps_of(train: Train, total_steps: int) -> int:
+    """Number of warm-up steps. A ratio is rounded up; a number above `total_steps` is shortened, so that the last step
+    has the full learning rate."""
+    if train.warmup_ratio is not None:
+        return math.ceil(total_steps * train.warmup_ratio)
+    wanted = train.warmup_steps or 0
+    return wanted if wanted <= total_steps else max(0, total_steps - 1)
+
+
+def warmup_note(train: Train, total_steps: int) -> str | None:
+    taken = warmup_steps_of(train, total_steps)
+    if train.warmup_steps is None or taken == train.warmup_steps:
+        return None
+    steps = f"{total_steps} step" + "s" * (total_steps != 1)
+    return f"train.warmup_steps = {train.warmup_steps} is more than the run's {steps}: the warm-up takes {taken}"
+
+
+def frozen_router_note(recipe: Recipe) -> str | None:
+    if not recipe.moe.aux_loss_weight or not recipe.freezes_router:
+        return None
+    return (
+        f"moe.aux_loss_weight = {recipe.moe.aux_loss_weight:g}, but the routers are frozen: only what is trained "
+        "before them learns from it; set moe.freeze_router = false to train them"
+    )
+
+
+def unused_tracker_note(recipe: Recipe) -> str | None:
+    trackers = recipe.trackers
+    given = [f"trackers.{key}" for key in ("project", "tags") if getattr(trackers, key)]
+    if trackers.use or not given:
+        return None
+    return f"{' and '.join(given)}: no effect, because trackers.use names no tracker"
+
+
+def notes_of(recipe: Recipe) -> list[str]:
+    """Without notes that need the data."""
+    warmup = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
+    return [note for note in (warmup, frozen_router_note(recipe), unused_tracker_note(recipe)) if note]
+
+
+def _when(condition: bool, key: str) -> str | None:
+    return key if condition else None
+
+
+def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) -> str | None:
+    sharded = spec.profile.parallel.strategy == "sharded"
+    return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
+
+
+def _images_in_shards(spec: RunSpec) -> str | None:
+    """All ranks must gather a layer's shards together, but a rank whose samples have no image would not gather the
+    vision encoder's."""
+    key = image_key(spec.recipe)
+    return key and _when(spec.profile.parallel.strategy == "sharded", f'{key} beside parallel.strategy = "sharded"')
+
+
+def _compiled(spec: RunSpec, condition: bool, beside: str) -> str | None:
+    return _when(spec.recipe.train.compile and condition, f"train.compile beside {beside}")
+
+
+UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
+    (_images_in_shards, "sharding of a model that is trained on images"),
+    (
+        lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
+        "sharding of 4-bit weights",
+    ),
+    (
+        lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
+        "sharding with optimizers that need whole tensors",
+    ),
+    (
+        lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
+        "torch.compile of layers whose weights are gathered from shards",
+    ),
+    (
+        lambda spec: _compiled(spec, spec.profile.parallel.sequence > 1, "parallel.sequence > 1"),
+        "torch.compile of layers that exchange parts of sequences between ranks",
+    ),
+    (
+        lambda spec: _compiled(spec, spec.recipe.method.dropout > 0, "method.dropout > 0"),
+        "torch.compile of dropout whose masks do not depend on the split",
+    ),
+)
+"""(the key as the user wrote it, or None if unused; name of the missing feature)."""
+
+
+def refuse_unsupported(spec: RunSpec) -> None:
+    """Raises SpecError."""
+    found = [
+        f"{written}: this version does not do {feature} yet"
+        for part in (stage_specs(spec) if spec.recipe.stages else [spec])
+        for asks, feature in UNSUPPORTED_FEATURES
+        if (written := asks(part))
+    ]
+    if problems := list(dict.fromkeys(found)):
+        raise SpecError(problems, fix="remove these keys, or restore their defaults with --set KEY=")

@@ -1,0 +1,336 @@
+"""Rules across the keys of a recipe; those of its data are in `engine.config.check.data_rules`. A table lists them all.
+
+A rule takes a recipe whose fields are valid and yields problems; it reads no files and does not look at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from engine.config.check.data_rules import (
+    detection_is_described,
+    image_root_has_images,
+    image_sizes_in_order,
+    images_are_not_packed,
+    one_kind_of_validation,
+    something_to_train_on,
+    source_has_one_origin,
+    sources_of,
+)
+from engine.config.files.document import Place, Problem, Problems
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.files.text import closest_match, quoted
+from engine.config.schema.recipe import Recipe
+
+BUILTIN_SOURCES = ("builtin:dates",)
+BUILTIN_MODELS = ("builtin:tiny",)
+BUILTIN_TOKENIZERS = ("builtin:bytes",)
+
+
+def has_validation(recipe: Recipe) -> bool:
+    return recipe.data.valid_fraction > 0 or any(source.enabled for source in recipe.data.validation)
+
+
+NEEDS_VALIDATION = "validation data is needed: data.valid_fraction above 0, or a [[data.validation]] that is enabled"
+
+
+def builtins_exist(recipe: Recipe) -> Problems:
+    named: list[tuple[Place, str | None, tuple[str, ...]]] = [
+        (("model", "id"), recipe.model.id, BUILTIN_MODELS),
+        (("model", "tokenizer"), recipe.model.tokenizer, BUILTIN_TOKENIZERS),
+        *(((*place, "path"), source.path, BUILTIN_SOURCES) for place, source in sources_of(recipe)),
+    ]
+    for place, text, known in named:
+        if text is not None and text.startswith(BUILTIN_PREFIX) and text not in known:
+            meant = closest_match(text, known)
+            allowed = f"{' or '.join(quoted(word) for word in known)} is allowed"
+            yield Problem(
+                place, f"{quoted(text)} is not built in", f"{allowed}; did you mean {meant}?" if meant else allowed
+            )
+
+
+def model_is_named(recipe: Recipe) -> Problems:
+    if not recipe.model.id.strip():
+        yield Problem(("model", "id"), "an empty name", 'a hub id, a folder, "builtin:tiny" or "run:RUN" is allowed')
+    if recipe.model.id.startswith(RUN_PREFIX) and not recipe.model.id.removeprefix(RUN_PREFIX).strip("@"):
+        yield Problem(
+            ("model", "id"), f"{quoted(recipe.model.id)} names no run", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
+        )
+
+
+def random_weights_are_a_model(recipe: Recipe) -> Problems:
+    if recipe.model.init == "random" and (recipe.model.id.startswith(RUN_PREFIX) or recipe.model.adapter is not None):
+        culprit = "adapter" if recipe.model.adapter is not None else "id"
+        yield Problem(
+            ("model", "init"),
+            f"random weights, but model.{culprit} brings learned ones",
+            'init = "pretrained" is needed to go on from them',
+            (("model", culprit),),
+        )
+
+
+def original_positions_are_of_yarn(recipe: Recipe) -> Problems:
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.type != "yarn" and scaling.original_max_position_embeddings is not None:
+        yield Problem(
+            ("model", "rope_scaling", "original_max_position_embeddings"),
+            f"{scaling.original_max_position_embeddings} with type = {quoted(scaling.type)}",
+            'type = "yarn" is needed; the others multiply the positions in the model\'s config',
+            (("model", "rope_scaling", "type"),),
+        )
+
+
+def names_are_unique(recipe: Recipe) -> Problems:
+    seen: set[tuple[Place, str]] = set()
+    named = chain(
+        ((place, source.name) for place, source in sources_of(recipe)),
+        ((("stages", index), stage.name) for index, stage in enumerate(recipe.stages)),
+    )
+    for place, name in named:
+        if (place[:-1], name) in seen:
+            yield Problem((*place, "name"), f"{quoted(name)} twice", "each name once: --set addresses entries by it")
+        seen.add((place[:-1], name))
+
+
+def one_warmup(recipe: Recipe) -> Problems:
+    if recipe.train.warmup_ratio is not None and recipe.train.warmup_steps is not None:
+        yield Problem(
+            ("train", "warmup_ratio"),
+            "both warmup_ratio and warmup_steps",
+            "one of them is allowed",
+            (("train", "warmup_steps"),),
+        )
+
+
+def rate_falls(recipe: Recipe) -> Problems:
+    low, high = recipe.train.min_learning_rate, recipe.train.learning_rate
+    if low > high:
+        yield Problem(
+            ("train", "min_learning_rate"),
+            f"{low:g} above learning_rate = {high:g}",
+            f"{high:g} or less is allowed",
+            (("train", "learning_rate"),),
+        )
+
+
+def constant_has_no_minimum(recipe: Recipe) -> Problems:
+    if recipe.train.scheduler == "constant" and recipe.train.min_learning_rate > 0:
+        yield Problem(
+            ("train", "min_learning_rate"),
+            'a minimum with scheduler = "constant", which never falls',
+            '0, or scheduler = "cosine" or "linear"',
+            (("train", "scheduler"),),
+        )
+
+
+def micro_batch_within_batch(recipe: Recipe) -> Problems:
+    micro, batch = recipe.train.micro_batch, recipe.train.batch_size
+    if micro != "auto" and micro > batch:
+        yield Problem(
+            ("train", "micro_batch"),
+            f"micro_batch = {micro} is above batch_size = {batch}",
+            f'{batch} or less, or "auto": batch_size is the effective batch of a whole step',
+            (("train", "batch_size"),),
+        )
+
+
+def restarts_restart(recipe: Recipe) -> Problems:
+    if recipe.train.restarts > 1 and recipe.train.scheduler != "cosine_with_restarts":
+        yield Problem(
+            ("train", "restarts"),
+            f"{recipe.train.restarts} with scheduler = {quoted(recipe.train.scheduler)}",
+            'scheduler = "cosine_with_restarts" is needed',
+            (("train", "scheduler"),),
+        )
+
+
+def momentum_is_sgd(recipe: Recipe) -> Problems:
+    if recipe.train.momentum > 0 and recipe.train.optimizer != "sgd":
+        yield Problem(
+            ("train", "momentum"),
+            f"momentum with optimizer = {quoted(recipe.train.optimizer)}",
+            'optimizer = "sgd" is needed; AdamW has train.betas',
+            (("train", "optimizer"),),
+        )
+
+
+def state_has_a_dtype(recipe: Recipe) -> Problems:
+    """adamw_8bit, adafactor, and sgd without momentum have no state to which train.state_dtype could apply."""
+    train = recipe.train
+    why = {
+        "adamw_8bit": "whose state has 8 bits",
+        "adafactor": "whose state is two vectors for each matrix, and stays in float32",
+        "sgd": "which has no state without momentum",
+    }
+    has_state = train.optimizer == "adamw" or (train.optimizer == "sgd" and train.momentum > 0)
+    if train.state_dtype == "bfloat16" and not has_state:
+        yield Problem(
+            ("train", "state_dtype"),
+            f"bfloat16 with optimizer = {quoted(train.optimizer)}, {why[train.optimizer]}",
+            'train.state_dtype = "float32", or optimizer = "adamw"',
+            (("train", "optimizer"),),
+        )
+
+
+def groups_do_something(recipe: Recipe) -> Problems:
+    for index, group in enumerate(recipe.train.groups):
+        if group.learning_rate is None and group.weight_decay is None:
+            yield Problem(
+                ("train", "groups", index),
+                f"{quoted(group.match)} sets nothing",
+                "learning_rate or weight_decay is needed",
+            )
+
+
+def fields_of_the_method(recipe: Recipe) -> Problems:
+    method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
+    only: dict[str, list[str]] = {"lora": ["dora", "rslora", "also_train"], "full": ["train_only"]}
+    hint = {
+        "also_train": "; train_only limits a full fine-tuning",
+        "train_only": "; also_train trains parameters beside LoRA",
+    }
+    for key in only[other]:
+        if getattr(method, key):
+            yield Problem(
+                ("method", key),
+                f"{key} with method.kind = {quoted(method.kind)}",
+                f"method.kind = {quoted(other)} is needed{hint.get(key, '')}",
+                (("method", "kind"),),
+            )
+
+
+def adapters_somewhere(recipe: Recipe) -> Problems:
+    if recipe.method.kind == "lora" and recipe.method.targets == []:
+        yield Problem(
+            ("method", "targets"), "an empty list: no module gets an adapter", '"all-linear", "attention" or some globs'
+        )
+
+
+def quantised_base_is_frozen(recipe: Recipe) -> Problems:
+    if recipe.model.quantize != "none" and recipe.method.kind == "full":
+        yield Problem(
+            ("model", "quantize"),
+            f"{quoted(recipe.model.quantize)} with a full fine-tuning: 4-bit weights cannot learn",
+            '"none", or method.kind = "lora"',
+            (("method", "kind"),),
+        )
+
+
+def adapter_goes_on_as_lora(recipe: Recipe) -> Problems:
+    if recipe.model.adapter is not None and recipe.method.kind == "full":
+        yield Problem(
+            ("model", "adapter"),
+            "an adapter to continue with a full fine-tuning",
+            'method.kind = "lora" is needed',
+            (("method", "kind"),),
+        )
+
+
+def evaluation_has_data(recipe: Recipe) -> Problems:
+    if has_validation(recipe):
+        return
+    for key, found in {
+        "every_steps": recipe.eval.every_steps,
+        "at_start": recipe.eval.at_start,
+        "samples": recipe.eval.samples,
+        "early_stopping_patience": recipe.eval.early_stopping_patience,
+        "limit": recipe.eval.limit,
+    }.items():
+        if found:
+            yield Problem(("eval", key), f"{quoted(found)} without validation data", NEEDS_VALIDATION)
+    if "exact_match" in recipe.eval.metrics:
+        yield Problem(("eval", "metrics"), "exact_match without validation data", NEEDS_VALIDATION)
+    if recipe.checkpoint.result == "best":
+        yield Problem(("checkpoint", "result"), '"best" without validation data', NEEDS_VALIDATION)
+
+
+def exact_match_has_answers(recipe: Recipe) -> Problems:
+    validation = recipe.data.validation or recipe.data.sources
+    if "exact_match" in recipe.eval.metrics and all(source.format == "text" for source in validation):
+        yield Problem(
+            ("eval", "metrics"),
+            "exact_match on plain text, which has no answer to compare with",
+            "prompts with completions, or chats, are needed",
+        )
+
+
+def early_stopping_is_reached(recipe: Recipe) -> Problems:
+    if recipe.eval.early_stopping_patience is not None and recipe.eval.every_steps is None and has_validation(recipe):
+        yield Problem(
+            ("eval", "early_stopping_patience"),
+            "early stopping with one evaluation, at the end",
+            "eval.every_steps is needed",
+        )
+
+
+def best_metric_is_evaluated(recipe: Recipe) -> Problems:
+    evaluated = [*recipe.eval.metrics, *(["perplexity"] if "loss" in recipe.eval.metrics else [])]
+    matters = recipe.checkpoint.result == "best" or recipe.eval.early_stopping_patience is not None
+    best = recipe.checkpoint.best_metric
+    if best not in evaluated and (matters or best != "loss"):
+        yield Problem(
+            ("checkpoint", "best_metric"),
+            f"{quoted(best)} is not evaluated",
+            f"one of eval.metrics: {', '.join(evaluated) or 'which is empty'}",
+            (("eval", "metrics"),),
+        )
+
+
+def rungs_once(recipe: Recipe) -> Problems:
+    ladder = recipe.backoff.ladder
+    for index, rung in enumerate(ladder):
+        if rung in ladder[:index]:
+            yield Problem(
+                ("backoff", "ladder", index), f"{quoted(rung)} twice", "each remedy once, in the order to try them"
+            )
+
+
+def merges_an_adapter(recipe: Recipe) -> Problems:
+    if recipe.finish.merge and recipe.method.kind != "lora":
+        yield Problem(("finish", "merge"), 'true with method.kind = "full"', "a full model has nothing to merge: false")
+
+
+def sweep_has_values(recipe: Recipe) -> Problems:
+    for key, values in recipe.sweep.items():
+        if not values:
+            yield Problem(("sweep", key), "an empty list", "the values to try are needed")
+
+
+RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
+    model_is_named,
+    source_has_one_origin,
+    detection_is_described,
+    builtins_exist,
+    random_weights_are_a_model,
+    original_positions_are_of_yarn,
+    names_are_unique,
+    something_to_train_on,
+    one_kind_of_validation,
+    image_sizes_in_order,
+    image_root_has_images,
+    images_are_not_packed,
+    one_warmup,
+    rate_falls,
+    constant_has_no_minimum,
+    micro_batch_within_batch,
+    restarts_restart,
+    momentum_is_sgd,
+    state_has_a_dtype,
+    groups_do_something,
+    fields_of_the_method,
+    adapters_somewhere,
+    quantised_base_is_frozen,
+    adapter_goes_on_as_lora,
+    evaluation_has_data,
+    exact_match_has_answers,
+    early_stopping_is_reached,
+    best_metric_is_evaluated,
+    rungs_once,
+    merges_an_adapter,
+    sweep_has_values,
+)
+
+
+def problems_of_recipe(recipe: Recipe) -> list[Problem]:
+    return [problem for rule in RECIPE_RULES for problem in rule(recipe)]

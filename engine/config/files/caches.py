@@ -1,0 +1,164 @@
+"""What this machine keeps between runs: the user's cache folder, the hub cache (read without the hub's library), and
+the longest sequence of each recipe's data."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.schema.recipe import Recipe
+
+
+def cache_folder() -> Path:
+    """$TUNEDECK_CACHE, else Tunedeck's folder in the platform's cache: tokens, tables of `datasets`, simulations."""
+    if configured := os.environ.get("TUNEDECK_CACHE"):
+        return Path(configured).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tunedeck"))
+
+
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+TRUE_WORDS = ("1", "ON", "YES", "TRUE")
+
+
+def offline_variable() -> str | None:
+    """The variable that forbids requests to the hub; None if none does. Of several, the first set one decides."""
+    name = next((name for name in OFFLINE_VARIABLES if os.environ.get(name)), None)
+    return name if name is not None and os.environ[name].upper() in TRUE_WORDS else None
+
+
+def find_snapshot(model: str, revision: str | None = None) -> Path | None:
+    """The cached files of a model (OWNER/NAME) at a branch, tag or commit, by default main; None if there are none.
+    The hub's `refs/REVISION` names the folder under `snapshots/`, where each file links to a complete download."""
+    repository = f"{_hub_cache()}/models--{model.replace('/', '--')}"
+    if not os.path.isdir(repository):
+        return None
+    reference = Path(repository, "refs", revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
+    snapshot = Path(repository, "snapshots", commit)
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def has_weights(snapshot: Path) -> bool:
+    """All files that an index lists must be there."""
+    index = snapshot / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError):
+            return False  # a damaged index: the hub has a whole one
+        return all((snapshot / name).is_file() for name in named)
+    return any(file.suffix in (".safetensors", ".bin") and file.is_file() for file in snapshot.iterdir())
+
+
+def has_tokenizer(snapshot: Path) -> bool:
+    """Any of transformers' formats counts."""
+    names = (file.name for file in snapshot.iterdir() if file.is_file())
+    return any(name.startswith(("tokenizer", "vocab", "tekken")) or name.endswith(".model") for name in names)
+
+
+def has_adapter(snapshot: Path) -> bool:
+    return all((snapshot / f"adapter_{name}").is_file() for name in ("config.json", "model.safetensors"))
+
+
+def has_data_set(name: str, config: str | None = None) -> bool:
+    """Whether `datasets` has prepared this data set here before: only then it opens the set without a connection."""
+    owner, slash, stem = name.rpartition("/")
+    snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", stem)).lower()
+    prepared = cache_folder() / "datasets" / (f"{owner}___{snake}" if slash else snake)
+    pattern = f"{config or '*'}/*/*"
+    return any(found.is_dir() and found.suffix != ".incomplete" for found in prepared.glob(pattern))
+
+
+def _hub_cache() -> str:
+    """$HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    given = os.environ.get("HF_HUB_CACHE")
+    if given is not None:
+        return os.path.expanduser(given)
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
+    return os.path.join(os.path.expanduser(home), "hub")
+
+
+VERSION = 1
+"""Part of every record's name. Increase it when the same data would give other tokens."""
+
+MOST_FILES = 200
+"""Of more files than this the lengths stay unknown: looking at all of them would hold up the console."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of a local model that decide its tokens."""
+
+
+def lengths_record(recipe: Recipe) -> Path | None:
+    """The path of the record for the training data as they are now, whether or not it exists; None where sizes and
+    modification times of files do not tell their state. Call it before the data are read."""
+    model, data = recipe.model, recipe.data
+    if model.id.startswith(RUN_PREFIX) and model.tokenizer is None:
+        return None
+    files: list[Any] = []
+    for source in data.sources:
+        if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
+            states = _states(Path(source.path).expanduser())
+            if not states:
+                return None
+            files += states
+    for text in (model.tokenizer or model.id, model.chat_template):
+        if text is not None and len(text) < 1024 and os.path.exists(text):
+            files += [state for name in ("", *TOKENIZER_FILES) if (state := _state(Path(text, name)))]
+    settings = data.model_dump(exclude={"validation", "workers", "shuffle", "sources"})
+    sources = [source.model_dump(exclude={"weight"}) for source in data.sources if source.enabled]
+    model_settings = [model.id, model.tokenizer, model.revision, model.chat_template]
+    parts = [VERSION, recipe.train.seed, settings, sources, model_settings, files]
+    name = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache_folder() / "lengths" / f"{name}.json"
+
+
+def known_longest(recipe: Recipe) -> int | None:
+    """Tokens of the longest training sequence; None if the data or the settings changed since the data were read."""
+    record = lengths_record(recipe)
+    try:
+        longest = json.loads(record.read_text())["longest"] if record is not None else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # never recorded, or damaged: the lengths are unknown, and plans say so
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def record_longest(record: Path | None, longest: int) -> None:
+    """Write `longest` (tokens) to the path that `lengths_record` gave before the data were read; None writes nothing,
+    nor does a record that exists."""
+    if record is None or record.exists():
+        return
+    record.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=record.parent)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"longest": longest}, file)
+    os.replace(temporary, record)
+
+
+def _states(path: Path) -> list[tuple[str, int, int]] | None:
+    """(path, bytes, modification time in nanoseconds) of each file; None for no file, or more than MOST_FILES."""
+    if path.is_dir():
+        names = [os.path.join(folder, name) for folder, _, found in os.walk(path) for name in found]
+    else:
+        names = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+    if not names or len(names) > MOST_FILES:
+        return None
+    return [state for name in sorted(names) if (state := _state(Path(name)))]
+
+
+def _state(path: Path) -> tuple[str, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (str(path), found.st_size, found.st_mtime_ns)

@@ -1,0 +1,105 @@
+"""Finds the files of a data source by its path, and checks their suffixes, without reading them or importing a library
+for data, so that a start can be refused before a run directory exists."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.files.machine import working_directory
+from engine.config.files.text import closest_match
+from engine.config.schema.data import Source
+from engine.config.schema.recipe import Recipe
+from engine.errors import DataError
+
+LOADERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".md": "text",
+}
+"""The loader of `datasets` for each suffix. Text files hold one sample per line."""
+
+COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
+
+MOST_LOOKED_AT = 1000
+"""Entries of the working directory that are searched for a file to suggest."""
+
+
+def require_data_files(recipe: Recipe) -> None:
+    """Raise DataError when local files of an enabled source of training or validation are missing."""
+    for key, sources in (("data.sources", recipe.data.sources), ("data.validation", recipe.data.validation)):
+        for source in sources:
+            if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
+                find_data_files(source, key)
+
+
+def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
+    """The files that a source's path names, sorted. Raises DataError for no files, or files of different formats."""
+    path = Path(source.path or "").expanduser()
+    if os.path.isdir(path):  # not Path.is_dir, which raises PermissionError inside a folder that may not be read
+        found = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+        if not found:
+            raise DataError(f"source {source.name}: the folder {path} holds no files", fix=_other_path(source, key))
+        return sorted(found)
+    pattern = str(path)
+    names = [pattern] if os.path.exists(path) or not glob.has_magic(pattern) else glob.glob(pattern, recursive=True)
+    files = sorted(Path(name) for name in names if os.path.isfile(name))
+    if not files:
+        raise DataError(f"source {source.name}: {_why_no_file(path)}", fix=_other_path(source, key))
+    _check_suffixes(source, files)
+    return files
+
+
+def _other_path(source: Source, key: str) -> str:
+    """A `--set` option with the most similar data file of the working directory, else the only one, else FILE.jsonl."""
+    wanted = os.path.basename(source.path or "")
+    with os.scandir(working_directory()) as entries:
+        here = [entry.name for entry in islice(entries, MOST_LOOKED_AT) if suffix_of(Path(entry.name)) in LOADERS]
+    data = [name for name in here if suffix_of(Path(name)) not in (".txt", ".md")]
+    other = closest_match(wanted, here) or (data[0] if len(data) == 1 else "FILE.jsonl")
+    option = shlex.quote(f"{key}.{source.name}.path={other}")
+    yours = ", with your file for FILE.jsonl" if other == "FILE.jsonl" else ""
+    return f"add --set {option}{yours}; such a path starts from the working directory"
+
+
+def _why_no_file(path: Path) -> str:
+    if glob.has_magic(str(path)):
+        return f"no file matches {path}"
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"{path} is a link to {os.readlink(path)}, which does not exist"
+    return f"{path} is neither a file nor a folder" if os.path.exists(path) else f"{path} does not exist"
+
+
+def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
+    kinds = {suffix_of(file) for file in files}
+    for file in files:
+        if suffix_of(file) not in LOADERS:
+            raise DataError(
+                f"source {source.name}: {file} has a suffix of no known format",
+                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(COMPRESSION_SUFFIXES)}",
+                fix="rename the file",
+            )
+    if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
+        raise DataError(
+            f"source {source.name}: {source.path} matches files of several formats ({', '.join(sorted(kinds))})",
+            fix="make one source of each format",
+        )
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix in lower case, without one for compression: ".jsonl" for "a.JSONL.gz"."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    while suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""

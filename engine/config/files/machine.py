@@ -1,0 +1,142 @@
+"""What this process finds around it: working directory, versions of installed packages, and the device for a new
+profile."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from engine.config.files.text import visible
+
+
+def working_directory() -> Path:
+    """Absolute; if the directory was deleted, the path in $PWD, else the root."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        named = Path(os.environ.get("PWD", os.sep))
+        return named if named.is_absolute() else Path(os.sep)
+
+
+@cache
+def installed(package: str) -> str:
+    """Version of an installed package; empty where it is not installed."""
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        return ""
+    # Its property `version` parses all of the metadata, the package's whole description included.
+    metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    return metadata.partition("\nVersion: ")[2].partition("\n")[0].strip()
+
+
+def older(found: str, release: str) -> bool:
+    """Whether the version `found` is older than `release` ("major.minor"); False if `found` is empty."""
+    return bool(found) and _release(found) < _release(release)
+
+
+def _release(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
+
+CUDA_RESERVE_GIB = 1.0
+"""Memory of the CUDA context and libraries, rounded up."""
+
+
+def detect_device() -> tuple[dict[str, Any], str, str]:
+    """A profile's [device] table, its title and its notes, for the first GPU that NVML finds, else for the CPU."""
+    return _detect_gpu() or _detect_cpu()
+
+
+def host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def count_devices() -> int:
+    """The number of GPUs that NVML finds; 1, for the CPU, if it finds none."""
+    if not _has_nvml():
+        return 1
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 1
+    try:
+        return max(1, int(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _has_nvml() -> bool:
+    """Checked first, because importing pynvml takes as long as the rest of the detection."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _detect_gpu() -> tuple[dict[str, Any], str, str] | None:
+    if not _has_nvml():
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        return _gpu_facts(pynvml, count) if count else None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    total_bytes, offered_bytes = _memory(pynvml, handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name, driver = visible(pynvml.nvmlDeviceGetName(handle)), visible(pynvml.nvmlSystemGetDriverVersion())
+    device = {
+        "kind": "cuda",
+        "memory_gib": offered_bytes * 100 // 2**30 / 100,
+        "reserve_gib": CUDA_RESERVE_GIB,
+        "host_memory_gib": host_memory_bytes() * 100 // 2**30 / 100,
+        "compute_capability": float(f"{major}.{minor}"),
+        "allocator": "expandable_segments:True",
+    }
+    others = f" This machine has {count}: raise device.count to use them." if count > 1 else ""
+    kept = (total_bytes - offered_bytes) >> 20
+    notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB less {kept} MiB that driver {driver} keeps.{others}"
+    return device, name, notes
+
+
+def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
+    """NVML's total bytes, and those that programs can use: the driver reserves some hundreds of MiB, which drivers
+    before 510 do not report."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        total_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return total_bytes, total_bytes
+    return int(memory.total), int(memory.total - memory.reserved)
+
+
+def _detect_cpu() -> tuple[dict[str, Any], str, str]:
+    memory_gib = host_memory_bytes() * 100 // 2**30 / 100
+    device = {
+        "kind": "cpu",
+        "memory_gib": memory_gib,
+        "reserve_gib": round(memory_gib * 0.2, 2),
+        "host_memory_gib": memory_gib,
+    }
+    notes = (
+        "No NVIDIA driver was found. memory_gib: the host's total; a fifth is left to everything else on the machine."
+    )
+    return device, f"This machine's CPU, {os.cpu_count()} cores", notes

@@ -1,0 +1,79 @@
+"""The schema of a recipe's data: the sources of its samples, and how samples become token sequences."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from engine.config.schema.base import Count, CountOrZero, Name, Positive, Table
+
+IMAGE_FORMATS = ("image-chat", "detection")
+"""Formats of sources whose samples have images."""
+
+
+class Source(Table):
+    """One source of samples: a file, a folder of files, a hub data set, or a built-in generator."""
+
+    name: Name
+    """The name that --set uses: data.sources.NAME.enabled=false."""
+    path: str | None = None
+    """File, folder, glob, or "builtin:dates". Relative to the recipe's folder when that was given as a path."""
+    hub: str | None = None
+    """Name of a data set on the hub."""
+    config: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split of the data set, such as "train" or "train[:1000]"."""
+    format: Literal["auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "image-chat", "detection"] = (
+        "auto"
+    )
+    """How the columns are read; auto recognises the format by the columns' names. detection: images with boxes."""
+    limit: Count | None = None
+    """Use at most this many samples, from the start of the source."""
+    enabled: bool = True
+    """false leaves the source out."""
+    weight: Positive = 1.0
+    """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
+    columns: dict[str, str] = {}
+    """Our column name = the file's, such as prompt = "question"; for detection also a nested column, such as boxes =
+    "objects.bbox"."""
+    image_root: str | None = None
+    """Folder that image paths are relative to; by default the folder of the data file."""
+    prompt: str | None = None
+    """detection: what is asked about each image."""
+    box_order: Literal["xyxy", "yxyx", "xywh"] | None = None
+    """detection: the order of a box's four numbers in the data. There is no default: swapped axes are not noticed."""
+    box_scale: Literal["unit", "pixels", "thousand"] | None = None
+    """detection: the scale of a box's numbers in the data: 0 to 1, pixels of the image, or 0 to 1000."""
+    box_text: Literal["qwen2", "json"] | None = None
+    """detection: how boxes are written in answers; by default qwen2, with its special tokens."""
+
+
+class Data(Table):
+    """The data, and how they become token sequences."""
+
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """Sources of training samples."""
+    validation: list[Source] = []
+    """Sources of validation samples, instead of valid_fraction."""
+    max_length: Count = 2048
+    """Longest sequence in tokens."""
+    over_length: Literal["drop", "truncate"] = "drop"
+    """Whether longer samples are dropped or truncated."""
+    shuffle: bool = True
+    """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
+    packing: bool = False
+    """Pack several samples into one sequence; attention does not cross from one to another."""
+    valid_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the samples held out for evaluation, drawn by seed."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """completion: loss on completions and assistant turns; all: on every token."""
+    workers: CountOrZero = 0
+    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads."""
+    system_prompt: str | None = None
+    """System prompt for conversations without a system turn."""
+    image_min_pixels: Count | None = None
+    """Smallest image, in pixels, for models that resize."""
+    image_max_pixels: Count | None = None
+    """Largest image, in pixels, for models that resize; a plan assumes one of this size in every sequence."""

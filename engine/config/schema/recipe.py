@@ -1,0 +1,400 @@
+"""The schema of a recipe: what is trained, how, on what data, and what becomes of the result.
+
+Defaults are defined here (those of [data] in `engine.config.schema.data`) and nowhere else; docstrings become the JSON
+Schema's descriptions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from engine.config.attention import AttentionChoice
+from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
+from engine.config.schema.data import Data, Source
+
+
+class RopeScaling(Table):
+    """How rotary positions are scaled, so that a model reads sequences longer than it was made for. Written into the
+    config of the result."""
+
+    type: Literal["yarn", "linear", "dynamic"]
+    """yarn: slow rotations are stretched, fast ones kept (arXiv:2309.00071). linear: every position is divided by
+    factor. dynamic: the base of the rotations grows with the length (NTK); every sequence of a run gets the rotations
+    for data.max_length, because those for the longest of a micro-batch would change with the micro-batch."""
+    factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+    """How many times longer sequences may be than the model's own positions."""
+    original_max_position_embeddings: Count | None = None
+    """With yarn: the positions that factor multiplies; by default the config's max_position_embeddings."""
+
+
+class Model(Table):
+    """The model to start from."""
+
+    id: str
+    """Hub id, folder, "builtin:tiny", "run:RUN[@STEP|@best]" to start from an earlier run, or in a stage
+    "stage:NAME[@STEP|@best]" to start from an earlier stage."""
+    tokenizer: str | None = None
+    """Hub id, folder or "builtin:bytes"; by default the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    adapter: str | None = None
+    """A LoRA adapter to continue: hub id, folder, "run:RUN[@STEP|@best]", or in a stage "stage:NAME[@STEP|@best]"."""
+    chat_template: str | None = None
+    """A Jinja chat template (text, or a path ending in .jinja) used instead of the tokenizer's."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of the base weights. auto: bfloat16 where the device has it, else float16 on CUDA, float32 on a CPU."""
+    attention: AttentionChoice = "auto"
+    """Attention kernel. flash: the best flash attention that is installed and runs on the GPU; auto: that where there
+    is one, else sdpa, else eager. The other values name one kernel: varlen is torch's own flash attention."""
+    attention_dropout: Literal["auto", "keep", "off"] = "auto"
+    """What becomes of the attention dropout in the model's config. auto: kept in eager attention, with masks keyed by
+    (seed, step, sample, module); switched off with a warning in other kernels, whose masks would change with the
+    micro-batch. keep: also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or another
+    micro-batch then changes what is learned. off: switched off."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """random: random weights of the model's real shapes, without a download, for rehearsals."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of rotary positions, for data.max_length beyond the model's."""
+
+
+class Method(Table):
+    """Which weights are trained."""
+
+    kind: Literal["lora", "full"] = "lora"
+    """lora: low-rank adapters beside a frozen base; full: the weights themselves."""
+    rank: Count = 16
+    """LoRA rank."""
+    alpha: Positive | None = None
+    """The update is scaled by alpha/rank (alpha/sqrt(rank) with rslora). By default twice the rank."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """LoRA dropout; masks are keyed by (seed, step, sample, module), whatever the split."""
+    targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
+    """Modules that get adapters: every linear layer but the head, the attention projections, or globs on names."""
+    exclude: list[str] = []
+    """Globs on module names that get no adapter."""
+    dora: bool = False
+    """Weight-decomposed adapters (DoRA)."""
+    rslora: bool = False
+    """Rank-stabilised scaling."""
+    adapter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the adapters."""
+    also_train: list[str] = []
+    """Beside LoRA: parameters trained in full (globs on dotted names; "**" crosses dots)."""
+    train_only: list[str] = []
+    """With kind = "full": only these parameters are trained (globs on dotted names)."""
+    freeze: list[str] = []
+    """Parameters that are not trained (globs on dotted names)."""
+
+    @property
+    def effective_alpha(self) -> float:
+        """The alpha of LoRA: the recipe's, or twice the rank if the recipe sets none."""
+        return float(self.alpha if self.alpha is not None else 2 * self.rank)
+
+
+class ParameterGroup(Table):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    match: str
+    """Glob on dotted parameter names; "**" crosses dots."""
+    learning_rate: Positive | None = None
+    """Peak learning rate of these parameters."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of these parameters."""
+
+
+class Train(Table):
+    """The optimisation."""
+
+    epochs: Positive | None = None
+    """Passes over the data; by default 1 without max_steps. The run ends when epochs or max_steps is reached."""
+    max_steps: Count | None = None
+    """Number of optimizer steps."""
+    batch_size: Count = 16
+    """Sequences per optimizer step over all devices: the effective batch size."""
+    micro_batch: Literal["auto"] | Count = "auto"
+    """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
+    learning_rate: Positive = 2e-4
+    """Peak learning rate."""
+    min_learning_rate: NonNegative = 0.0
+    """Learning rate at the end of the schedule."""
+    scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    restarts: Count = 1
+    """Cycles of cosine_with_restarts."""
+    warmup_ratio: Fraction | None = None
+    """Share of the steps spent warming up."""
+    warmup_steps: CountOrZero | None = None
+    """Steps spent warming up; shortened where the run is shorter."""
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
+    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: an update is
+    learning_rate, at most 1/sqrt(step), times the root mean square of the weight. The Hugging Face Trainer's adafactor
+    does not scale learning_rate, so a rate chosen for it learns far slower here."""
+    rounding: Literal["exact", "stochastic", "nearest"] = "exact"
+    """How updates of weights that are trained in bf16 are rounded. bf16 has 8 bits: an update below 1/512 of a weight
+    is lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept beside each weight; together
+    they are the fp32 weight. stochastic: rounded up or down by chance, right on average, without additional bytes.
+    nearest: rounded to the nearest. Weights that are trained in float32 or float16 are not affected."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the state of adamw, and of sgd's momentum, for weights that are trained in bf16; other weights have
+    state of their own dtype. bfloat16 is rounded stochastically, or to nearest with rounding = "nearest", which then
+    is torch's own optimizer on bf16 weights."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Momentum of sgd."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, on matrices; biases and norms are left out."""
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Decay rates of Adam's two averages."""
+    eps: Positive = 1e-8
+    """Adam's epsilon."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm here; 0 does not clip."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the target probability that is spread over the vocabulary."""
+    seed: CountOrZero = 0
+    """Seed of sample order, initial weights, dropout and generated data."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+    activation_offload: bool = False
+    """Keep saved activations in host memory."""
+    loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
+    """How the loss is computed; auto never holds a tensor of tokens x vocabulary."""
+    compile: bool = False
+    """torch.compile the decoder layers in training. They are compiled before the first step, which can take minutes,
+    and used if they then equal the layers as they are (proof compile)."""
+    deterministic: bool = False
+    """Use only deterministic kernels, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
+    deterministic version is refused, with its name."""
+    log_every_steps: Count = 1
+    """Optimizer steps between two step events."""
+    groups: list[ParameterGroup] = []
+    """Parameters with a learning rate or weight decay of their own; the first match counts."""
+
+
+class Checkpoint(Table):
+    """Checkpoints, and which weights become the result."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between checkpoints."""
+    every_minutes: NonNegative = 30.0
+    """Minutes between checkpoints; 0: none by time."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep; the best one is kept in addition."""
+    best_metric: str = "loss"
+    """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others."""
+    result: Literal["best", "last"] = "last"
+    """Which weights become the result."""
+
+
+class Eval(Table):
+    """Evaluation during training."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
+    at_start: bool = False
+    """Evaluate before the first step, too."""
+    limit: Count | None = None
+    """At most this many validation samples."""
+    metrics: list[Literal["loss", "exact_match"]] = ["loss"]
+    """exact_match generates greedily and compares with the reference."""
+    samples: CountOrZero = 0
+    """Number of generated samples to log at each evaluation."""
+    early_stopping_patience: Count | None = None
+    """Stop after this many evaluations without improvement of checkpoint.best_metric."""
+    early_stopping_threshold: NonNegative = 0.0
+    """Smallest change of the metric that counts as an improvement."""
+
+
+class Evaluate(Table):
+    """Evaluation after training (`tunedeck eval`)."""
+
+    metrics: list[Literal["loss", "exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate"]] = [
+        "loss"
+    ]
+    """Scores to compute. Of generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
+    each; token_f1, how many words are those of the reference; rouge, runs of words in common; box_iou, how well boxes
+    cover the reference's; detection_rate, how often there is a box."""
+    limit: Count | None = None
+    """At most this many samples."""
+    log_samples: CountOrZero = 5
+    """Number of generated samples to keep."""
+    sources: list[Source] = []
+    """Data to score on; by default the recipe's validation set."""
+
+
+class Moe(Table):
+    """Settings for mixture-of-experts models."""
+
+    freeze_router: bool | None = None
+    """true: the router is not trained; false: it is trained in full, also beside LoRA. By default true beside LoRA,
+    false in full fine-tuning."""
+    aux_loss_weight: NonNegative | None = None
+    """Weight of the auxiliary loss that balances the experts, computed per sequence and layer over the whole step. By
+    default the model's router_aux_loss_coef if the router is trained, else 0."""
+    watch_experts: bool = True
+    """Count how many tokens each expert gets: in step events, in experts/ at evaluations, with warnings of experts that
+    get almost none."""
+
+
+class Generate(Table):
+    """How text is generated, in evaluation and in chat."""
+
+    max_new_tokens: Count = 128
+    """Longest answer."""
+    temperature: NonNegative = 0.0
+    """0 is greedy: the likeliest token each time."""
+    top_k: CountOrZero = 0
+    """0 switches it off."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling."""
+    repetition_penalty: Positive = 1.0
+    """1 switches it off."""
+    seed: CountOrZero = 0
+    """Seed of sampling."""
+
+
+Rung = Literal["retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload"]
+"""A remedy of the backoff ladder."""
+
+
+class Backoff(Table):
+    """Remedies for out-of-memory errors."""
+
+    ladder: list[Rung] = [
+        "retry",
+        "defragment",
+        "cut",
+        "checkpointing",
+        "chunk_loss",
+        "activation_offload",
+        "optimizer_offload",
+    ]
+    """Remedies in the order in which they are tried."""
+    allow_learning_changes: list[Literal["max_length"]] = []
+    """Remedies that change what is learned, allowed by name: max_length truncates the longest sequences when not even
+    one of them fits."""
+    grow: bool = True
+    """Let the micro-batch budget grow again after steps without an out-of-memory error."""
+
+
+class RecipeParallel(Table):
+    """How several devices share a run of this recipe. Keys that are given here replace the profile's; with one device
+    none of them counts."""
+
+    strategy: Literal["auto", "single", "replicated", "sharded"] | None = None
+    """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated where the model fits each
+    device, else sharded. By default the profile's."""
+    shard: Literal["gradients", "parameters"] | None = None
+    """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3). By
+    default the profile's."""
+    sequence: Literal["auto"] | Count | None = None
+    """How many devices share one sequence; auto: the fewest with which the longest sequence fits. By default the
+    profile's."""
+
+
+class Trackers(Table):
+    """Experiment trackers beside the journal."""
+
+    use: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Trackers that get the metrics of a run; each needs its package."""
+    project: str | None = None
+    """Project name in the trackers; by default tunedeck."""
+    tags: list[str] = []
+    """Tags of the run in the trackers."""
+
+
+class Finish(Table):
+    """What is done with the result at the end of a run."""
+
+    merge: bool = False
+    """Merge the adapter into its base model when the run is done, into merged/ of the run; uses host memory only."""
+
+
+class Stage(Table):
+    """One stage of a staged run: a process of its own, with its own values of any of the recipe's tables."""
+
+    name: Name
+    """The name that --set uses: stages.NAME.train.learning_rate=1e-5."""
+    kind: Literal["train", "assemble"] = "train"
+    """train, or assemble experts of earlier stages into a mixture."""
+    from_: str | list[str] | None = Field(None, alias="from")
+    """train: the earlier stage to start from, instead of [model]. assemble: two or more earlier stages, one for each
+    expert; "base" is the recipe's own [model], and a name may be repeated."""
+    enabled: bool = True
+    """false: leave this stage out."""
+    experts_per_token: Count | None = None
+    """assemble: experts each token is routed to; by default 2."""
+    shared: list[str] = []
+    """assemble: globs on parameters that are taken from the first expert where the experts differ; others are
+    averaged."""
+    router: Literal["random", "hidden"] | None = None
+    """assemble: initial router weights. random (the default), or hidden: the direction of each expert's own data in
+    the hidden states of the recipe's model."""
+    model: dict[str, Any] = {}
+    """Keys of [model] in this stage."""
+    method: dict[str, Any] = {}
+    """Keys of [method] in this stage."""
+    data: dict[str, Any] = {}
+    """Keys of [data] in this stage."""
+    train: dict[str, Any] = {}
+    """Keys of [train] in this stage."""
+    checkpoint: dict[str, Any] = {}
+    """Keys of [checkpoint] in this stage."""
+    eval: dict[str, Any] = {}
+    """Keys of [eval] in this stage."""
+    evaluate: dict[str, Any] = {}
+    """Keys of [evaluate] in this stage."""
+    moe: dict[str, Any] = {}
+    """Keys of [moe] in this stage."""
+    generate: dict[str, Any] = {}
+    """Keys of [generate] in this stage."""
+    backoff: dict[str, Any] = {}
+    """Keys of [backoff] in this stage."""
+    finish: dict[str, Any] = {}
+    """Keys of [finish] in this stage."""
+
+
+class Recipe(Table):
+    """A recipe file."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    """Version of this file format."""
+    kind: Literal["recipe"] = "recipe"
+    """Always "recipe"."""
+    name: Name = ""
+    """Name of the recipe. May be left out, because the file's name without .toml counts."""
+    title: str = ""
+    """One line of description, for lists."""
+    notes: str = ""
+    """Anything a reader should know."""
+    profile: Name | None = None
+    """The hardware profile that the recipe is meant for; `recipes list` shows whether it fits there. Any other may be
+    chosen."""
+    model: Model
+    method: Method = Method()
+    data: Data
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    evaluate: Evaluate = Evaluate()
+    moe: Moe = Moe()
+    generate: Generate = Generate()
+    backoff: Backoff = Backoff()
+    parallel: RecipeParallel = RecipeParallel()
+    trackers: Trackers = Trackers()
+    finish: Finish = Finish()
+    sweep: dict[str, list[Any]] = {}
+    """Dotted key = the values to try."""
+    stages: list[Stage] = []
+    """Stages, in order."""
+
+    @property
+    def freezes_router(self) -> bool:
+        """Whether the routers of a mixture of experts are not trained."""
+        chosen = self.moe.freeze_router
+        return self.method.kind == "lora" if chosen is None else chosen

@@ -1,0 +1,77 @@
+"""Sequence packing, tried on the model as loaded: whether a document keeps apart from the one packed before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.budget.architecture.families import FAMILIES
+from engine.data.batch import Batch, Documents
+from engine.data.tokens import IGNORED
+from engine.errors import UsageError
+from engine.model.decoder import autocast, decoder_output, eval_mode
+from engine.model.loaded import LoadedModel, embedding_rows
+
+LENGTHS = (11, 9)
+"""Tokens of the two documents: shorter than any sliding window, and no multiple of a kernel's block."""
+LARGEST_MOVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""Largest relative change of a document's hidden states when the document before it is exchanged, by dtype of the
+computation: both passes run the same kernels on the same shapes. Families that mix documents move them by over 5 %."""
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""Likewise between packed and alone, where shapes differ, and with them the order in which kernels sum."""
+
+
+def require_separation(loaded: LoadedModel) -> None:
+    """Run two packed documents, the same with another first one, and the second alone. UsageError if the second one's
+    hidden states depend on the first, or differ from those it has alone (positions that do not restart)."""
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = (
+        torch.randint(1, embedding_rows(loaded.base), (length,), generator=generator)
+        for length in (LENGTHS[0], LENGTHS[0], LENGTHS[1])
+    )
+    with eval_mode(loaded.model), autocast(loaded):
+        packed, exchanged, alone = (
+            decoder_output(loaded, _row(documents, loaded))[0][0, -LENGTHS[1] :].float()
+            for documents in ((first, second), (other, second), (second,))
+        )
+    if (moved := _relative(packed, exchanged)) > LARGEST_MOVE[loaded.precision.compute]:
+        raise _refusal(f"changing a document moves the hidden states of the one packed behind it by {moved:.0%}")
+    if (differs := _relative(packed, alone)) > LARGEST_DIFFERENCE[loaded.precision.compute]:
+        raise _refusal(f"the hidden states of a packed document differ by {differs:.0%} from those it has alone")
+
+
+def require_known_family(model_type: str) -> None:
+    """UsageError for a family whose packing no test of ours has tried: sharded weights cannot be run before the first
+    step, so there the model itself is not asked."""
+    if model_type not in FAMILIES:
+        raise UsageError(
+            f"data.packing = true, but whether {model_type} keeps packed documents apart is not known, and sharded "
+            "weights cannot be tried before the first step",
+            fix='set data.packing = false, or parallel.strategy = "replicated"',
+        )
+
+
+def _row(documents: tuple[Tensor, ...], loaded: LoadedModel) -> Batch:
+    lengths = torch.tensor([0, *(len(document) for document in documents)], dtype=torch.int32)
+    ids_BS = torch.cat(documents)[None]
+    return Batch(
+        ids_BS,
+        torch.full_like(ids_BS, IGNORED),
+        None,
+        torch.cat([torch.arange(len(document)) for document in documents])[None],
+        (0,),
+        0,
+        documents=Documents(lengths.cumsum(0, dtype=torch.int32), int(lengths.max()), len(documents) == 1),
+    ).moved(lambda tensor: tensor.to(loaded.device.torch_device))
+
+
+def _relative(one_SH: Tensor, other_SH: Tensor) -> float:
+    return float((one_SH - other_SH).norm() / one_SH.norm())
+
+
+def _refusal(found: str) -> UsageError:
+    return UsageError(
+        f"data.packing = true, but with this model {found}",
+        expected="a model that computes packed documents as it computes them alone",
+        fix="set data.packing = false",
+    )

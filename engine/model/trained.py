@@ -1,0 +1,79 @@
+"""Which parameters are trained, by the patterns of a recipe, and in which of the optimizer's parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from engine.config.name_patterns import matches, no_match
+from engine.config.schema.recipe import Method, ParameterGroup, Train
+from engine.errors import UsageError
+
+
+def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
+    """The names that any pattern of `key` matches. UsageError: a pattern matches nothing."""
+    names = list(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if matches(pattern, name)}
+        if not hits:
+            raise no_match(pattern, names, key)
+        chosen |= hits
+    return chosen
+
+
+def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Iterable[str] = ()) -> None:
+    """Set requires_grad for full fine-tuning: method.train_only, else all except `frozen_by_default`; never what
+    method.freeze matches. A tied weight matches by any of its names, and freezing takes precedence.
+
+    UsageError: a pattern without a match, or no parameter left to train.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    trained = select(method.train_only, by_name, "method.train_only") if method.train_only else set(by_name)
+    frozen = select(method.freeze, by_name, "method.freeze")
+    if not method.train_only:
+        frozen |= set(frozen_by_default)
+    learning = {id(by_name[name]) for name in trained} - {id(by_name[name]) for name in frozen}
+    if not learning:
+        raise UsageError(
+            "method.train_only and method.freeze leave nothing that learns",
+            expected="at least one parameter left",
+            fix="remove one of the patterns",
+        )
+    for parameter in by_name.values():
+        parameter.requires_grad_(id(parameter) in learning)
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
+    """The optimizer's groups: dicts with `params`, `names`, `lr` and `weight_decay`, in the order of first parameters.
+
+    Weight decay applies to matrices, not to biases, norms and other vectors, as in GPT-3 (appendix B) and nanoGPT. A
+    parameter gets the settings of the first entry in [[train.groups]] that matches its name; a weight_decay there
+    applies to vectors too. UsageError: a group whose pattern matches no trainable parameter.
+    """
+    named = list(named_parameters)
+    for group in train.groups:
+        if not any(matches(group.match, name) for name, _ in named):
+            raise no_match(group.match, [name for name, _ in named], "train.groups.match")
+    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
+    for name, parameter in named:
+        index, own = _own_group(name, train.groups)
+        rate = own.learning_rate if own and own.learning_rate is not None else train.learning_rate
+        decay = own.weight_decay if own and own.weight_decay is not None else _decay(parameter, train)
+        group_of = groups.setdefault(
+            (index, rate, decay), {"params": [], "names": [], "lr": rate, "weight_decay": decay}
+        )
+        group_of["params"].append(parameter)
+        group_of["names"].append(name)
+    return list(groups.values())
+
+
+def _own_group(name: str, groups: list[ParameterGroup]) -> tuple[int, ParameterGroup | None]:
+    return next(((index, group) for index, group in enumerate(groups) if matches(group.match, name)), (-1, None))
+
+
+def _decay(parameter: Parameter, train: Train) -> float:
+    return train.weight_decay if parameter.dim() >= 2 else 0.0

@@ -1,0 +1,215 @@
+"""Drives the engine's own model, adapters, loss, checkpointing, clipping and optimizer on tensors without data.
+
+A recorder (`engine.simulate.recorders`) sees each phase. As on the metered device, workspace that an operation
+allocates internally is not counted, except attention's backward pass on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
+
+from engine.budget.architecture.lookup import find_config
+from engine.budget.trace.memory_config import resolved_dtype
+from engine.config.schema.run import RunSpec
+from engine.device.allocation_tracker import bytes_of
+from engine.evaluate.generation import generate_tokens, generation_config, sampling
+from engine.model.config import auto_class
+from engine.model.decoder import find_head
+from engine.model.dropout import keyed, keyed_dropouts
+from engine.model.expert_balance import expert_balance
+from engine.model.load import LoadedModel, assemble, choose_settings
+from engine.model.loss import LossFunction, choose_implementation
+from engine.model.reference import StartingWeights
+from engine.simulate.batch import StepShape, batch_of
+from engine.simulate.device import SimulatedDevice, simulated_dropout
+from engine.simulate.recorders import EMBEDDING, GENERATE, PhaseRecorder
+from engine.train.step.optimizer import guarded_optimizer
+from engine.train.step.optimizer_state import state_tensors
+
+PAD_ID, END_ID = 0, 1
+"""Ids of the padding token and the end token. They are arbitrary, because simulated tokens have no values."""
+SIMULATED_TOKENS = 4
+"""How many tokens of an answer are simulated: the first two and the last two. The tokens in between are skipped."""
+
+Recorder = TypeVar("Recorder", bound=PhaseRecorder)
+MakeRecorder = Callable[[SimulatedDevice, torch.nn.Module, Callable[[], int]], Recorder]
+"""Creates a recorder from the device, the base model, and a function that counts the bytes of gradients."""
+
+
+@contextmanager
+def simulated_run(
+    spec: RunSpec, record: MakeRecorder[Recorder], facts: dict[str, Any] | None = None
+) -> Iterator[SimulatedRun[Recorder]]:
+    """Create the model of a run, from the config `facts` if given, with its loss and optimizer; yields what drives
+    them. Inside the block, all tensors are simulated."""
+    device = SimulatedDevice.of(spec.profile.device)
+    loaded = on_meta(spec, device, facts)
+    with device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
+        leave_meta(loaded.model)
+        yield SimulatedRun(spec, device, loaded, record)
+
+
+class SimulatedRun(Generic[Recorder]):
+    """A run's model, loss and optimizer on a simulated device."""
+
+    def __init__(
+        self, spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, record: MakeRecorder[Recorder]
+    ) -> None:
+        self.spec, self.device, self.loaded, train = spec, device, loaded, spec.recipe.train
+        self.head = find_head(loaded.base)
+        implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device).name
+        self.loss = LossFunction(loaded, self.head, implementation, train.label_smoothing, 1)
+        self.loss.offload.on = train.activation_offload
+        self.loss.balance = expert_balance(spec.recipe, loaded)
+        self.guard = guarded_optimizer(train, loaded, device)
+        self.static_bytes = device.memory().allocated_bytes
+        self.recorder = record(device, loaded.base, self.gradient_bytes)
+        self._dropouts = keyed_dropouts(loaded.model)
+
+    def static_components(self) -> dict[str, int]:
+        """Return the device bytes that remain allocated throughout a step, by component."""
+        trainable = self.loaded.trainable()
+        adapters = [parameter for name, parameter in trainable if "lora_" in name]
+        return {
+            "weights": bytes_of(self.loaded.model.parameters()) - bytes_of(adapters),
+            "adapters": bytes_of(adapters),
+            "optimizer": 0 if self.guard.host_state.on else self._state_bytes(),
+        }
+
+    def host_components(self) -> dict[str, int]:
+        """Return the bytes of offloaded optimizer state; empty if it is on the device."""
+        return {"optimizer": self._state_bytes()} if self.guard.host_state.on else {}
+
+    def _state_bytes(self) -> int:
+        return bytes_of(tensor for _, tensor in state_tensors(self.guard.optimizer, self.loaded.trainable()))
+
+    def gradient_bytes(self) -> int:
+        return bytes_of(self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for _, parameter in self.loaded.trainable() if parameter.grad is not None]
+
+    def micro_batch(self, shape: StepShape) -> None:
+        """Run a micro-batch forward and backward; gradients are added to those that exist."""
+        batch = batch_of(self.spec, self.device, shape, with_row_tokens=self.loss.balance is not None)
+        self.loss.chunk_tokens = shape.chunk
+        self.recorder.enter(EMBEDDING)
+        with keyed(self._dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
+            total = self.loss.minimised(self.loss.terms(batch).share_of(shape.targets, shape.rows * shape.length))
+            with self.device.backward():
+                total.backward()
+                self.loss.offload.settle()
+        self.recorder.leave()
+
+    def optimizer_step(self) -> None:
+        """Clip the gradients and update the weights."""
+        self.recorder.enter("optimizer_step")
+        most = self.spec.recipe.train.max_grad_norm
+        if most:
+            norm = torch.nn.utils.get_total_norm(self._gradients())
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in self.loaded.trainable()], most, norm)
+            del norm
+        self.guard.host_state.make_room()
+        self.guard.update.make_room()
+        if not self.guard.never_allocates:  # a fused step allocates nothing, and its kernel rejects fake tensors
+            self.guard.host_state.step(lambda: self.guard.update.step(1))
+        self.guard.accept()
+        self.recorder.leave()
+
+    def end_training(self) -> None:
+        """Free the gradients and switch the model to evaluation."""
+        self.loaded.model.zero_grad(set_to_none=True)
+        self.loaded.model.eval()
+
+    def evaluate(self, shape: StepShape) -> None:
+        """Compute the loss of a micro-batch without gradients."""
+        batch = batch_of(self.spec, self.device, shape)
+        self.loss.chunk_tokens = shape.chunk
+        self.recorder.enter(EMBEDDING)
+        with torch.no_grad():
+            self.loss(batch)
+        self.recorder.leave()
+
+    def generate(self, *, rows: int, prompt: int) -> None:
+        """Generate `rows` answers of full length to prompts of `prompt` tokens, with a key-value cache.
+
+        An answer takes a pass through the model per token, and memory grows with the cache: only the first and the last
+        tokens are simulated; in between, the cache is extended without running the model.
+        """
+        tokens = self.spec.recipe.generate.max_new_tokens
+        cache = DynamicCache(config=self.loaded.config.get_text_config(decoder=True))
+        skips = tokens > SIMULATED_TOKENS
+        with torch.no_grad():
+            for length, count in ((prompt, 2), (prompt + tokens - 2, 2)) if skips else ((prompt, tokens),):
+                if length > prompt:
+                    _lengthen(cache, length - 1)
+                self._generate_tokens(cache, rows, length, count)
+
+    def _generate_tokens(self, cache: Cache, rows: int, length: int, count: int) -> None:
+        device, settings = self.device, self.spec.recipe.generate
+        ids_BS, mask_BS = (device.upload(torch.ones((rows, length), dtype=torch.int64)) for _ in range(2))
+        self.recorder.enter(GENERATE)
+        with _generate_exactly(self.loaded.base, count), device.unequal_rows():
+            config = generation_config(settings, END_ID, PAD_ID)
+            processors = LogitsProcessorList(sampling(settings, range(rows), length, device))
+            generate_tokens(self.loaded, ids_BS, mask_BS, config, past_key_values=cache, logits_processor=processors)
+        self.recorder.leave()
+
+
+def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None = None) -> LoadedModel:
+    """Create the model with its adapters on the meta device, from the config `facts`, by default that of the recipe's
+    model. peft cannot create adapters as fake tensors, so `leave_meta` later replaces the tensors by fake ones."""
+    model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
+    spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
+    facts = facts or find_config(model.id, model.revision)
+    config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
+    settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
+    options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
+    with torch.device("meta"):
+        return assemble(spec, settings, auto_class(config).from_config(settings.config, **options), device)
+
+
+def leave_meta(model: torch.nn.Module) -> None:
+    """Replace the tensors of a model on the meta device by fake CPU tensors; tied weights remain tied."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device="cpu")
+    for (module, name), *others in places.values():
+        for other, its_name in others:
+            setattr(other, its_name, getattr(module, name))
+
+
+@contextmanager
+def _generate_exactly(base: torch.nn.Module, count: int) -> Iterator[None]:
+    """Inside the block, transformers generates exactly `count` tokens; fake tokens have no values that could end a
+    row."""
+    left = iter(range(count))
+    base.__dict__["_has_unfinished_sequences"] = lambda *_, **__: next(left, None) is not None
+    try:
+        yield
+    finally:
+        del base.__dict__["_has_unfinished_sequences"]
+
+
+def _lengthen(cache: Cache, length: int) -> None:
+    """Lengthen the KV cache to `length` tokens; in layers with a sliding window, only to the size of the window."""
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        extra = length - layer.get_seq_length()
+        keys, values = (old.new_empty((*old.shape[:-2], extra, old.shape[-1])) for old in _keys_and_values(layer))
+        layer.update(keys, values)
+        if layer.is_sliding:  # copy the window: it is a view of a storage longer than in any real run
+            layer.keys, layer.values = (made.clone() for made in _keys_and_values(layer))
+
+
+def _keys_and_values(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values

@@ -1,0 +1,184 @@
+"""Finds the memory of every shape of a micro-batch from the simulations of a few (`engine.simulate.curves`).
+
+A level is the number of allocated bytes after one allocation of a step: a linear combination of the terms in `UNITS`,
+which depend on the shape. The size of nearly every tensor is a multiple of one term, or of two that often come
+together, so three shapes show which. Where they do not, eight shapes give each level by linear equations; and where
+operations differ between shapes, each phase's peak.
+
+The loss of every simulated shape has two chunks, and the coefficients of both are found apart. A tensor for all targets
+has the same coefficient in both; what exists for one chunk at a time is in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.budget.calibration import round_to_blocks
+from engine.budget.predict.simulated import UNITS, units_of
+from engine.simulate.batch import StepShape
+from engine.simulate.recorders import EMBEDDING, LOSS, Segment
+
+Sizes = NDArray[np.float64]
+"""Coefficients of levels, shape (levels, units). Before `_of_any_chunks`, the last two units are the targets in the
+first and in the last of two chunks."""
+
+CHUNK, LAST_CHUNK = 256, 128
+"""Targets in the two chunks of a simulated loss. The first is always the larger one, so that it has the peak."""
+FEW_SHAPES = 3
+"""With so many shapes, the terms of each tensor are tried; with all of them, each level is solved for."""
+TERMS = (*UNITS, "last chunk")
+PAIRS = (
+    ("rows", "tokens"), ("length", "length^2"), ("tokens", "rows x length^2"), ("one", "rows"), ("one", "length"),
+    ("one", "tokens"), ("one", "length^2"),
+)  # fmt: skip
+"""Terms of one tensor, as in rows × (length + 3)."""
+BLOCK_BYTES = round_to_blocks(1)
+
+
+def shapes_of(sizes: tuple[list[int], list[int]]) -> list[StepShape]:
+    """Return the shapes to simulate, for `sizes` = (two numbers of rows, three lengths): the first FEW_SHAPES differ in
+    every term, and all eight determine as many coefficients.
+
+    There may be more targets than tokens: no tensor has values.
+    """
+    (few, many), (short, middle, long) = sizes
+    chunks = [(CHUNK, LAST_CHUNK), (2 * CHUNK, 3 * LAST_CHUNK), (CHUNK + LAST_CHUNK, LAST_CHUNK)]
+    places = [(few, short), (many, middle), (few, long)]
+    shapes = list(zip(places, chunks, strict=True))
+    shapes += [(place, chunks[0]) for place in product((few, many), (short, middle, long)) if place not in places]
+    shapes += [(places[0], chunk) for chunk in chunks[1:]]
+    return [StepShape(*place, chunk + last, chunk) for place, (chunk, last) in shapes]
+
+
+def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape], *, ends_only: bool) -> dict[str, Any] | None:
+    """Fit the allocated bytes of each phase of a plan as a function of a micro-batch's shape. `found` has what was
+    recorded for each of `shapes`; `ends_only` leaves layers out (`_phases`).
+
+    Returns {phase: {"gradients": bytes of gradients when it begins, "sizes": Sizes}}; None if FEW_SHAPES are too few.
+    """
+    few = len(shapes) == FEW_SHAPES
+    tried = _tried_sizes(found, shapes) if few else {}
+    if tried is None:
+        return None
+    layers = 1 + max(int(each.phase.split()[1]) for each in found[0] if each.phase.startswith("forward"))
+    curves: dict[str, Any] = {}
+    for name, phases in _phases({each.phase for each in found[0]}, layers, ends_only):
+        there = [each for each in found[0] if each.phase in phases]
+        sizes = np.vstack([tried[phase] for phase in phases]) if few else _solved_sizes(found, shapes, phases)
+        gradients = next(each.gradient_bytes for each in there if each.phase == phases[-1])
+        curves[name] = {"gradients": gradients, "sizes": _of_any_chunks(sizes)}
+    return curves
+
+
+def _tried_sizes(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dict[str, Sizes] | None:
+    """Return the coefficients of all levels by phase, or None if the operations differ between shapes, or if a tensor's
+    size is that of no term."""
+    if len({tuple((each.phase, len(each.log)) for each in run) for run in found}) > 1:
+        return None
+    starts = [[each.log[0] for each in run] for run in found]
+    ends = [[sum(each.log) for each in run] for run in found]
+    if any(start[1:] != end[:-1] for start, end in zip(starts, ends, strict=True)):
+        return None  # something was allocated between two phases
+    changes = np.array([[run[0].log[0], *(size for each in run for size in each.log[1:])] for run in found], float).T
+    terms = _terms_of(changes, shapes)
+    if terms is None:
+        return None
+    targets = terms[:, UNITS.index("targets")]
+    terms = np.column_stack([terms[:, :-3], targets + terms[:, -2], targets + terms[:, -1]])
+    levels, after = np.cumsum(terms, axis=0), changes[:, 0] >= 0
+    sizes: dict[str, list[Sizes]] = {}
+    place = 0
+    for each in found[0]:
+        end = place + len(each.log)  # the last level before the phase is its first
+        part = slice(place, end)
+        kept = after[part].copy()
+        kept[0] = True
+        sizes.setdefault(each.phase, []).append(levels[part][kept])
+        place = end - 1
+    return {phase: np.vstack(parts) for phase, parts in sizes.items()}
+
+
+def _terms_of(changes: NDArray[np.float64], shapes: list[StepShape]) -> NDArray[np.float64] | None:
+    """Return the coefficients [changes, TERMS] of allocations and releases whose bytes are `changes` [changes, shapes],
+    each of one term or of one of PAIRS; None if one has neither. Bytes are rounded up to blocks."""
+    values = np.array([(*units_of(*each), each.targets - each.chunk) for each in shapes], float)
+    result = np.zeros((len(changes), len(TERMS)))
+    left = np.arange(len(changes))
+    for trials in (
+        [[number] for number in range(len(TERMS))],
+        [[TERMS.index(name) for name in pair] for pair in PAIRS],
+    ):
+        fits = [np.linalg.lstsq(values[:, trial], changes[left].T, rcond=None)[0] for trial in trials]
+        errors = [
+            np.abs(values[:, trial] @ fit - changes[left].T).max(axis=0)
+            for trial, fit in zip(trials, fits, strict=True)
+        ]
+        best = np.argmin(errors, axis=0)
+        for number, trial in enumerate(trials):
+            here = (best == number) & (errors[number] < BLOCK_BYTES)
+            result[np.ix_(left[here], trial)] = fits[number][:, here].T
+        left = left[np.min(errors, axis=0) >= BLOCK_BYTES]
+        if not len(left):
+            return result
+    return None
+
+
+def _solved_sizes(found: Sequence[list[Segment]], shapes: list[StepShape], phases: list[str]) -> Sizes:
+    """Return the coefficients of the levels of `phases`, or of their peak if the operations differ between shapes."""
+    series = [[level for each in run if each.phase in phases for level in each.levels] for run in found]
+    if len({len(each) for each in series}) > 1:
+        series = [[max(each)] for each in series]
+    units = [units_of(each.rows, each.length, each.chunk, each.targets - each.chunk) for each in shapes]
+    solved: Sizes = np.linalg.solve(np.array(units, float), np.array(series, float)).T
+    return solved
+
+
+def _of_any_chunks(sizes: Sizes) -> Sizes:
+    """Turn the coefficients of the first and the last of two chunks into those of all targets and of a full chunk, so
+    that they hold for any number of chunks.
+
+    What both chunks have in common exists for all targets. What only the last one has is counted as for a full one.
+    """
+    first, last = sizes[:, -2], sizes[:, -1]
+    return np.column_stack([sizes[:, :-2], np.minimum(first, last), np.abs(first - last)])
+
+
+def _phases(recorded: set[str], layers: int, ends_only: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, which suits a model
+    whose layers are all alike, only the last layer's forward pass and the first and last layer's backward pass are
+    included: these have the peak."""
+    last = layers - 1
+    forward = [EMBEDDING, *(f"forward {n}" for n in range(layers) if n == last or not ends_only)]
+    between = [f"backward {n}" for n in range(last - 1, 0, -1) if not ends_only]
+    parts = {
+        "forward": forward,
+        LOSS: [LOSS],
+        "layer_first": [f"backward {last}", *between],
+        "layer_last": ["backward 0"],
+        "embedding_backward": ["embedding_backward"],
+    }
+    for name, phases in parts.items():
+        there = [phase for phase in phases if phase in recorded]
+        if there:
+            yield name, there
+
+
+def deciding_levels(sizes: Sizes) -> Sizes:
+    """Return those levels of a phase that can be its peak: the ones that are highest for at least one shape of a grid
+    of micro-batches."""
+    lengths = [2**power for power in range(3, 19)]
+    grid = [
+        units_of(rows, length, max(1, int(share * rows * length)), max(1, min(int(share * rows * length), chunk)))
+        for rows in (1, 2, 3, 4, 8, 16, 32, 64, 256, 1024)
+        for length in lengths
+        for share in (0.02, 0.2, 0.6, 1.0)
+        for chunk in (128, 4096, 1 << 40)
+    ]
+    best = np.unique((np.array(grid, dtype=float) @ sizes.T).argmax(axis=1))
+    chosen: Sizes = sizes[best]
+    return chosen

@@ -1,1 +1,0 @@
-"""Checkpoints: what they hold, and how they are written, pruned and restored."""

@@ -1,1 +1,0 @@
-"""Proofs among the ranks of a run: what several devices share, and what happens when one of them fails."""

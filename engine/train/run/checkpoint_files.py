@@ -1,0 +1,150 @@
+"""Checkpoints written whole or not at all, and pruned without losing the best.
+
+A checkpoint is a folder `step-00000100` with `weights/` (what `LoadedModel.save` writes), `optimizer.safetensors`,
+`state.json`, and `manifest.json` with size and SHA-256 of every file. It is written under another name, flushed to the
+disk and renamed. `engine.journal.checkpoints_on_disk` finds and checks them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from engine.journal.checkpoints_on_disk import (
+    BEST,
+    MANIFEST,
+    PREFIX,
+    Checkpoint,
+    best_step,
+    find_checkpoints,
+    hashes_of,
+)
+
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""
+
+
+def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Path, str] | None]) -> Checkpoint:
+    """Make checkpoint `step`, replacing an existing one, from the files that `fill(path)` writes.
+
+    `fill` returns the SHA-256, by path, of files that were hashed while written, and flushed; all others are read
+    again. OSError: a file cannot be written (a full disk, say); the incomplete checkpoint is removed then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{PREFIX}{step:08d}"
+    draft = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir()
+        _write_manifest(draft, step, fill(draft) or {})
+        replaced = _step_aside(final)
+        os.rename(draft, final)
+    except Exception as error:  # raised again: no error of a file writer may leave a draft behind
+        shutil.rmtree(draft, ignore_errors=True)
+        found = OS_ERROR.search(str(error))
+        if found is None or isinstance(error, OSError):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
+    _flush(folder)
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return Checkpoint(step, final)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints and the best, and unfinished ones of processes that died."""
+    best = best_step(folder)
+    for checkpoint in find_checkpoints(folder)[keep:]:
+        if checkpoint.step != best:
+            _remove(checkpoint.path)
+    for draft in folder.glob(f".{PREFIX}*"):
+        if not draft.name.endswith(f".{os.getpid()}"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove checkpoints of later steps than `step`: the run continues from `step` and writes its own."""
+    for checkpoint in find_checkpoints(folder):
+        if checkpoint.step > step:
+            _remove(checkpoint.path)
+
+
+def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
+    """Record the best checkpoint so far. After a crash the file holds either the old or the new record."""
+    draft = folder / f".{BEST}"
+    draft.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", "utf-8")
+    os.replace(draft, folder / BEST)
+
+
+def unmark_best(folder: Path) -> None:
+    (folder / BEST).unlink(missing_ok=True)
+
+
+def size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def place_result(checkpoint: Checkpoint, target: Path) -> None:
+    """Replace `target` by a copy of the checkpoint's weights, completely or not at all; hard-linked where possible."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(checkpoint.weights, draft, copy_function=_share)
+    _step_aside(target)
+    os.rename(draft, target)
+    # The replaced result, and drafts of processes that died.
+    for debris in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(debris, ignore_errors=True)
+
+
+def _share(source: str, target: str) -> None:
+    """Hard-link weight files, which nothing edits in place; copy others, and all where there are no hard links."""
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass
+    shutil.copy2(source, target)
+
+
+def _step_aside(path: Path) -> Path | None:
+    """Rename a folder, so that another can take its name by one rename; returns the new name, if there was one."""
+    if not path.exists():
+        return None
+    aside = path.with_name(f".{path.name}.old.{os.getpid()}")
+    os.rename(path, aside)
+    return aside
+
+
+def _remove(path: Path) -> None:
+    """Rename the checkpoint before removing it, so that an interrupted removal leaves nothing that looks like one."""
+    gone = path.with_name(f".{path.name}.gone.{os.getpid()}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _write_manifest(draft: Path, step: int, known: Mapping[Path, str]) -> None:
+    written = list(_files(draft))
+    unknown = [path for path in written if path not in known]
+    hashes = {**known, **dict(zip(unknown, hashes_of(unknown), strict=True))}
+    files = {str(path.relative_to(draft)): {"size": path.stat().st_size, "sha256": hashes[path]} for path in written}
+    manifest = draft / MANIFEST
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
+    for path in [*unknown, manifest, *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
+        _flush(path)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,205 @@
+"""Writes, prunes and restores the checkpoints of a run, keeps the best, and makes one of them the result at the end.
+Host memory for this is reserved from the start."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from engine.device.base import Device
+from engine.device.oom import OutOfMemory, retry_on_oom
+from engine.errors import MemoryExhaustedError
+from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
+from engine.journal.writer import until_there_is_room
+from engine.train.run.checkpoint_files import forget_after, place_result, prune, size_bytes, write_checkpoint
+from engine.train.run.run_context import RunContext
+from engine.train.run.run_state import Best, RunState, agree, fill_checkpoint, restore, settings
+from engine.train.step.context import TrainingSetup
+from engine.train.step.failures import RankOom, RecoveredOom
+
+RESERVE_BYTES = 12 * 2**20
+"""Never touched, so it costs address space and no memory. safetensors writes through a buffer of 1 MiB; hashing, JSON
+and the tokenizer's files come to a few more."""
+NEEDED_BYTES = 4 * 2**20
+"""Bytes that must be available when a checkpoint is begun."""
+
+
+class EmergencyHostMemory:
+    """A reserved range of address space, which no other allocation can take until it is released. Libraries that write
+    files are partly Rust, which ends the process when an allocation fails (seen under a limit on address space); Python
+    cannot catch that."""
+
+    def __init__(self) -> None:
+        self._reserved: mmap.mmap | None = None
+        self._reserve()
+
+    @contextmanager
+    def released(self, device: Device) -> Iterator[None]:
+        """While the block runs, its allocations may use the reserve; afterwards it is reserved again if still
+        available. RuntimeError, as of any failed host allocation, if even that is not enough to begin a checkpoint."""
+        self._release()
+        try:
+            with device.host_region():
+                torch.empty(NEEDED_BYTES, dtype=torch.uint8)  # freed at once: a check that this much is available
+            yield
+        finally:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        try:
+            self._reserved = mmap.mmap(-1, RESERVE_BYTES)
+        except OSError:
+            self._reserved = None
+
+    def _release(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+
+class CheckpointManager:
+    """Rank 0 writes while the other ranks wait, or run what it requests."""
+
+    def __init__(
+        self, setup: TrainingSetup, state: RunState, run: RunContext, emergency_memory: EmergencyHostMemory
+    ) -> None:
+        self._setup, self._state, self._directory = setup, state, run.directory
+        self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
+        self._emergency_memory = emergency_memory
+        self._context, self._ranks = setup.context, setup.context.ranks
+        self._storage = setup.context.strategy.checkpoint_storage(setup.context.optimizer)
+        self._saved_at = time.monotonic()
+        self.last_saved: int | None = None
+        """The step that the newest checkpoint holds."""
+
+    @property
+    def seconds_since(self) -> float:
+        """Since this process wrote a checkpoint last; if it has not yet, since this object was made."""
+        return time.monotonic() - self._saved_at
+
+    def save(self, reason: str) -> None:
+        """Write a checkpoint unless this step has one; waits while the disk is full. `reason` goes into the event
+        `checkpoint`.
+
+        MemoryExhaustedError: host memory ran out in every attempt. EnvironmentProblem: asked to end while the disk was
+        full.
+        """
+        self._save_by(self._write, reason)
+
+    def save_if_possible(self, reason: str) -> bool:
+        """`save`; if host memory does not suffice, warn and return False, so that the run can continue."""
+        return self._save_by(self._write_if_possible, reason)
+
+    def _save_by(self, write: Callable[[str], bool], reason: str) -> bool:
+        if self.last_saved == self._state.step:
+            return True
+        if not self._ranks.run_on_rank0(lambda: write(reason)):
+            return False
+        self.last_saved, self._saved_at = self._state.step, time.monotonic()
+        return True
+
+    def newest(self, not_after: int | None = None) -> Checkpoint | None:
+        """The newest undamaged checkpoint, up to step `not_after`. All ranks call this; rank 0 alone reads files."""
+        step = self._ranks.run_on_rank0(lambda: self._newest_step(not_after))
+        return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
+
+    def _newest_step(self, not_after: int | None) -> int | None:
+        checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
+        for complaint in complaints:
+            self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+        return checkpoint.step if checkpoint else None
+
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """Restore weights, optimizer and counters, and remove later checkpoints; returns whether the total number of
+        steps is the same as when it was saved. UsageError: it belongs to other data, tokenizer, seed or trainable
+        parameters."""
+        saved = checkpoint.state()["settings"]
+        here = settings(self._setup.spec, self._setup.total_steps)
+        same_memory = saved["memory"] == here["memory"]
+        restored = retry_on_oom(
+            lambda: restore(checkpoint, self._context, self._storage, self._setup.identity, same_memory=same_memory),
+            "restore",
+            self._context.device,
+            self._retried,
+        )
+        self._state.become(restored)
+        self.last_saved = checkpoint.step
+        self._state.best = Best(**self._ranks.run_on_rank0(self._agree_on_the_best))
+        if self._ranks.is_rank0:
+            forget_after(self._directory.checkpoints, checkpoint.step)
+            prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
+        same_length: bool = saved["total_steps"] == here["total_steps"]
+        self._journal.write(
+            "resumed",
+            step=self._state.step,
+            schedule="unchanged" if same_length else f"recomputed for {here['total_steps']} steps",
+            **{"from": str(checkpoint.path.relative_to(self._directory.path))},
+        )
+        return same_length
+
+    def place_result(self) -> str:
+        """Copy the last or best checkpoint's weights to the run's result; returns its name. All ranks call this."""
+        step = self._state.step
+        if self._setup.spec.recipe.checkpoint.result == "best" and self._state.best.step is not None:
+            step = self._state.best.step
+        chosen = Checkpoint(step, self._directory.checkpoint(step))
+        folder = self._directory.adapter if self._context.loaded.kind == "adapter" else self._directory.model
+        self._journal.phase("saving", "result")
+        self._ranks.run_on_rank0(lambda: place_result(chosen, folder))
+        return folder.name
+
+    def _write_if_possible(self, reason: str) -> bool:
+        try:
+            return self._write(reason)
+        except MemoryExhaustedError as error:
+            found = f"step {self._state.step} was not saved: {error.found}"
+            self._journal.warn("checkpoint_skipped", found, error.fix)
+            return False
+
+    def _write(self, reason: str) -> bool:
+        self._journal.phase("saving")
+        began = time.perf_counter()
+        checkpoint = until_there_is_room(
+            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried),
+            self._requests.poll,
+            self._journal.warn_of_full_disk,
+        )
+        prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
+        self._journal.write(
+            "checkpoint_saved",
+            step=self._state.step,
+            path=str(checkpoint.path.relative_to(self._directory.path)),
+            save_seconds=round(time.perf_counter() - began, 3),
+            size_bytes=size_bytes(checkpoint.path),
+            reason=reason,
+        )
+        self._journal.phase("training")
+        return True
+
+    def _write_checkpoint(self) -> Checkpoint:
+        setup = self._setup
+        facts = settings(setup.spec, setup.total_steps)
+        name = f"the checkpoint of step {self._state.step}"
+        with self._watchdog.over("checkpoint", name), self._emergency_memory.released(self._context.device):
+            return write_checkpoint(
+                self._directory.checkpoints,
+                self._state.step,
+                lambda path: fill_checkpoint(path, self._context, self._storage, self._state, setup.identity, facts),
+            )
+
+    def _agree_on_the_best(self) -> dict[str, Any]:
+        """Make the record on disk equal to the run state; clear both, with a warning, if that checkpoint is damaged."""
+        best = self._state.best
+        complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
+        if complaint:
+            self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
+        return asdict(best)
+
+    def _retried(self, failure: OutOfMemory, remedy: str, number: int) -> None:
+        self._context.report(RecoveredOom(self._state.step, RankOom(failure), remedy, number))

@@ -1,0 +1,293 @@
+"""The training loop: steps, and evaluation, checkpoints, requests and growth of the micro-batch budget between them.
+How a step recovers from failures is in `engine.train.step.transaction`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batching.micro_batches import costliest_sequences, floor_tokens, launch_tokens
+from engine.device.oom import ATTEMPTS
+from engine.errors import MemoryExhaustedError
+from engine.journal.checkpoints_on_disk import Checkpoint
+from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
+from engine.train.run.evaluator import Evaluator
+from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
+from engine.train.run.measured_memory import UNPLANNED, Peak, ProbeMemory, measured, prediction_error
+from engine.train.run.run_context import RunContext
+from engine.train.run.run_state import RunState
+from engine.train.step.budget_growth import BudgetGrowth
+from engine.train.step.context import TrainingSetup
+from engine.train.step.ladder import effective_spec
+from engine.train.step.optimizer import set_learning_rates
+from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction, TimedPass
+
+GPU_SECONDS = 10.0
+"""Seconds between readings of the GPU's sensors."""
+
+GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """`status` is "done", "stopped", "paused" or "failed"; `reason` is a sentence or empty."""
+
+    status: str
+    reason: str
+    result: str | None = None
+    """Name of the result's folder in the run directory."""
+
+
+class Training:
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        run: RunContext,
+        emergency_memory: EmergencyHostMemory,
+    ) -> None:
+        self.setup, self.journal, self.requests, self.watchdog = setup, run.journal, run.requests, run.watchdog
+        self.context, self.ranks = setup.context, setup.context.ranks
+        self.state = RunState()
+        self.checkpoints = CheckpointManager(setup, self.state, run, emergency_memory)
+        self.experts = ExpertMonitor(
+            utilisation_of(self.context.loss.balance), lambda: self.state.experts, run.directory, run.journal
+        )
+        self.evaluator = Evaluator(setup, self.state, run, self.checkpoints, self.experts)
+        self.transaction = StepTransaction(self.context)
+        self.growth = BudgetGrowth(self.context, run.journal)
+        self._gpu_read_at = 0.0
+        self._stop_early = False
+        self._reloads = 0
+        self.sound = True
+        """False when weights and optimizer state belong to no step: they must not be saved."""
+        self.probe_memory: ProbeMemory | None = None
+        """What the probe of this process took; None until it has run."""
+        self.peak: Peak | None = None
+        """The step of this process with the highest memory peak."""
+
+    def resume(self, from_step: int | None) -> None:
+        """Restore the newest undamaged checkpoint (not after `from_step`), else begin at step 0."""
+        checkpoint = self.checkpoints.newest(not_after=from_step)
+        if checkpoint is None:
+            self.journal.write("resumed", step=0, **{"from": "the beginning"})
+            return
+        self._go_back_to(checkpoint)
+
+    def run(self) -> Ending:
+        """Train to the end, or until asked to stop. Errors are raised; the caller turns them into exit codes."""
+        self.probe()
+        if self.state.step == 0 and not self.context.guard.can_undo:
+            self.checkpoints.save("an optimizer step that fails half-way can only be undone by going back here")
+        if self.setup.spec.recipe.eval.at_start and self.state.step == 0 and self.evaluator.has_validation:
+            self.evaluate()
+        self.journal.phase("training")
+        while self.state.step < self.setup.total_steps and not self._stop_early:
+            if self._asked_to_end():
+                return self._end_early()
+            self.one_step()
+            self._between_steps()
+        if self._asked_to_end() and self.state.step < self.setup.total_steps:
+            return self._end_early()
+        return self._finish()
+
+    def _asked_to_end(self) -> bool:
+        self.requests.poll()
+        return self.requests.adopt(self.ranks.broadcast_object(self.requests.as_json()))
+
+    def probe(self) -> None:
+        """Run the most expensive micro-batch that the data can produce, before the first step."""
+        self.journal.phase("probing")
+        data = self.context.data
+        most = min(len(data), self.setup.spec.recipe.train.batch_size)
+        costliest = costliest_sequences(data.lengths, self.context.cost, most, data.patches)
+        device = self.context.device
+        device.release_cached()
+        self.transaction.probe(self.state.step + 1, costliest)
+        self.probe_memory = ProbeMemory(self.transaction.work.peak_bytes, device.memory().reserved_bytes)
+        # A split that follows from timings is not repeatable. Host memory: a pass has no floor worth measuring.
+        if device.kind == "cuda" and not self.setup.spec.recipe.train.deterministic:
+            self.measure_floor(costliest)
+
+    def measure_floor(self, costliest: NDArray[np.int64]) -> None:
+        """Set the budget's `floor_tokens`, up to which all passes take equally long, and `launch_tokens`, the fixed
+        time of one more micro-batch, on all ranks, unless a checkpoint restored them.
+
+        Rank 0 times the micro-batch of `costliest`, half of it, and the shortest possible: each the second time it is
+        run, so that kernels are loaded.
+        """
+        budget = self.context.budget
+        if budget.floor_tokens:
+            return
+        shortest = self.context.data.lengths.argsort(kind="stable")[: self.ranks.size]
+        large, small = (self._timed_pass(samples) for samples in (costliest, shortest))
+        rows = self.ranks.broadcast_object(large.tokens) // int(self.context.data.lengths[costliest].max())
+        groups = self.ranks.size // self.context.strategy.ranks_per_sample
+        half = self._timed_pass(costliest[: groups * max(1, rows // 2)])
+        floor = floor_tokens(large.tokens, large.seconds, small.seconds)
+        launch = launch_tokens((large.tokens, large.seconds), (half.tokens, half.seconds), floor)
+        budget.floor_tokens, budget.launch_tokens = self.ranks.broadcast_object([floor, launch])
+        self.journal.phase(
+            "probing",
+            f"passes of up to {budget.floor_tokens} tokens take equally long; one more micro-batch costs as much time "
+            f"as {budget.launch_tokens} tokens",
+        )
+
+    def _timed_pass(self, samples: NDArray[np.int64]) -> TimedPass:
+        return [self.transaction.probe(self.state.step + 1, samples) for _ in range(2)][-1]
+
+    def one_step(self) -> None:
+        """Take the next step and log it if due; one that failed half-way without undo reloads the last checkpoint."""
+        began = time.perf_counter()
+        step = self.state.step + 1
+        rate = set_learning_rates(self.context.optimizer, self.setup.schedule.factor(step))
+        samples = self.setup.order.step(step)
+        try:
+            with self.watchdog.over("step", f"step {step}"):
+                outcome = self.transaction.run(step, samples)
+        except CheckpointReloadRequired:
+            self._reload_last()
+            return
+        self._reloads = 0
+        self._note_peak(outcome)
+        self.state.step = step
+        self.state.tokens += outcome.tokens
+        self.state.samples_due += len(samples)
+        self.state.samples += outcome.samples
+        self.state.skipped_steps += not outcome.applied
+        self.state.overflows += outcome.overflowed
+        self.experts.after_step(outcome.choices_LE)
+        if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
+            self._write_step(outcome, rate, time.perf_counter() - began)
+        self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
+
+    def _note_peak(self, outcome: StepOutcome) -> None:
+        # Of ranks that share sequences, the one with most target tokens has the highest peak.
+        shared = [each["peak_bytes"] for each in outcome.ranks[: self.context.strategy.ranks_per_sample]]
+        peak_bytes = max([self.transaction.work.peak_bytes, *shared])
+        if not outcome.ran or (self.peak is not None and peak_bytes <= self.peak.peak_bytes):
+            return
+        context = self.context
+        spec = effective_spec(self.setup.spec, context)
+        predictable = not any(remedy.name in UNPLANNED for remedy in context.active_remedies)
+        self.peak = Peak(peak_bytes, outcome.ran, spec, predictable)
+
+    def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
+        memory = self.context.device.memory()
+        per_second = outcome.tokens / seconds
+        peak_tflops = self.setup.spec.profile.device.peak_tflops
+        mfu = self.setup.flops_per_token * per_second / (peak_tflops * 1e12) if peak_tflops else None
+        self.journal.write(
+            "step",
+            step=self.state.step,
+            epoch=round(self.setup.order.epoch_at(self.state.step), 4),
+            loss=outcome.loss,
+            learning_rate=rate,
+            grad_norm=outcome.grad_norm,
+            tokens=outcome.tokens,
+            target_tokens=outcome.target_tokens,
+            tokens_per_second=round(per_second, 1),
+            step_seconds=round(seconds, 4),
+            data_wait_seconds=round(outcome.data_wait_seconds, 4),
+            mfu=mfu,
+            micro_batches=outcome.micro_batches,
+            largest_micro_batch=outcome.micro_batch_rows,
+            allocated_bytes=memory.allocated_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            peak_bytes=self.transaction.work.peak_bytes,
+            skipped=not outcome.applied,
+            samples=outcome.samples,
+            budget=self.context.budget.budget_bytes,
+            **({"ranks": outcome.ranks} if outcome.ranks else {}),
+            **({} if outcome.auxiliary_loss is None else {"aux_loss": outcome.auxiliary_loss}),
+            **self.experts.event_fields(outcome.choices_LE),
+            **({"loss_scale": self.context.scaler.scale} if self.context.scaler.enabled else {}),
+        )
+        self.experts.warn(outcome.choices_LE)
+
+    def _between_steps(self) -> None:
+        spec, step = self.setup.spec.recipe, self.state.step
+        self.journal.write_notices(self.context.device.notices)
+        if self.evaluator.has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
+            self.evaluate()
+        minutes = spec.checkpoint.every_minutes
+        due = bool(minutes) and self.checkpoints.seconds_since >= minutes * 60
+        asked, due, look = self.ranks.broadcast_object([self.requests.checkpoint, due, self._gpus_are_due()])
+        if asked:
+            self.requests.checkpoint = False
+            self.checkpoints.save_if_possible("asked for")
+        if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
+            self.checkpoints.save_if_possible("every_steps")
+        if due:
+            self.checkpoints.save_if_possible("every_minutes")
+        if look:
+            self._read_gpus()
+
+    def _gpus_are_due(self) -> bool:
+        return self.context.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS
+
+    def _read_gpus(self) -> None:
+        """Write every rank's readings of its own GPU to the journal; on several machines GPUs are numbered by rank."""
+        self._gpu_read_at = time.monotonic()
+        here = [{name: getattr(reading, name) for name in GPU_FIELDS} for reading in self.context.device.readings()]
+        several_machines = self.setup.spec.profile.nodes.count > 1
+        for rank, readings in enumerate(self.ranks.all_gather_object(here)):
+            for reading in readings:
+                self.journal.write("gpu", **{**reading, "index": rank if several_machines else reading["index"]})
+
+    def _end_early(self) -> Ending:
+        self.checkpoints.save(self.requests.reason)
+        if self.requests.ending == "pause":
+            self.journal.write("paused", step=self.state.step)
+            return Ending("paused", self.requests.reason)
+        return Ending("stopped", self.requests.reason)
+
+    def _finish(self) -> Ending:
+        if self.evaluator.has_validation and self.state.last_evaluated != self.state.step:
+            self.evaluate()
+        self.checkpoints.save("end")
+        result = self.checkpoints.place_result()
+        return Ending("done", "early stopping" if self._stop_early else "", result)
+
+    def evaluate(self) -> None:
+        """Score the validation set and write the event `eval`; early stopping may end the run after this step."""
+        if self.evaluator.evaluate():
+            self._stop_early = self.evaluator.out_of_patience
+
+    def _go_back_to(self, checkpoint: Checkpoint) -> None:
+        same_length = self.checkpoints.restore_checkpoint(checkpoint)
+        # A run that stopped early continues if it was made longer, but not if it was killed while it ended.
+        self._stop_early = same_length and self.evaluator.out_of_patience
+
+    @property
+    def samples_lost(self) -> int:
+        """Sequences that steps did not train on, because an fp16 overflow skipped the step."""
+        return self.state.samples_due - self.state.samples
+
+    def measured(self) -> dict[str, Any]:
+        """The highest memory peak with its prediction (`measured_memory.measured`); warns of a miss."""
+        found = measured(self.context, self.peak)
+        missed = prediction_error(found)
+        if missed:
+            self.journal.warn("prediction_missed", *missed)
+        return found
+
+    def _reload_last(self) -> None:
+        """Restore the last checkpoint, after an optimizer step that failed half-way and could not be undone."""
+        checkpoint = self.checkpoints.newest()
+        self._reloads += 1
+        if checkpoint is None:
+            self.sound = False
+            raise MemoryExhaustedError(
+                "out of memory inside the optimizer step, and there is no checkpoint to go back to",
+                fix='start again with train.optimizer = "adamw", which allocates nothing in its step',
+            )
+        self._go_back_to(checkpoint)
+        if self._reloads >= ATTEMPTS:
+            raise MemoryExhaustedError(
+                f"out of memory inside the optimizer step, {self._reloads} times in a row",
+                fix='set train.optimizer = "adamw", which allocates nothing in its step, or method.kind = "lora"',
+            )

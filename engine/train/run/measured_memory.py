@@ -1,0 +1,197 @@
+"""Measured memory beside the plan: a run's peak by component against the prediction, and calibration for later
+plans."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.budget.architecture.facts import from_config
+from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
+from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor
+from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
+from engine.config.schema.run import RunSpec
+from engine.device.allocation_tracker import bytes_of
+from engine.device.base import Device
+from engine.device.cuda import allocator_settings
+from engine.device.nvml import driver_version
+from engine.errors import NotSimulatedError, UnknownArchitectureError
+from engine.journal.writer import Journal
+from engine.model.config import model_config_dict
+from engine.train.step.context import StepContext
+from engine.train.step.optimizer_state import state_tensors
+
+
+@dataclass(frozen=True)
+class ProbeMemory:
+    """Memory of the most expensive micro-batch, run with caches released before. Later, torch's allocator also holds
+    what evaluation, saving and other shapes left, which it would give back if memory ran short."""
+
+    peak_bytes: int
+    reserved_bytes: int
+    """Taken from the driver at the micro-batch's end; also the peak, as none is given back while memory suffices."""
+
+    def fragmented_share(self, card_bytes: int) -> float | None:
+        """Reserved / allocated - 1, at least 0. None if the run used too little of the card to be representative."""
+        if self.peak_bytes < SMALL_RUN * card_bytes:
+            return None
+        return round(max(0.0, self.reserved_bytes / self.peak_bytes - 1.0), 4)
+
+
+def calibrate(device: Device, ranks: int, probe: ProbeMemory | None, journal: Journal) -> None:
+    """Record this run's CUDA context, workspace and fragmentation. Does nothing without CUDA, without a probe, or if
+    the driver does not count memory by process; warns if the record cannot be written. The context is what the driver
+    counts for this process minus what torch reserved. cuBLAS takes its workspace from torch's allocator, so it is
+    measured by freeing it."""
+    driver = driver_version()
+    if device.kind != "cuda" or probe is None or driver is None:
+        return
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    found = _residuals(device, probe.fragmented_share(properties.total_memory))
+    if found is None:
+        return
+    setting = CalibrationKey(
+        gpu=properties.name,
+        compute_capability=float(f"{properties.major}.{properties.minor}"),
+        memory_gib=properties.total_memory / 2**30,
+        driver=driver,
+        torch=torch.__version__,
+        ranks=ranks,
+        expandable=is_expandable(allocator_settings()),
+    )
+    try:
+        record(setting, found)
+    except OSError as error:
+        journal.warn("not_calibrated", f"what this run showed of the device could not be kept: {error}")
+
+
+def _residuals(device: Device, fragmented_share: float | None) -> Residuals | None:
+    used_bytes = _used_by_this_process(device)
+    if used_bytes is None:
+        return None
+    held = device.memory()
+    torch._C._cuda_clearCublasWorkspaces()
+    workspace_bytes = held.allocated_bytes - device.memory().allocated_bytes
+    return Residuals(
+        context_bytes=max(0, used_bytes - held.reserved_bytes),
+        workspace_bytes=workspace_bytes,
+        fragmented_share=fragmented_share,
+    )
+
+
+def _used_by_this_process(device: Device) -> int | None:
+    """Bytes by the driver's count; None if it does not tell, as inside containers that hide process ids."""
+    for reading in device.readings():
+        for process in reading.processes:
+            if process.pid == os.getpid() and process.used_bytes is not None:
+                return process.used_bytes
+    return None
+
+
+MISS = 0.05
+"""Share of the peak by which a prediction may be wrong before it is worth a warning."""
+OUTSIDE_STEPS = ("load", "evaluate", "generate")
+STATIC = ("weights", "adapters", "optimizer")
+UNPLANNED = ("chunk_loss", "max_length")
+"""Remedies that the recipe has no key for, so that nothing is predicted under them."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The step with the highest memory peak: the peak, the step's micro-batches, and the run spec in force."""
+
+    peak_bytes: int
+    micro_batches: tuple[MicroBatchShape, ...]
+    spec: RunSpec
+    predictable: bool
+
+
+def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
+    """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps, in
+    bytes.
+
+    `sequences` and `length` (tokens) are of the step's micro-batch with the highest prediction. If nothing can be
+    predicted, `predicted` is left out and they are of the first. Without a peak: `peak_bytes` (0) and `components`. The
+    plan's prediction is another: for the longest sequences that the data may have, with every token a target.
+    """
+    trainable = context.loaded.trainable()
+    on_host = context.guard.host_state.on
+    adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
+    components = {
+        "weights": bytes_of(tensor for _, tensor in context.loaded.local_parameters()) - adapters,
+        "adapters": adapters,
+        "optimizer": 0 if on_host else bytes_of(tensor for _, tensor in state_tensors(context.optimizer, trainable)),
+        "gradients": bytes_of(p for _, p in trainable),
+    }
+    peak_bytes = peak.peak_bytes if peak else 0
+    components["activations"] = max(0, peak_bytes - sum(components.values()))
+    found: dict[str, Any] = {"peak_bytes": peak_bytes, "components": components}
+    if peak is None:
+        return found
+    decisive = peak.micro_batches[0]
+    foretold = None
+    if context.measures and peak.predictable:
+        decisive, foretold = _predicted(peak)
+    found |= {"sequences": decisive.rows, "length": decisive.length}
+    return found | ({"predicted": foretold} if foretold else {})
+
+
+def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
+    """(the micro-batch with the highest prediction, peak and components); (the first, None) without a prediction."""
+    try:
+        predictor = _predictor(peak.spec)
+    except (UnknownArchitectureError, NotSimulatedError):
+        return peak.micro_batches[0], None
+    shapes = dict.fromkeys(_on_a_rank(shape, predictor) for shape in peak.micro_batches)
+    found = {shape: _step_bytes(predictor.predict_shape(shape)) for shape in shapes}
+    decisive = max(found, key=found.__getitem__)
+    return decisive, _components(predictor.predict_shape(decisive))
+
+
+def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
+    """The closed form, or the simulation (memory trace) kept on this machine. NotSimulatedError: neither exists.
+    UnknownArchitectureError: nor can the run be simulated."""
+    try:
+        return Predictor(from_config(model_config_dict(spec)), spec)
+    except UnknownArchitectureError as unknown:
+        return simulated_predictor(spec, unknown)
+
+
+def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor) -> MicroBatchShape:
+    """With sequence parallelism a rank has only some positions of each sequence, and at most as many target tokens."""
+    most = shape.rows * predictor.layout.positions(shape.length)
+    return shape._replace(targets=min(shape.targets or 0, most))
+
+
+def _step_bytes(prediction: Prediction) -> int:
+    """The predicted peak inside the step, without evaluation: tensors, and on CUDA the workspaces of cuBLAS."""
+    steps = max(sum(parts.values()) for name, parts in prediction.phases.items() if name not in OUTSIDE_STEPS)
+    return steps + prediction.components["workspace"]
+
+
+def _components(prediction: Prediction) -> dict[str, Any]:
+    phases, peak_bytes = prediction.phases, _step_bytes(prediction)
+    components = {name: phases["forward"].get(name, 0) for name in STATIC}
+    components["gradients"] = phases["optimizer_step"]["gradients"]
+    components["activations"] = max(0, peak_bytes - sum(components.values()))
+    return {"peak_bytes": peak_bytes, "components": components}
+
+
+def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
+    """(a sentence, advice) if measurement and prediction in `found` differ by more than MISS; else None."""
+    foretold = found.get("predicted")
+    if not foretold or abs(foretold["peak_bytes"] - found["peak_bytes"]) <= MISS * found["peak_bytes"]:
+        return None
+    differences = {name: found["components"][name] - foretold["components"][name] for name in found["components"]}
+    name = max(differences, key=lambda each: abs(differences[each]))
+    share = 100 * (foretold["peak_bytes"] / found["peak_bytes"] - 1)
+    text = (
+        f"memory was predicted {abs(share):.0f} % too {'high' if share > 0 else 'low'}: "
+        f"{foretold['peak_bytes'] / 2**20:,.1f} MiB for {found['sequences']} × {found['length']} tokens, and "
+        f"{found['peak_bytes'] / 2**20:,.1f} MiB were held; most of the difference is in {name} "
+        f"({differences[name] / 2**20:+,.1f} MiB)"
+    )
+    return text, "tunedeck plan --exact simulates the step instead; the run itself goes by what it measures"

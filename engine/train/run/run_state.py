@@ -1,0 +1,153 @@
+"""The counters that a run carries from step to step, and how a checkpoint is filled and restored. Random state and the
+order of samples are functions of the step (`engine.train.step.rollback`), so they are not saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config.schema.run import RunSpec
+from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
+from engine.journal.score_groups import LOWER_IS_BETTER
+from engine.model.tensor_file import Hashes
+from engine.train.run.checkpoint_files import mark_best, unmark_best
+from engine.train.run.expert_utilisation import ExpertCounters
+from engine.train.step.checkpoint_storage import CheckpointStorage
+from engine.train.step.context import Identity, LossScaler, StepContext
+from engine.train.step.ladder import adopt_memory, memory_as_json
+
+BUFFERS = "buffers.safetensors"
+"""Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
+
+
+@dataclass
+class Best:
+    """The best evaluation so far (step and metric's value), and the number of evaluations since."""
+
+    step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+
+def is_better(value: float, best: float | None, metric: str, threshold: float) -> bool:
+    """Whether `value` beats `best` by more than `threshold`: lower is better for loss and perplexity, higher for other
+    metrics. Always true while there is no best value yet."""
+    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    return best is None or sign * (value - best) > threshold
+
+
+def agree(folder: Path, best: Best, metric: str) -> str | None:
+    """Write `best`, the run state's best evaluation by `metric`, into the record on disk of the best checkpoint: after
+    a crash the two may differ. If that checkpoint is missing or damaged, clear `best`, so that the next evaluation
+    counts as the best, and return a sentence for a warning."""
+    complaint = None
+    if best.step is not None:
+        problem = damage(Checkpoint(best.step, folder / f"{PREFIX}{best.step:08d}"))
+        if problem:
+            complaint = f"the best checkpoint, of step {best.step}, cannot be used: {problem}"
+            best.step, best.value, best.since = None, None, 0
+    if best.step is None or best.value is None:
+        unmark_best(folder)
+    else:
+        mark_best(folder, best.step, metric, best.value)
+    return complaint
+
+
+@dataclass
+class RunState:
+    """Counters of a run. `step` is the last finished optimizer step; 0 before the first."""
+
+    step: int = 0
+    tokens: int = 0
+    samples_due: int = 0
+    """Sequences that the steps so far should have consumed."""
+    samples: int = 0
+    """Sequences that the steps so far did consume: steps with an fp16 overflow lose theirs."""
+    skipped_steps: int = 0
+    overflows: int = 0
+    last_evaluated: int | None = None
+    """The step whose weights were scored last; None before the first evaluation."""
+    best: Best = field(default_factory=Best)
+    experts: ExpertCounters = field(default_factory=ExpertCounters)
+    """How often the experts of a mixture were chosen; empty for other models."""
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        best, experts = Best(**saved["best"]), ExpertCounters(**saved.get("experts", {}))
+        return cls(**{**saved, "best": best, "experts": experts})
+
+    def become(self, other: RunState) -> None:
+        """Copy all counters of `other` into this object, to which several other objects hold references."""
+        vars(self).update(vars(other))
+
+
+def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
+    """What the learned budget ("memory") and the schedule ("total_steps") depend on, compared on a resume."""
+    keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
+    profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
+    hardware = {
+        "device": profile.device.model_dump(),
+        "nodes": profile.nodes.count,
+        "parallel": profile.parallel.model_dump(exclude={"timeout_seconds"}),
+    }
+    return {"memory": {**hardware, **chosen}, "total_steps": total_steps}
+
+
+def fill_checkpoint(
+    path: Path,
+    context: StepContext,
+    storage: CheckpointStorage,
+    state: RunState,
+    identity: Identity,
+    settings: dict[str, Any],
+) -> Hashes:
+    """Write all that a resume needs; returns hashes of files hashed while written. OSError: the disk is full."""
+    hashes = storage.write_weights(path / "weights") | storage.write_optimizer(path)
+    with context.device.host_region():
+        buffers = {name: context.device.staged(tensor) for name, tensor in context.rollback.moving()}
+        if buffers:
+            save_file(buffers, path / BUFFERS)
+    numbers = {
+        "state": asdict(state),
+        "identity": asdict(identity),
+        **memory_as_json(context),
+        "scaler": context.scaler.as_json(),
+        "settings": settings,
+        "torch": torch.__version__,
+    }
+    (path / "state.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    return hashes
+
+
+def restore(
+    checkpoint: Checkpoint, context: StepContext, storage: CheckpointStorage, identity: Identity, *, same_memory: bool
+) -> RunState:
+    """Restore a checkpoint into `context`; returns the counters.
+
+    Without `same_memory` (another profile, or other memory settings) the learned budget and active remedies stay out.
+    UsageError: the checkpoint belongs to other data, tokenizer, seed or trainable parameters.
+    """
+    saved = checkpoint.state()
+    identity.check(saved["identity"])
+    context.loaded.load_weights(checkpoint.weights)
+    storage.read_optimizer(checkpoint.path)
+    context.guard.forget()
+    _restore_buffers(checkpoint, context)
+    context.scaler = LossScaler(**saved["scaler"])
+    if same_memory:
+        adopt_memory(context, saved)
+        context.static_bytes = context.device.memory().allocated_bytes
+    return RunState.from_json(saved["state"])
+
+
+def _restore_buffers(checkpoint: Checkpoint, context: StepContext) -> None:
+    path = checkpoint.path / BUFFERS
+    if path.is_file():
+        with context.device.host_region():
+            saved = load_file(path)
+        context.rollback.load(saved)

@@ -1,0 +1,231 @@
+"""Builds what a run works on from its spec: data, model, loss, optimizer, micro-batch budget, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from engine.batching.budget import MicroBatchCost, micro_batch_cost, with_largest_image
+from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.levers import with_changes
+from engine.budget.advise.plan import Plan
+from engine.budget.architecture.lookup import ModelFacts
+from engine.budget.architecture.support import refuse_unsafe_packing
+from engine.config.check.notes import warmup_note
+from engine.config.files.data_files import require_data_files
+from engine.config.schema.run import RunSpec
+from engine.data.images import ImageProcessor
+from engine.data.order import SampleOrder
+from engine.data.prepare import PreparedData, prepare_data
+from engine.data.tokenise import tokenizer_hash
+from engine.data.tokens import TokenData
+from engine.device.base import Device
+from engine.device.oom import retry_on_oom
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
+from engine.journal.writer import Journal
+from engine.model.config import model_config_dict
+from engine.model.load import LoadedModel
+from engine.model.packing import require_known_family, require_separation
+from engine.model.tokenizer import load_image_processor, load_tokenizer
+from engine.train.step.context import Identity, LossScaler, StepContext, TrainingSetup
+from engine.train.step.failures import LocalRecoveries, RecoveredOom
+from engine.train.step.interface import Strategy
+from engine.train.step.ladder import effective_spec
+from engine.train.step.oom_report import fixes_sentence
+from engine.train.step.optimizer import Schedule, guarded_optimizer
+from engine.train.step.rollback import Rollback
+from engine.train.strategy.load import load_strategy
+
+
+def set_up(
+    spec: RunSpec,
+    device: Device,
+    journal: Journal,
+    report: Callable[[RecoveredOom], None],
+    ranks: Ranks = SINGLE_PROCESS,
+) -> TrainingSetup:
+    """Prepare data, load the model, allocate optimizer state; every phase is written to the journal.
+
+    DataError: the data are missing, unusable, or nothing is left to train on. UsageError: the recipe does not suit the
+    model or the data. EnvironmentProblem: something cannot be fetched, or is not installed. MemoryExhaustedError:
+    memory ran out in every attempt to load the model. LostRankError: another rank could not go on.
+    """
+    recipe = asked = spec.recipe
+    if ranks.size > 1:
+        ranks.host_region, device.patience_seconds = device.host_region, ranks.patience_seconds
+    journal.phase("tokenising")
+    # Before anything is fetched from the hub: a wrong path should not cost a download.
+    require_data_files(recipe)
+    tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+    images = load_image_processor(spec, tokenizer)
+    facts = ModelFacts.of_config(model_config_dict(spec))
+    with device.host_region():
+        prepared = _prepared(spec, facts, tokenizer, images, journal, ranks)
+    order, total_steps = make_order(prepared.train, spec)
+    if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
+        journal.warn("warmup", note)  # with max_steps it was said before the start
+    refuse_unsafe(spec, facts, has_images=prepared.train.has_images)
+    spec = with_largest_image(spec, prepared.train, images)
+    spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
+    recipe = spec.recipe
+    journal.phase("loading model", recipe.model.id)
+    local_recoveries = LocalRecoveries(ranks, report)
+    strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
+    strategy.loaded.images = images
+    _tell_loading(strategy.loaded, journal)
+    if recipe.data.packing:
+        _require_separation(strategy.loaded, spec, ranks)
+    pad_id = int(tokenizer.pad_token_id)
+    context = _step_context(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
+    device.release_cached()
+    context.static_bytes = device.memory().allocated_bytes
+    return TrainingSetup(
+        spec=spec,
+        context=context,
+        prepared=prepared,
+        order=order,
+        schedule=Schedule.of(recipe.train, total_steps),
+        total_steps=total_steps,
+        identity=Identity.of(asked, prepared.fingerprint, tokenizer_hash(tokenizer)),
+        flops_per_token=flops_per_token(strategy.loaded),
+    )
+
+
+def _tell_loading(loaded: LoadedModel, journal: Journal) -> None:
+    """Write how sharded weights came to the ranks, and the model's notices."""
+    if loaded.loading:
+        journal.phase("loading model", loaded.loading)
+    for notice in loaded.notices:
+        journal.warn("model", notice)
+
+
+def _require_separation(loaded: LoadedModel, spec: RunSpec, ranks: Ranks) -> None:
+    if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
+        require_known_family(loaded.config.get_text_config().model_type)
+    else:
+        require_separation(loaded)
+
+
+def _step_context(
+    spec: RunSpec,
+    device: Device,
+    strategy: Strategy,
+    data: TokenData,
+    micro_batches: MicroBatchCost,
+    pad_id: int,
+    report: Callable[[RecoveredOom], None],
+    local_recoveries: LocalRecoveries,
+) -> StepContext:
+    """Allocates the optimizer's state."""
+    train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
+    guard = retry_on_oom(
+        lambda: guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
+    )
+    context = StepContext(
+        device=device,
+        ranks=strategy.ranks,
+        strategy=strategy,
+        loaded=loaded,
+        loss=loss,
+        optimizer=guard.optimizer,
+        guard=guard,
+        rollback=Rollback(loaded.model, device, train.seed),
+        scaler=LossScaler.start(loaded.needs_loss_scaling),
+        data=data,
+        cost=micro_batches.cost,
+        budget=micro_batches.budget,
+        ladder=[*backoff.ladder, *backoff.allow_learning_changes],
+        pad_id=pad_id,
+        seed=train.seed,
+        max_grad_norm=train.max_grad_norm,
+        may_grow=backoff.grow and device.kind != "cpu",
+        measures=device.kind != "cpu",
+        report=report,
+        local_recoveries=local_recoveries,
+        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom),
+    )
+    return context
+
+
+def _prepared(
+    spec: RunSpec,
+    facts: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    journal: Journal,
+    ranks: Ranks,
+) -> PreparedData:
+    """Rank 0 tokenises the data unless they are cached; then the other ranks read the cache."""
+    refuse_unsafe_packing(facts.require_config(), spec.recipe)
+    made: list[PreparedData] = []
+
+    def prepare() -> None:
+        made.append(prepare_data(spec, tokenizer, images, notify=lambda text: journal.phase("tokenising", text)))
+
+    ranks.run_on_rank0(prepare)
+    if not made:
+        prepare()
+    return made[0]
+
+
+def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
+    """The order of the kept samples, and the number of optimizer steps; one epoch if the recipe sets neither."""
+    train = spec.recipe.train
+    epochs = train.epochs if train.epochs or train.max_steps else 1.0
+    order = SampleOrder(
+        data.weights,
+        seed=train.seed,
+        shuffle=spec.recipe.data.shuffle,
+        batch_size=train.batch_size,
+        epochs=epochs,
+    )
+    return order, order.steps(epochs, train.max_steps)
+
+
+def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
+    """Write the plan for the longest kept sequence (tokens); returns (the spec to start with, its micro-batch cost).
+
+    Where only a smaller micro-batch or a remedy fits, the run starts with it, except with `--force` and on the metered
+    device, where a run starts as it is written, to show what happens.
+    """
+    micro_batches = micro_batch_cost(spec, longest)
+    if micro_batches.plan is None:
+        journal.warn(
+            "unknown_architecture",
+            "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
+            "set train.micro_batch to a number you know to fit",
+        )
+        return spec, micro_batches
+    _write_plan(micro_batches.plan, journal)
+    if micro_batches.plan.verdict != "fits_smaller" or device.simulated or spec.limits.as_written:
+        return spec, micro_batches
+    changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
+    journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")
+    spec = with_changes(spec, micro_batches.plan.remedies)
+    return spec, micro_batch_cost(spec, longest)
+
+
+def flops_per_token(loaded: LoadedModel) -> float:
+    """Model FLOPs to train one token: per weight of a matrix 2 for forward, 2 for its input's gradient, and 2 for its
+    own if it is trained. Recomputation does not count (PaLM, appendix B, on MFU)."""
+    matrices = [(p.numel(), p.requires_grad) for p in loaded.model.parameters() if p.dim() >= 2]
+    return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
+
+
+def _write_plan(plan: Plan, journal: Journal) -> None:
+    document = plan.as_json()
+    journal.write(
+        "plan",
+        predicted={"peak_bytes": document["peak_bytes"], "components": document["components"]},
+        verdict=document["verdict"],
+        capacity_bytes=document["capacity_bytes"],
+        deciding_phase=document["deciding_phase"],
+        micro_batch=document["micro_batch"],
+        remedies=document["remedies"],
+        length=document["length"],
+        basis=document["basis"],
+        generate_adds_bytes=document["generate_adds_bytes"],
+        accumulation=document["accumulation"],
+        tokens_per_micro_batch=document["tokens_per_micro_batch"],
+    )
