@@ -1,9 +1,10 @@
-"""The Triton kernel of keyed dropout; importing this file needs Triton. Letters: R rows, S positions, F features."""
+"""The Triton kernel of keyed dropout; importing this file needs Triton. Letters: R rows, S positions, F features.
+
+Triton evaluates the annotations of its functions and knows no type but its own, so arguments have none here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +18,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _mix(bits: Any) -> Any:
+def _mix(bits):
     """murmur3's finaliser on uint32, equal to that of `engine.model.dropout_kernel` on int32."""
     bits ^= bits >> 16
     bits *= 0x85EBCA6B
@@ -28,17 +29,7 @@ def _mix(bits: Any) -> Any:
 
 
 @triton.jit
-def _kernel(
-    rows_ptr: Any,
-    result_ptr: Any,
-    keys_ptr: Any,
-    length: Any,
-    features: Any,
-    first: Any,
-    threshold: Any,
-    scale: Any,
-    block: tl.constexpr,
-) -> None:
+def _kernel(rows_ptr, result_ptr, keys_ptr, length, features, first, threshold, scale, block: tl.constexpr):
     """Write one block of one row: 0 where dropped, else the value times `scale`. `keys_ptr` has two int32 per row;
     `length` and `features` are S and F; an element is kept if its signed hash is at least `threshold`."""
     blocks = tl.cdiv(length * features, block)
