@@ -3,7 +3,10 @@ mask."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -92,11 +95,17 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        **_grouped_heads(varlen.varlen_attn) if query_THD.shape[1] != key_TKD.shape[1] else {},
     )
     assert isinstance(output_THD, Tensor)
     batch, heads, length, _ = query_BHSD.shape
     return output_THD.view(batch, length, heads, -1)[..., :width], None
+
+
+@functools.cache
+def _grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """The argument that allows fewer key heads than query heads. torch 2.11 has none and allows them always."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _flat(tensor_BHSD: Tensor) -> Tensor:

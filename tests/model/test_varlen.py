@@ -94,8 +94,25 @@ def batch(rows: list[list[int]], *, packed: bool) -> Batch:
 def test_the_stand_in_takes_what_torch_takes() -> None:
     theirs, ours = inspect.signature(REAL).parameters, inspect.signature(Kernel().__call__).parameters
     assert list(theirs)[:7] == list(ours)[:7]
-    assert set(ours) <= set(theirs)
-    assert all(theirs[name].kind == ours[name].kind for name in ours)
+    assert set(ours) - set(theirs) <= {"enable_gqa"}  # torch 2.11 has grouped heads without it
+    assert all(theirs[name].kind == ours[name].kind for name in ours if name in theirs)
+
+
+def test_torch_2_11_takes_grouped_heads_without_being_told(
+    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(*given: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        return kernel(*given, scale=scale, window_size=window_size, enable_gqa=True)
+
+    loaded = load_family(tmp_path, "llama")
+    assert loaded.base.config.num_key_value_heads < loaded.base.config.num_attention_heads
+    given = batch([[9, 5]], packed=True)
+    use(loaded, "varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    with torch.no_grad():
+        found = hidden_states(loaded, given)
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+        torch.testing.assert_close(found, hidden_states(loaded, given))
 
 
 @pytest.mark.parametrize("rows", [[[9, 5, 4], [3, 15]], [[20]]])
