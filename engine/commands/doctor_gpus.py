@@ -139,7 +139,7 @@ def prove_process(directory: Annotated[Path, typer.Argument()]) -> None:
     spec = load_run_spec(place.run_toml, own=True)
     set_device_environment(spec)
     with importing():
-        from engine.commands.doctor_process import prove_alone, prove_together
+        from engine.train.run.doctor import prove_alone, prove_together
     if spec.profile.device.count > 1:
         raise typer.Exit(prove_together(place))
     prove_alone(place)

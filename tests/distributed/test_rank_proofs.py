@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.nn import Parameter
 
-from engine.commands import doctor_process
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.votes import LostRankError, VotedGroup
@@ -25,6 +24,7 @@ from engine.journal.directory import RunDirectory
 from engine.train.proofs import among_ranks, sharded
 from engine.train.proofs.prove import AMONG_RANKS
 from engine.train.proofs.record import DisprovedError, ProvedRun
+from engine.train.run import doctor
 from engine.train.step.context import TrainingSetup
 from tests.distributed.proofs_of_ranks import Break, outcome, sharded_setup
 from tests.distributed.rank_processes import arguments_of_ranks, member, run_ranks
@@ -131,7 +131,7 @@ def _rehearse(ranks: Ranks, folder: Path, *, notices: bool) -> None:
         if not notices:
             ranks.patience_seconds = 0.2
             patch.setattr(VotedGroup, "ready", _deaf(VotedGroup.ready))
-        doctor_process.rehearse(RunDirectory(folder), ranks)
+        doctor.rehearse(RunDirectory(folder), ranks)
 
 
 def _deaf(right: Any) -> Any:
@@ -149,17 +149,17 @@ def test_a_killed_rank_is_noticed_and_a_rank_that_does_not_notice_is_named(notic
     """The processes are ended by torch's own launcher of processes as soon as one is gone, as the elastic agent
     does."""
     place = RunDirectory(tmp_path)
-    assert not doctor_process.has_begun(place)
+    assert not doctor.has_begun(place)
     arguments = arguments_of_ranks([partial(_rehearse, notices=notices)], tmp_path, size=2, limit_seconds=60.0)
     with pytest.raises(ProcessExitedException) as ended:
         start_processes(member, args=arguments, nprocs=2, start_method="forkserver")
     assert (ended.value.error_index, ended.value.signal_name) == (1, signal.SIGKILL.name)
-    assert doctor_process.has_begun(place)
+    assert doctor.has_begun(place)
     limit_seconds = 60.0 if notices else -10.0
-    result = doctor_process.judge(place, 2, limit_seconds, "rank 1 was killed (SIGKILL)", 1.0)
+    result = doctor.judge(place, 2, limit_seconds, "rank 1 was killed (SIGKILL)", 1.0)
     assert result.passed is notices
     assert ("noticed by all others" if notices else "ranks 0 did not notice") in result.detail
-    late = doctor_process.judge(place, 2, 60.0, "rank 0 exited with 1", 1.0)
+    late = doctor.judge(place, 2, 60.0, "rank 0 exited with 1", 1.0)
     assert late.detail.startswith("the supervisor says: rank 0")
 
 

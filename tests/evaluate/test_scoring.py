@@ -76,11 +76,11 @@ def test_scores_under_a_cap_that_forces_backoff_equal_those_without(tmp_path: Pa
 KILLED_AFTER = """
 import os, signal, sys
 from pathlib import Path
-from engine.evaluate import kept
+from engine.evaluate import answers
 from engine.evaluate.run import score_run
 from engine.journal.directory import RunDirectory
 from engine.evaluate import context
-limit, written, append = int(sys.argv[2]), [0], kept._append
+limit, written, append = int(sys.argv[2]), [0], answers._append
 context.GENERATION_ROWS = 4
 
 def killed(path, rows):
@@ -91,7 +91,7 @@ def killed(path, rows):
             file.write(b'{"sample": 1, "ans')
         os.kill(os.getpid(), signal.SIGKILL)
 
-kept._append = killed
+answers._append = killed
 score_run(RunDirectory(Path(sys.argv[1])), "all", lambda text: None, base=True)
 """
 

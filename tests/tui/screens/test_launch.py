@@ -41,7 +41,7 @@ async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
 ) -> None:
     (empty_folder / "profiles" / "recipes").mkdir(parents=True)
     text = Path(__file__).parents[3].joinpath("profiles/recipes/demo.toml").read_text()
-    mine = text.replace('name = "demo"', 'name = "mine"').replace('"builtin:dates"', '"rows.jsonl"')
+    mine = text.replace('name = "demo"', 'name = "mine"').replace('"builtin:dates"', '"rows.jsonl"', 1)
     (empty_folder / "profiles" / "recipes" / "mine.toml").write_text(mine)
     async with console(120, 36) as pilot:
         await pilot.sees("▶ mine", "▶ this-cpu", "cannot start", "rows.jsonl", "▶ Fields")
