@@ -37,7 +37,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.model.config import check_packing, model_config_dict
 from engine.model.load import LoadedModel, load_model
-from engine.model.loss import make_loss
+from engine.model.loss import LossChoice, make_loss
 from engine.model.packing import require_separation
 from engine.model.reference import find_run_weights, refuse_removed
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -228,9 +228,9 @@ def _make_context(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, notify: Notify
 ) -> EvaluationContext:
     planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
-    loss = make_loss(
-        loaded, implementation=spec.recipe.train.loss, label_smoothing=0.0, chunk_tokens=None, device=device
-    )
+    # Fused kernels are proved where a run trains; here they would save nothing.
+    implementation: LossChoice = "plain" if spec.recipe.train.loss == "plain" else "chunked"
+    loss = make_loss(loaded, implementation=implementation, label_smoothing=0.0, chunk_tokens=None, device=device)
 
     def report(failed: FailedPass, remedy: str, before: Any, after: Any) -> None:
         notify(f"out of memory in {failed.failure.phase}: {remedy} {before} -> {after}")

@@ -103,7 +103,7 @@ def varlen_attention(
 
 
 @functools.cache
-def _grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+def _grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
     """The argument that allows fewer key heads than query heads. torch 2.11 has none and allows them always."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 

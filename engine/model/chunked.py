@@ -1,4 +1,4 @@
-"""The chunked loss: token losses and gradients for a few tokens' logits at a time, by torch or by Liger's fused kernel.
+"""The chunked loss: token losses and gradients for a few tokens' logits at a time, by torch or by Liger's kernel.
 
 Shapes: N target tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -14,88 +14,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_liger_kernel_available
 
+from engine.data.tokens import IGNORED
 from engine.device.base import Device
-from engine.device.oom import classify, is_sticky
 from engine.model.decoder import OutputHead
-
-FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""Sum of token losses from hidden states [N, H], head [V, H], targets [N], bias [V] or None, and label smoothing."""
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""By dtype, the largest difference of loss and gradient from torch's in the trial, relative to torch's."""
-
-TRIAL_NHV = (24, 16, 40)
-"""Sizes of the trial: two chunks of 16 tokens (chunk: N · H / V, rounded up to a power of two)."""
-
-
-def liger_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
-    """Sum of token losses; per-token losses are summed in fp32."""
-    assert head.linear is not None
-    scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
-    return _fused(scaled_NH, head.linear.weight, targets_N, head.linear.bias, label_smoothing)
 
 
 def liger_applies(head: OutputHead, device: Device) -> bool:
-    """Whether Liger is installed, the device is a GPU, and the head is frozen, plain and linear, without a soft-cap.
-    For a trained head Liger would hold 10 bytes per weight at its peak (sum and chunk's gradient in fp32; liger-kernel
-    0.8, ops/fused_linear_cross_entropy.py), `_LinearLoss` one gradient in the weight's dtype."""
-    return (
-        device.kind == "cuda"
-        and head.linear is not None
-        and not any(parameter.requires_grad for parameter in head.linear.parameters())
-        and head.softcap is None
-        and bool(is_liger_kernel_available())
-    )
-
-
-def liger_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Liger's loss and gradient of random numbers cannot be had or differ from torch's; None if they agree. Triton
-    compiles at the first launch, which takes a C compiler and a driver that fits: without this trial, a failure would
-    end the run in its first micro-batch."""
-    try:
-        found = _trial(_fused, device, dtype)
-    except Exception as error:  # of any kind: Triton compiles the kernel with what the machine has
-        if classify(error) or is_sticky(error):
-            raise
-        return f"it fails on this machine: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    expected = _trial(_reference, device, dtype)
-    for name, ours, theirs in zip(("loss", "gradient"), found, expected, strict=True):
-        error_size, size = float((ours - theirs).norm()), float(theirs.norm())
-        if not error_size <= TOLERANCE[dtype] * size:
-            return f"its {name} is off by {error_size:.3g} of {size:.3g}"
-    return None
-
-
-def _trial(compute: FusedLoss, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(mean token loss, its gradient by the hidden states [N, H]) for random numbers, in fp32 on the host."""
-    tokens, width, vocabulary = TRIAL_NHV
-    draw = torch.Generator().manual_seed(0)  # its own, so that the run's random states stay as they are
-    hidden_NH = torch.randn(tokens, width, generator=draw).to(device, dtype).requires_grad_()
-    weight_VH = torch.randn(vocabulary, width, generator=draw).to(device, dtype)
-    targets_N = torch.randint(vocabulary, (tokens,), generator=draw).to(device)
-    with torch.enable_grad():
-        loss = compute(hidden_NH, weight_VH, targets_N, None, 0.0) / tokens
-        loss.backward()
-    assert hidden_NH.grad is not None
-    return loss.detach().float().cpu(), hidden_NH.grad.float().cpu()
-
-
-def _reference(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, _bias: Tensor | None, smoothing: float
-) -> Tensor:
-    logits_NV = hidden_NH.float() @ weight_VH.float().T
-    return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum", label_smoothing=smoothing)
-
-
-def _fused(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, bias_V: Tensor | None, label_smoothing: float
-) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    loss: Tensor = liger_fused_linear_cross_entropy(
-        hidden_NH, weight_VH, targets_N, bias=bias_V, label_smoothing=label_smoothing, reduction="sum"
-    )
-    return loss.float()
+    """Whether Liger is installed, the device is a GPU, and the head is a plain linear layer."""
+    return device.kind == "cuda" and head.linear is not None and bool(is_liger_kernel_available())
 
 
 @dataclass(frozen=True)
@@ -103,6 +29,8 @@ class LossSettings:
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int
+    liger: bool = False
+    """Liger's kernel computes a chunk's losses and gradient, in the dtype of the logits and in their memory."""
 
 
 def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
@@ -147,7 +75,7 @@ class _Gradients:
     def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
         """Add one chunk's part; the chunk begins at token `start`."""
         if self.bias_V is not None:
-            self.bias_V += grad_CV.sum(0)
+            self.bias_V += grad_CV.sum(0, dtype=torch.float32)
         grad_CV = grad_CV.to(hidden_CH.dtype)
         if self.hidden_NH is not None:
             torch.mm(grad_CV, weight_VH, out=self.hidden_NH[start : start + len(grad_CV)])
@@ -180,7 +108,8 @@ class _LinearLoss(torch.autograd.Function):
             bias_in = None if bias_V is None else bias_V.to(hidden_NH.dtype)
             for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, settings):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
-                loss, grad_CV = _loss_and_gradient(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
+                compute = _loss_and_gradient_by_liger if settings.liger else _loss_and_gradient
+                loss, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
                 del logits_CV
                 total += loss
                 if grad_CV is not None:
@@ -236,6 +165,49 @@ def _loss_and_gradient(
     if slope_CV is not None:
         work_CV *= slope_CV
     return loss_C.sum(), work_CV
+
+
+def _loss_and_gradient_by_liger(
+    logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `_loss_and_gradient`, by the kernel of liger-kernel 0.8 (ops/cross_entropy.py), which overwrites the logits.
+    Liger's own function around it would count the targets on the GPU and wait for the number; all are counted here."""
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
+
+    tokens, vocabulary = logits_CV.shape
+    losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
+    liger_cross_entropy_kernel[(tokens,)](
+        X_ptr=logits_CV,
+        X_stride=logits_CV.stride(0),
+        Y_ptr=targets_C,
+        Y_stride=targets_C.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses_C,
+        z_loss_ptr=None,
+        loss_stride=1,
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=vocabulary,
+        n_non_ignore=tokens,
+        sum_non_ignore_weight=tokens,
+        weight_sum=0.0,
+        ignore_index=IGNORED,
+        lse_square_scale=0.0,
+        label_smoothing=settings.label_smoothing,
+        reduction="sum",
+        softcap=settings.softcap,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocabulary - 1).bit_length()),
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=settings.softcap is not None,
+        HAS_GRADIENTS=wants_gradient,
+        num_warps=32,
+    )
+    return losses_C.sum(), logits_CV if wants_gradient else None
 
 
 def _chunks(hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> list[tuple[Tensor, Tensor]]:

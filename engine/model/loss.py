@@ -2,8 +2,8 @@
 and a module of model and loss for sharded runs.
 
 Implementations, equal up to rounding: plain (the reference); chunked, on any device, with soft-caps, smoothing and
-adapters on the head; fused: Liger's kernel on CUDA for a frozen plain linear head, else torch's chunked
-`linear_cross_entropy` (torch 2.13) for a plain linear one, without soft-cap and smoothing. Shapes: B rows, S tokens, H
+adapters on the head; liger: the same chunks by Liger's kernel, on CUDA for a plain linear head; torch: torch's chunked
+`linear_cross_entropy` (torch 2.13) for a plain linear head without soft-cap and smoothing. Shapes: B rows, S tokens, H
 hidden, V vocabulary, N tokens with a target.
 """
 
@@ -23,7 +23,7 @@ from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
-from engine.model.chunked import LossSettings, chunked_loss, liger_applies, liger_loss, liger_problem, token_losses
+from engine.model.chunked import LossSettings, chunked_loss, liger_applies, token_losses
 from engine.model.config import blaming_own_code
 from engine.model.decoder import OutputHead, autocast, decoder_of, decoder_output, eval_mode, find_head
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
@@ -32,7 +32,7 @@ from engine.model.offload import ActivationOffload
 
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
-CHUNKED = ("chunked", "torch")
+CHUNKED = ("chunked", "liger", "torch")
 """Implementations whose chunks have a size that can be set."""
 
 
@@ -76,7 +76,7 @@ class LossFunction:
         self.implementation = implementation
         self.label_smoothing = label_smoothing
         self.chunk_tokens = chunk_tokens
-        """Tokens whose logits exist at once in "chunked" and torch's "fused"; see `set_chunks`."""
+        """Tokens whose logits exist at once, except in "plain"; see `set_chunks`."""
         self.offload = ActivationOffload(loaded)
         self.balance: ExpertBalance | None = None
         """Only in training; None if neither auxiliary loss nor counts are wanted."""
@@ -96,12 +96,11 @@ class LossFunction:
 
     @property
     def chunks(self) -> int | None:
-        """Tokens whose logits exist at once; None in "plain" (all) and in "liger" (its kernel chooses)."""
+        """Tokens whose logits exist at once; None in "plain" (all)."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
 
     def set_chunks(self, tokens: int | None) -> None:
-        """Compute the loss for `tokens` tokens at a time; "plain" and "liger" give way to "chunked" until called with
-        None."""
+        """Compute the loss for `tokens` tokens at a time; "plain" gives way to "chunked" until called with None."""
         if tokens is not None:
             self.chunk_tokens = tokens
         self._in_use = "chunked" if tokens is not None and self._chosen not in CHUNKED else self._chosen
@@ -154,11 +153,10 @@ class LossFunction:
         head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
             return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
-        if self.implementation == "liger":
-            return liger_loss(head, hidden_NH, targets_N, smoothing)
         if self.implementation == "torch":
             return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens)
-        return chunked_loss(head, hidden_NH, targets_N, LossSettings(smoothing, head.softcap, self.chunk_tokens))
+        liger = self.implementation == "liger"
+        return chunked_loss(head, hidden_NH, targets_N, LossSettings(smoothing, head.softcap, self.chunk_tokens, liger))
 
 
 def loss_of(recipe: Recipe, loaded: LoadedModel, device: Device) -> LossFunction:
@@ -189,37 +187,23 @@ def make_loss(
     head = find_head(loaded.base)
     verify_logits(loaded, head, device)
     chosen = choose_implementation(implementation, head, label_smoothing, device)
-    loaded.notices += chosen.notices
     chunk_tokens = chunk_tokens or default_chunk_tokens(head.vocabulary, device.capacity_bytes)
-    return LossFunction(loaded, head, chosen.name, label_smoothing, chunk_tokens)
+    return LossFunction(loaded, head, chosen, label_smoothing, chunk_tokens)
 
 
-class ChosenLoss(NamedTuple):
-    """The implementation of a loss: "plain", "chunked", "liger" or "torch"."""
-
-    name: str
-    notices: list[str]
-    """Why Liger's kernel is not used, although it is installed and applies."""
-
-
-def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> ChosenLoss:
-    """Choose for `asked`, the recipe's train.loss; "auto" is Liger's kernel where it applies and works, else "chunked".
-    UsageError: "fused" was asked for, but no fused kernel can compute this loss."""
+def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: float, device: Device) -> str:
+    """One of "plain", "chunked", "liger" and "torch", for `asked`, the recipe's train.loss; "auto" is Liger's kernel
+    where it applies, else "chunked". UsageError: "fused" was asked for, but no fused kernel can compute this loss."""
     if asked not in ("auto", "fused"):
-        return ChosenLoss(asked, [])
-    notices = []
+        return asked
     if liger_applies(head, device):
-        assert head.linear is not None
-        problem = liger_problem(device.torch_device, head.linear.weight.dtype)
-        if problem is None:
-            return ChosenLoss("liger", [])
-        notices = [f"Liger's fused loss is not used: {problem}"]
+        return "liger"
     if asked == "auto":
-        return ChosenLoss("chunked", notices)
+        return "chunked"
     obstacle = _torch_obstacle(head, label_smoothing)
     if obstacle:
-        raise UsageError("; ".join([f'train.loss = "fused": {obstacle}', *notices]), fix='set train.loss = "auto"')
-    return ChosenLoss("torch", notices)
+        raise UsageError(f'train.loss = "fused": {obstacle}', fix='set train.loss = "auto"')
+    return "torch"
 
 
 def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:

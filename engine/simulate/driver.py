@@ -63,7 +63,7 @@ class SimulatedRun(Generic[Recorder]):
     ) -> None:
         self.spec, self.device, self.loaded, train = spec, device, loaded, spec.recipe.train
         self.head = find_head(loaded.base)
-        implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device).name
+        implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device)
         self.loss = LossFunction(loaded, self.head, implementation, train.label_smoothing, 1)
         self.loss.offload.on = train.activation_offload
         self.loss.balance = expert_balance(spec.recipe, loaded)

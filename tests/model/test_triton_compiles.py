@@ -4,8 +4,13 @@ what the compiler refuses."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from engine.model import chunked
+from engine.model.chunked import LossSettings
 
 triton = pytest.importorskip("triton", reason="Triton has no build for this platform")
 
@@ -17,9 +22,6 @@ CARDS = (80, 86, 89, 90, 100, 120)
 def test_the_dropout_kernel_compiles(
     element: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from engine.model.triton_dropout import BLOCK, _kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -31,8 +33,41 @@ def test_the_dropout_kernel_compiles(
         "scale": "fp32",
         "block": "constexpr",
     }
-    source = ASTSource(fn=_kernel, signature=signature, constexprs={"block": BLOCK})
+    assert compiled_bytes(_kernel, signature, {"block": BLOCK}, capability) > 1000
 
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
-    assert len(compiled.asm["cubin"]) > 1000
+@pytest.mark.parametrize(("capability", "softcap"), [*((card, False) for card in CARDS), (90, True)])
+def test_ligers_kernel_compiles_as_we_call_it(
+    capability: int, softcap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launched: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel", {(4,): lambda **given: launched.update(given)}
+    )
+    logits_CV, targets_C = torch.zeros(4, MAX_FUSED_SIZE + 5, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    settings = LossSettings(0.1, 30.0 if softcap else None, 4, liger=True)
+    chunked._loss_and_gradient_by_liger(logits_CV, targets_C, settings, True)
+
+    del launched["num_warps"]
+    types = {name: TYPES[type(value)] for name, value in launched.items()}
+    types |= {"X_ptr": "*bf16", "Y_ptr": "*i64", "loss_ptr": "*fp32"}
+    fixed = {name: value for name, value in launched.items() if types[name] == "constexpr" or name in CONSTANTS}
+    signature = {name: "constexpr" if name in fixed else types[name] for name in launched}
+    assert compiled_bytes(liger_cross_entropy_kernel, signature, fixed, capability) > 1000
+
+
+CONSTANTS = ("lse_square_scale", "label_smoothing", "BLOCK_SIZE")
+TYPES = {int: "i32", float: "fp32", bool: "constexpr", str: "constexpr", type(None): "constexpr", torch.Tensor: "*"}
+
+
+def compiled_bytes(kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int) -> int:
+    """Size of the machine code of `kernel` for a card of this compute capability."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return len(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"])

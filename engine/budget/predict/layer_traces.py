@@ -190,7 +190,6 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
     return replace(
         step_config(config),
         loss="plain",
-        liger=False,
         chunk_tokens=0,
         watches_experts=False,
         balances_experts=False,
@@ -220,7 +219,6 @@ def head_config(config: MemoryConfig) -> MemoryConfig:
     return replace(
         layer_config(config),
         loss=config.loss,
-        liger=config.liger,
         checkpointing=False,
         activation_offload=config.activation_offload,
     )

@@ -41,8 +41,6 @@ class Head:
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
             return self.plain(hidden)
-        if self.config.liger and self.table_name not in self.trained:
-            return self.liger(hidden)
         if self.config.loss == "fused":
             return self.fused(hidden)
         return self.recomputed(hidden) if self.wrapped else self.chunked(hidden)
@@ -84,7 +82,7 @@ class Head:
 
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
         """`engine.model.chunked`: forward computes logits and the gradients of hidden states and head, chunk by chunk;
-        these gradients are kept until backward."""
+        these gradients are kept until backward. Liger's kernel needs less: it makes no copy in fp32."""
         trace, vocab, size = self.trace, self.arch.vocab, hidden.size
         trained = self.table_name in self.trained
         saved = [trace.allocate(size)] if trace.learning else []
@@ -129,30 +127,6 @@ class Head:
         del scores
         saved = trace.save(hidden)
         return trace.result(NO_BYTES, FLOAT, [hidden], back, saved, trains=trained)
-
-    def liger(self, hidden: TracedTensor) -> TracedTensor:
-        """Liger's fused linear cross-entropy for a frozen head (liger-kernel 0.8, ops/fused_linear_cross_entropy.py):
-        logits chunk by chunk in the hidden states' dtype, overwritten by their gradients; only the hidden states'
-        gradient is kept.
-
-        A chunk is T · H / V tokens, rounded up to a power of two; the trace counts the most that can be. The engine
-        uses its own chunks where Liger's kernel fails (`engine.model.chunked.liger_problem`), so both are counted.
-        """
-        trace, arch, narrow = self.trace, self.arch, self.config.base_bytes
-        saved = trace.allocate(hidden.size)
-        instead = trace.allocate(arch.vocab * (FLOAT + narrow * (narrow < FLOAT)) * CHUNK)
-        del instead
-        losses = trace.allocate((FLOAT + 1) * TARGET)  # fp32 losses, and which targets count
-        rows = -(-arch.vocab // arch.hidden)
-        per_row = 2 * narrow * (arch.vocab + arch.hidden)  # logits, and the gradient of the hidden states
-        chunk = trace.allocate(-(-per_row // rows) * TARGET + per_row * BYTE)
-        del chunk, losses
-        kept = [saved] if trace.learning else []
-
-        def back(gradient: Storage) -> list[Storage | None]:
-            return [kept.pop()]
-
-        return trace.result(NO_BYTES, FLOAT, [hidden], back)
 
     def recomputed(self, hidden: TracedTensor) -> TracedTensor:
         """The chunked loss of a head wrapped by peft: each chunk is checkpointed, and recomputed from the last to the

@@ -61,8 +61,6 @@ class MemoryConfig:
     activation_offload: bool
     """Tensors saved for backward are moved to the host until backward needs them."""
     loss: Literal["plain", "chunked", "fused"]
-    liger: bool
-    """Liger's kernel computes the loss if the head is frozen (`engine.model.chunked`)."""
     chunk_tokens: int
     optimizer: Optimizer
     rounding: Rounding
@@ -147,7 +145,6 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         checkpointing=train.gradient_checkpointing,
         activation_offload=train.activation_offload and device.kind != "cpu",
         loss=resolved_loss(spec),
-        liger=_liger_is_there(arch, spec),
         chunk_tokens=chunk_tokens(arch.vocab, device.capacity_bytes),
         optimizer=train.optimizer,
         rounding=train.rounding,
@@ -235,12 +232,6 @@ def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
     """ "auto" is planned as the engine's chunked loss, which works on every device."""
     asked = spec.recipe.train.loss
     return "chunked" if asked == "auto" else asked
-
-
-def _liger_is_there(arch: Architecture, spec: RunSpec) -> bool:
-    """Whether a frozen head uses Liger's kernel: on CUDA, where the package is installed, without soft-cap."""
-    asked, on_cuda = spec.recipe.train.loss, spec.profile.device.kind == "cuda"
-    return on_cuda and asked in ("auto", "fused") and arch.logit_softcap is None and bool(installed("liger-kernel"))
 
 
 def chunk_tokens(vocab: int, capacity_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -137,6 +138,32 @@ def test_a_loss_kernel_that_scales_wrongly_is_not_used(tmp_path: Path, monkeypat
             found = proved(setup, tmp_path)["loss"]
             assert found.passed is False and found.fallback == "loss = chunked"
             assert setup.context.loss.implementation == "chunked"
+
+
+def test_ligers_kernel_is_used_where_it_is_right(
+    setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(LOOK_ALIKES))
+    before = set(sys.modules)
+    kernel = importlib.import_module("liger_kernel.ops.cross_entropy").Kernel
+    right, loss = kernel.launch, setup.context.loss
+
+    def overwrites_nothing(self: Any, **given: Any) -> None:
+        right(self, **{**given, "HAS_GRADIENTS": False})
+
+    def fails(self: Any, **given: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please set CC.")
+
+    loss.implementation = "liger"
+    assert proved(setup, tmp_path)["loss"].passed and loss.implementation == "liger"
+    for broken in (overwrites_nothing, fails):
+        loss.implementation = "liger"
+        monkeypatch.setattr(kernel, "launch", broken)
+        found = proved(setup, tmp_path)["loss"]
+        assert found.passed is False and found.fallback == "loss = chunked"
+        assert loss.implementation == "chunked"
+    for name in [name for name in set(sys.modules) - before if name.startswith("liger_kernel")]:
+        del sys.modules[name]
 
 
 def test_an_adapter_product_without_its_scaling_is_not_used(

@@ -1,1 +1,0 @@
-"""The functional interface of liger-kernel."""
