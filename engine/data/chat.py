@@ -24,6 +24,7 @@ from engine.data.chat_template import (
     Span,
     TemplateRefusal,
     Tools,
+    common_length,
     special_ids,
     tool_call_shapes,
 )
@@ -101,6 +102,8 @@ class ChatRenderer:
                 continue
             if shape is not messages or self.template.wants_parts:
                 rendered.facts["reshaped"] += 1
+            if self.template.closing:
+                rendered.facts["unclosed"] += 1
             return rendered
         return Dropped(first_refusal)
 
@@ -249,7 +252,7 @@ class ChatRenderer:
         """
         *history, message = messages
         probed = [self.template.render([*history, {**message, "content": probe}], tools) for probe in PROBES]
-        start = _common_length([text, *probed])
+        start = common_length([text, *probed])
         if prompt is None:
             return AssistantTurn(text, start, in_whole=True, prompted=False)
         thinking, content = thinking_of(message), (message["content"] or "").lstrip()
@@ -321,11 +324,6 @@ class ChatRenderer:
             return
         ids.append(end)
         flags.append(True)
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    first, last = min(texts), max(texts)
-    return next((place for place, letter in enumerate(first) if last[place] != letter), len(first))
 
 
 def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedRows:

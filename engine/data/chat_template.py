@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -80,22 +80,26 @@ class ChatTemplate:
         switches = [name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", self.text)]
         self.thinking_modes: list[Mode] = [{name: value} for name in switches for value in (True, False)]
         self._stopped = 0
-        self.wants_parts = False
+        self.wants_parts, self.closing = False, ""
         self.wants_parts = self._reads_parts_only()
+        self.closing = self._find_closing(special_texts(tokenizer))
 
     def render(
         self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, mode: Mode | None = None
     ) -> str:
-        """Text of a conversation; with `prompt`, followed by the header that starts the answer. `mode` has the
-        template's own variables, such as {"enable_thinking": False}.
+        """Text of a conversation without `closing`; with `prompt`, followed by the header that starts the answer.
+        `mode` has the template's own variables, such as {"enable_thinking": False}.
 
         Raises TemplateRefusal, or DataError after MAX_STOPPED renderings timed out.
         """
-        return self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))[0]
+        text, _ = self._rendered(messages, tools, add_generation_prompt=prompt, **(mode or {}))
+        return text if prompt else text.removesuffix(self.closing)
 
     def render_marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """Also the ranges of characters that {% generation %} blocks produced. Raises as `render` does."""
-        return self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        text, spans = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        text = text.removesuffix(self.closing)
+        return text, [(start, min(stop, len(text))) for start, stop in spans if start < len(text)]
 
     def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
         shaped = [_with_parts(message) for message in messages] if self.wants_parts else list(messages)
@@ -135,11 +139,33 @@ class ChatTemplate:
         message = {"role": "user", "content": PROBES[0]}
         return not self._shows(message) and self._shows(_with_parts(message))
 
+    def _find_closing(self, special: Collection[str]) -> str:
+        """What the template writes at the end of a conversation, behind the end of its last turn and with a special
+        token of its own: Phi-3's end of sequence. A model that learned it would learn two ends, and generation stops at
+        the first. Empty if an answer that another turn follows ends as the last one does, or in another token
+        (gpt-oss)."""
+        exchange = [{"role": role, "content": probe} for role, probe in zip(("user", "assistant"), PROBES, strict=True)]
+        try:
+            last, earlier = (self.render(exchange * turns, None).split(PROBES[1])[1] for turns in (1, 2))
+        except (TemplateRefusal, IndexError):
+            return ""
+        pieces = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
+        ending = pieces.findall(last)
+        same = common_length([ending, pieces.findall(earlier)])
+        closes = set(special).intersection
+        return "".join(ending[same:]) if closes(ending[:same]) and closes(ending[same:]) else ""
+
     def _shows(self, message: Message) -> bool:
         try:
             return PROBES[0] in self.render([message], None)
         except TemplateRefusal:
             return False
+
+
+def common_length(texts: Sequence[Sequence[str]]) -> int:
+    """How many characters, or pieces of text, all of `texts` begin with alike."""
+    first, last = min(texts), max(texts)
+    return next((place for place, piece in enumerate(first) if last[place] != piece), len(first))
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -161,6 +187,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {int(index) for index in tokenizer.all_special_ids} | added
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {text for text in (*tokenizer.all_special_tokens, *added) if text}
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -27,9 +27,9 @@ from engine.data.tokenise import Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
 from engine.errors import DataError
 
-CHAT_VERSION = "chat 2"
-"""Part of the cache entry of rendered conversations, and of the fingerprint where version 1 would have given other
-rows. Increase it when the rendering changes."""
+CHAT_VERSION = "chat 3"
+"""Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
+`_rendering_version`, which is part of the fingerprint."""
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -157,7 +157,7 @@ def _prepare_sources(
 
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
-    changed = [CHAT_VERSION] if any(_differs_from_version_1(count) for count in store.counts) else []
+    changed = _rendering_version(store.counts)
     images, reader = store.columns.images, None
     if images is not None and tokeniser.images is not None:
         reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened], workers)
@@ -170,10 +170,17 @@ def _prepare_sources(
     return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader)
 
 
-def _differs_from_version_1(count: SourceCount) -> bool:
-    """Whether chat rendering before CHAT_VERSION, "chat 2", would have rendered this source differently."""
+def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
+    """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
+    older version go on where the rows are the same."""
+    if any(count.chat.get("unclosed") for count in counts):
+        return ["chat 3"]
     facts = ("per_turn", "reshaped", "unprompted", "context_only")
-    return any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
+    changed = any(
+        any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
+        for count in counts
+    )
+    return ["chat 2"] if changed else []
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:

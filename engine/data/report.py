@@ -29,6 +29,8 @@ CHAT_FACTS = {
     "the start of thinking, out of finished turns: {:,}",
     "context_only": "answers that are context and not learned, as the chat template lets no conversation end with "
     "them: {:,}",
+    "unclosed": "conversations without the end of sequence that the chat template writes behind their last turn, as a "
+    "generated answer ends before it: {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
 """How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""

@@ -6,7 +6,9 @@ What each family does to a conversation:
 | --- | --- | --- |
 | THINKING | Qwen3, GLM-4.5 | thinking of earlier turns is removed; the last turn has a thinking block, maybe empty |
 | MARKED_THINKING | LFM2.5 | the same, with {% generation %} blocks |
-| END_OF_TEXT | Phi-3 | the text ends with end-of-sequence, so that an earlier turn ends in another way than the last |
+| END_OF_TEXT | Phi-3 | the text ends with end-of-sequence, behind the end of its last turn |
+| MARKED_END_OF_TEXT | Phi-3 | the same, with {% generation %} blocks |
+| END_OF_TURNS | gpt-oss | the text before the end of the last turn; an earlier turn ends with <end> |
 | PREFILLED | DeepSeek-R1 and distils, QwQ | the prompt starts the thinking, and a finished turn has none |
 | CLOSED | Gemma 4 31B | the prompt has an empty thinking block, and a finished turn has none |
 | SWITCHED | Qwen3.5, Nemotron 3 | the prompt starts the thinking, or with `enable_thinking = false` ends it |
@@ -53,6 +55,15 @@ MARKED_THINKING = (
 END_OF_TEXT = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}"
+)
+MARKED_END_OF_TEXT = END_OF_TEXT.replace(
+    "{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}",
+    "{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<end>' }}"
+    "{% if loop.last %}{{ eos_token }}{% endif %}{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}{% endif %}",
+).replace("{% else %}{{ eos_token }}{% endif %}", "{% elif messages[-1]['role'] == 'user' %}{{ eos_token }}{% endif %}")
+END_OF_TURNS = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}<end>{% endif %}{% endfor %}"
 )
 PREFILLED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tests.data.chat_families import (
     ANALYSIS,
     CLOSED,
     END_OF_TEXT,
+    END_OF_TURNS,
     ENDLESS,
+    MARKED_END_OF_TEXT,
     MARKED_THINKING,
     NESTED_ARGUMENTS,
     OBJECT_ARGUMENTS,
@@ -27,7 +30,7 @@ from tests.data.chat_families import (
     TEXT_ARGUMENTS,
     THINKING,
 )
-from tests.data.specs import CHATML, LLAMA_LIKE, run_spec, tokenizer
+from tests.data.specs import CHATML, FORGETFUL, LLAMA_LIKE, run_spec, tokenizer
 
 Message = dict[str, Any]
 
@@ -89,14 +92,25 @@ def test_where_earlier_thinking_is_removed_each_turn_is_learned_with_its_own(tem
     ]
 
 
-def test_where_the_text_ends_in_another_way_than_a_turn_each_turn_is_a_row() -> None:
-    assert rows(END_OF_TEXT, TWO_TURNS) == [
-        "<user>hi<end><assistant>[[yo<end><eos>]]",
-        "<user>hi<end><assistant>yo<end><user>more<end><assistant>[[yes<end><eos>]]",
+@pytest.mark.parametrize("template", [END_OF_TEXT, MARKED_END_OF_TEXT])
+def test_an_end_of_text_behind_the_end_of_the_last_turn_is_left_out(template: str) -> None:
+    whole = "<user>hi<end><assistant>[[yo<end>]]<user>more<end><assistant>[[yes<end>]]"
+    assert rows(template, TWO_TURNS) == [whole]
+    assert rows(template, TWO_TURNS[:3]) == ["<user>hi<end><assistant>[[yo<end>]]<user>more<end>"]
+    every = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=True).render(ChatRecord(TWO_TURNS))
+    assert not isinstance(every, Dropped) and not isinstance(every.rows[0], Dropped)
+    assert decoded(every.rows[0][0]) == whole.replace("[[", "").replace("]]", "")
+
+
+def test_an_answer_that_ends_in_another_token_than_earlier_ones_keeps_it() -> None:
+    returned = "{% if messages[-1]['role'] == 'assistant' %}<eos>{% else %}<end>{% endif %}"
+    assert rows(END_OF_TURNS + returned, TWO_TURNS) == [
+        "<user>hi<assistant>[[yo<eos>]]",
+        "<user>hi<assistant>yo<end><user>more<assistant>[[yes<eos>]]",
     ]
 
 
-@pytest.mark.parametrize("template", [THINKING, END_OF_TEXT, PREFILLED, SWITCHED, CHATML, LLAMA_LIKE, PARTS])
+@pytest.mark.parametrize("template", [THINKING, PREFILLED, SWITCHED, CHATML, LLAMA_LIKE, PARTS])
 def test_a_single_turn_is_the_text_that_the_template_gives(template: str) -> None:
     made = renderer(template)
     (text,) = rows(template, TWO_TURNS[:2])
@@ -280,27 +294,35 @@ def test_the_report_says_which_way_was_taken_and_names_the_lines(jsonl: Callable
 
 
 def test_turns_that_are_too_long_are_dropped_alone(jsonl: Callable[..., str]) -> None:
-    data = prepared(jsonl([{"messages": TWO_TURNS}]), END_OF_TEXT, max_length=12)
+    data = prepared(jsonl([{"messages": TWO_TURNS}]), FORGETFUL, max_length=30)
     (count,) = data.report.sources
     assert (count.kept, len(data.train), count.dropped_turns) == (1, 1, {"longer than data.max_length": 1})
 
 
 def test_the_rows_of_one_conversation_stay_on_one_side_of_the_split(jsonl: Callable[..., str]) -> None:
-    data = prepared(jsonl([{"messages": TWO_TURNS}] * 20), END_OF_TEXT, valid_fraction=0.25)
+    data = prepared(jsonl([{"messages": TWO_TURNS}] * 20), FORGETFUL, valid_fraction=0.25)
     assert data.validation is not None
     origins = data.train.columns.origins
     assert not set(origins[data.train.documents]) & set(origins[data.validation.documents])
 
 
-def test_the_fingerprint_changes_only_where_rows_do(jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The expected fingerprint was recorded with the first version of the rendering."""
+def test_the_fingerprint_changes_only_where_rows_do(jsonl: Callable[..., str]) -> None:
+    """The expected fingerprints were recorded with the first, the second and the second version of the rendering."""
     turns = [[user(f"ask {n}"), assistant(f"say {n}"), user("more"), assistant("yes")] for n in range(3)]
     path = jsonl([{"messages": messages} for messages in turns])
     calling = {"messages": [user("a"), assistant("b", tool_calls=call({}))]}
-    changed = jsonl([calling, {"messages": turns[0]}], "calls.jsonl")
-    fingerprints = set()
-    for version in ("chat 2", "chat 3"):
-        monkeypatch.setattr(prepare, "CHAT_VERSION", version)
-        assert prepared(path, CHATML).fingerprint == "f31f8b421fb2aab002cb5055bddf6a0f"
-        fingerprints |= {prepared(changed, CHATML).fingerprint, prepared(path, END_OF_TEXT).fingerprint}
-    assert len(fingerprints) == 4
+    assert prepared(path, CHATML).fingerprint == "f31f8b421fb2aab002cb5055bddf6a0f"
+    changed_by_2 = jsonl([calling, {"messages": turns[0]}], "calls.jsonl")
+    assert prepared(changed_by_2, CHATML).fingerprint == "515f348a7b8c7a43854a8cd1c2d79d1a"
+    assert prepared(path, END_OF_TEXT).fingerprint != "e89d8b23a6f3c089df3a984bb8ab4e95"
+
+
+def test_a_cache_entry_of_an_earlier_rendering_is_not_used(
+    jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    path = jsonl([{"messages": TWO_TURNS}])
+    (count,) = prepared(path, END_OF_TEXT).report.sources
+    assert count.chat == {"per_conversation": 1, "unclosed": 1}
+    monkeypatch.setattr(prepare, "CHAT_VERSION", "chat 2")
+    prepared(path, END_OF_TEXT)
+    assert sum(entry.is_dir() for entry in (own_cache / "tokens").iterdir()) == 2

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.data.chat import ChatRenderer, RenderedRows
+from engine.data.chat_template import end_of_turn
 from engine.data.conversations import THINKING_END
 from engine.data.records import ChatRecord, Dropped
 from tests.data.conversations import CONVERSATIONS, ODD, PLAIN, SYSTEM, THINKING, TOOL_CALLS, TOOLS, Message
@@ -49,8 +51,8 @@ TEMPLATES = {
     "llama3": Family(),
     "llama3_1": Family(),
     "nemotron_3_nano": Family(r"<think>(\n+|</think>)?", thinking=True),
-    "phi3": Family(end=r"<\|end\|>\n(<eos>)?"),  # Each of our rows ends with end-of-sequence, TRL's last turn alone.
-    "phi3_5": Family(end=r"<\|end\|>\n(<eos>)?"),
+    "phi3": Family(end=r"<\|end\|>(\n(<eos>)?)?"),  # TRL also learns the end of sequence behind the last turn's end.
+    "phi3_5": Family(end=r"<\|end\|>(\n(<eos>)?)?"),
     "qwen2_5": Family(start=r"\n"),
     "qwen3": Family(),
     "qwen3_5_think": Family(start=r"<think>\n"),
@@ -168,3 +170,23 @@ def shortened(text: str, family: Family) -> str:
     """An answer without what is known to differ, and without the white space that a template adds at its end."""
     text = re.sub(f"^(?:{family.start})", "", text)
     return re.sub(f"(?:{family.end})$", "", text.rstrip() if not family.end else text).strip()
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_5"])
+@pytest.mark.parametrize("strips", [False, True])
+def test_phi_3_learns_one_end_for_each_answer_as_inference_gives_it(name: str, strips: bool) -> None:
+    """`strips`: as in Phi-3's own tokenizer, whose end of turn takes the line break behind it."""
+    made = tokenizer(template(name))
+    marks = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    made.add_special_tokens({"additional_special_tokens": [AddedToken(mark, rstrip=strips) for mark in marks]})
+    rendering, messages = ChatRenderer(made, system_prompt=None, learn_all=False), CONVERSATIONS["two_turns"]
+    result = rendering.render(ChatRecord(messages))
+    assert not isinstance(result, Dropped)
+    (row,) = result.rows
+    assert not isinstance(row, Dropped)
+    learned = [token for token, flag in zip(*row, strict=True) if flag]
+    end = made.convert_tokens_to_ids("<|end|>")
+    assert [token for token in learned if token in rendering.special_ids] == [end, end] and learned[-1] == end
+    assert end_of_turn(made) == end
+    asked: Any = made.apply_chat_template(messages[:3], add_generation_prompt=True)
+    assert row[0][: len(asked["input_ids"])] == asked["input_ids"]
