@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -164,8 +165,7 @@ class ChatTemplate:
 
 def common_length(texts: Sequence[Sequence[str]]) -> int:
     """How many characters, or pieces of text, all of `texts` begin with alike."""
-    first, last = min(texts), max(texts)
-    return next((place for place, piece in enumerate(first) if last[place] != piece), len(first))
+    return sum(1 for _ in takewhile(lambda alike: len(set(alike)) == 1, zip(*texts, strict=False)))
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
