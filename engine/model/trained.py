@@ -61,7 +61,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: T
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, parameter in named:
         index, own = _own_group(name, train.groups)
-        rate = own.learning_rate if own and own.learning_rate is not None else train.learning_rate
+        rate = own.learning_rate if own and own.learning_rate is not None else train.peak_learning_rate
         decay = own.weight_decay if own and own.weight_decay is not None else _decay(parameter, train)
         group_of = groups.setdefault(
             (index, rate, decay), {"params": [], "names": [], "lr": rate, "weight_decay": decay}

@@ -111,7 +111,8 @@ def test_a_plan_says_what_generating_adds() -> None:
 
 
 def test_json_has_the_agreed_keys() -> None:
-    document = make_plan(run_spec()).as_json()
+    document = make_plan(run_spec(method={"kind": "full"})).as_json()
+    assert document["learning_rate"] == 2e-5
     assert {
         "verdict",
         "capacity_bytes",

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from engine.config.check.notes import refuse_unsupported
 from engine.config.files.document import key_lines
 from engine.config.files.find import SHIPPED_FOLDER, find_spec_file, list_spec_files
 from engine.config.load import dump_run_spec, load_run_spec, load_spec_file, override, resolve
 from engine.config.schema.run import Limits
+from engine.config.sweep import sweep_points
 from engine.errors import SpecError
 
 RECIPE = """schema = 1
@@ -259,6 +261,27 @@ def test_a_run_spec_survives_being_written_and_read(tmp_path: Path, recipe: str)
     spec = resolve("demo", recipe, ["data.system_prompt=Zeile\teins\u2028\x1b[0m"], limits=limits).spec
     path = put(tmp_path / "run.toml", dump_run_spec(spec))
     assert load_run_spec(path, own=True) == spec
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("lora", 2e-4), ("full", 2e-5)])
+def test_the_default_learning_rate_is_the_methods_and_is_recorded(
+    tmp_path: Path, recipe: str, kind: str, rate: float
+) -> None:
+    spec = resolve("demo", recipe, [f"method.kind={kind}"]).spec
+    text = dump_run_spec(spec)
+    assert f"learning_rate = {tomlkit.item(rate).as_string()}\n" in text
+    assert spec.recipe.train.learning_rate == spec.recipe.train.peak_learning_rate == rate
+    assert (
+        resolve("demo", recipe, [f"method.kind={kind}", "train.learning_rate=0.5"]).spec.recipe.train.learning_rate
+        == 0.5
+    )
+    recorded = put(tmp_path / "run.toml", text.replace(tomlkit.item(rate).as_string(), "0.0002"))
+    assert load_run_spec(recorded).recipe.train.learning_rate == 2e-4, "as an earlier version recorded it"
+
+
+def test_each_point_of_a_sweep_has_the_default_learning_rate_of_its_own_method(recipe: str) -> None:
+    spec = resolve("demo", recipe, ['sweep={"method.kind" = ["lora", "full"]}']).spec
+    assert [point.recipe.train.learning_rate for point in sweep_points(spec)] == [2e-4, 2e-5]
 
 
 def test_a_strangers_run_spec_brings_no_limits(tmp_path: Path) -> None:

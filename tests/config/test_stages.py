@@ -98,6 +98,20 @@ def test_overrides_reach_all_stages_or_one(tmp_path: Path) -> None:
     assert [(stage.train.learning_rate, stage.train.max_steps) for stage in found.values()] == [(0.5, 8), (0.5, 3)]
 
 
+def test_each_stage_has_the_default_learning_rate_of_its_own_method(tmp_path: Path) -> None:
+    unset = TWO.replace("learning_rate = 1e-3, ", "")
+    spec = spec_of(tmp_path, unset)
+    (tmp_path / "run.toml").write_text(dump_run_spec(spec))
+    for staged in (spec, load_run_spec(tmp_path / "run.toml")):
+        assert [recipe.train.learning_rate for recipe in recipes(staged).values()] == [2e-4, 2e-5]
+    given = recipes(spec_of(tmp_path, unset, "train.learning_rate=3e-4"))
+    assert [recipe.train.learning_rate for recipe in given.values()] == [3e-4, 3e-4]
+    with pytest.raises(SpecError) as caught:
+        spec_of(tmp_path, unset, "train.min_learning_rate=1e-4")
+    assert "0.0001 above learning_rate = 2e-05; 2e-05 or less is allowed" in caught.value.problems[0]
+    assert spec_of(tmp_path, TWO.replace('kind = "full"', 'kind = "lora"'), "train.min_learning_rate=1e-4")
+
+
 def test_a_staged_run_spec_survives_being_written_and_read(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, ASSEMBLY)
     (tmp_path / "run.toml").write_text(dump_run_spec(spec))

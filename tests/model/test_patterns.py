@@ -84,7 +84,7 @@ def test_also_train_must_take_whole_modules(tmp_path: Path) -> None:
 
 def test_biases_norms_and_vectors_do_not_decay() -> None:
     loaded = load(run_spec(method={"kind": "full"}))
-    groups = parameter_groups(loaded.trainable(), Train(weight_decay=0.1))
+    groups = parameter_groups(loaded.trainable(), Train(learning_rate=2e-4, weight_decay=0.1))
     decays = {name: group["weight_decay"] for group in groups for name in group["names"]}
     assert decays["model.embed_tokens.weight"] == 0.1
     assert decays["model.layers.0.mlp.up_proj.weight"] == 0.1
@@ -108,4 +108,6 @@ def test_the_first_matching_group_counts() -> None:
 
 def test_a_group_without_a_match_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"train\.groups"):
-        parameter_groups([("a", Parameter(torch.ones(1)))], Train(groups=[ParameterGroup(match="b")]))
+        parameter_groups(
+            [("a", Parameter(torch.ones(1)))], Train(learning_rate=2e-4, groups=[ParameterGroup(match="b")])
+        )

@@ -42,7 +42,7 @@ def ours(train: Train) -> list[float]:
     ],
 )
 def test_factors_equal_transformers(scheduler: Any, name: str, extra: dict[str, Any] | None, warmup: int) -> None:
-    train = Train(scheduler=scheduler, warmup_steps=warmup, restarts=3)
+    train = Train(scheduler=scheduler, warmup_steps=warmup, restarts=3, learning_rate=2e-4)
     assert ours(train) == pytest.approx(theirs(name, warmup, extra), abs=1e-12)
 
 
@@ -55,7 +55,7 @@ def test_a_minimum_equals_transformers_cosine_with_min_lr() -> None:
 def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(
     wanted: int, total: int, taken: int
 ) -> None:
-    train = Train(warmup_steps=wanted)
+    train = Train(warmup_steps=wanted, learning_rate=2e-4)
     schedule = Schedule.of(train, total)
     assert schedule.warmup_steps == taken
     assert bool(warmup_note(train, total)) == (taken != wanted)
@@ -63,4 +63,4 @@ def test_a_warm_up_longer_than_the_run_ends_with_the_full_rate_at_the_last_step(
 
 
 def test_a_warm_up_ratio_is_rounded_up_as_transformers_does() -> None:
-    assert Schedule.of(Train(warmup_ratio=0.03), TOTAL).warmup_steps == 2
+    assert Schedule.of(Train(warmup_ratio=0.03, learning_rate=2e-4), TOTAL).warmup_steps == 2

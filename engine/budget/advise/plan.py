@@ -56,6 +56,8 @@ class Plan:
     """`provenance.parallel`: how strategy and sequence were decided, and which keys of the profile were replaced."""
     network: NetworkTraffic | None = None
     """Between machines; None for a run on one machine."""
+    learning_rate: float | None = None
+    """The peak: the recipe's, or the default of its method."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
@@ -115,6 +117,7 @@ class Plan:
             "generate_adds_bytes": self.generate_adds_bytes,
             "generation_rows": self.generation_rows,
             "remedies": self.remedies,
+            "learning_rate": self.learning_rate,
             "ranks": self.ranks,
             "parallel": self.parallel,
             "network": self.network.as_json(self.accumulation) if self.network else None,
@@ -157,6 +160,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         host_capacity_bytes=host_capacity_bytes(spec.profile),
         generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
         parallel=spec.provenance.parallel,
+        learning_rate=spec.recipe.train.learning_rate,
         network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )

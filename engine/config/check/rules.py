@@ -5,6 +5,7 @@ A rule takes a recipe whose fields are valid and yields problems; it reads no fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import chain
 
@@ -21,7 +22,7 @@ from engine.config.check.data_rules import (
 from engine.config.files.document import Place, Problem, Problems
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.text import closest_match, quoted
-from engine.config.schema.recipe import Recipe
+from engine.config.schema.recipe import LEARNING_RATES, Recipe
 
 BUILTIN_SOURCES = ("builtin:dates",)
 BUILTIN_MODELS = ("builtin:tiny",)
@@ -103,8 +104,16 @@ def one_warmup(recipe: Recipe) -> Problems:
         )
 
 
+def _default_rate(recipe: Recipe) -> float:
+    """The lowest default of the recipe, or of its stages that have no learning rate of their own."""
+    own = {"learning_rate", "min_learning_rate"}
+    inheriting = [stage for stage in recipe.stages if stage.kind == "train" and not own & stage.train.keys()]
+    kinds = [str(stage.method.get("kind", recipe.method.kind)) for stage in inheriting] or [recipe.method.kind]
+    return min(LEARNING_RATES.get(kind, math.inf) for kind in kinds)
+
+
 def rate_falls(recipe: Recipe) -> Problems:
-    low, high = recipe.train.min_learning_rate, recipe.train.learning_rate
+    low, high = recipe.train.min_learning_rate, recipe.train.learning_rate or _default_rate(recipe)
     if low > high:
         yield Problem(
             ("train", "min_learning_rate"),

@@ -31,8 +31,8 @@ from engine.config.files.text import quoted, visible
 from engine.config.load import SPEC_TABLES, settle_name
 from engine.config.schema import base
 from engine.config.schema.base import NAME_PATTERN
-from engine.config.schema.data import Data, Source
-from engine.config.schema.recipe import Checkpoint, Eval, Method, Model, Recipe, Train
+from engine.config.schema.data import Data, Eval, Source
+from engine.config.schema.recipe import Checkpoint, Method, Model, Recipe, Train
 from engine.config.schema.run import Device, Profile
 from engine.errors import SpecError, UsageError
 

@@ -1,4 +1,5 @@
-"""The schema of a recipe's data: the sources of its samples, and how samples become token sequences."""
+"""The schema of a recipe's data: the sources of its samples, how samples become token sequences, and how a model is
+scored on them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from engine.config.schema.base import Count, CountOrZero, Name, Positive, Table
+from engine.config.schema.base import Count, CountOrZero, Name, NonNegative, Positive, Table
 
 IMAGE_FORMATS = ("image-chat", "detection")
 """Formats of sources whose samples have images."""
@@ -77,3 +78,39 @@ class Data(Table):
     """Smallest image, in pixels, for models that resize."""
     image_max_pixels: Count | None = None
     """Largest image, in pixels, for models that resize; a plan assumes one of this size in every sequence."""
+
+
+class Eval(Table):
+    """Evaluation during training."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
+    at_start: bool = False
+    """Evaluate before the first step, too."""
+    limit: Count | None = None
+    """At most this many validation samples."""
+    metrics: list[Literal["loss", "exact_match"]] = ["loss"]
+    """exact_match generates greedily and compares with the reference."""
+    samples: CountOrZero = 0
+    """Number of generated samples to log at each evaluation."""
+    early_stopping_patience: Count | None = None
+    """Stop after this many evaluations without improvement of checkpoint.best_metric."""
+    early_stopping_threshold: NonNegative = 0.0
+    """Smallest change of the metric that counts as an improvement."""
+
+
+class Evaluate(Table):
+    """Evaluation after training (`tunedeck eval`)."""
+
+    metrics: list[Literal["loss", "exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate"]] = [
+        "loss"
+    ]
+    """Scores to compute. Of generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
+    each; token_f1, how many words are those of the reference; rouge, runs of words in common; box_iou, how well boxes
+    cover the reference's; detection_rate, how often there is a box."""
+    limit: Count | None = None
+    """At most this many samples."""
+    log_samples: CountOrZero = 5
+    """Number of generated samples to keep."""
+    sources: list[Source] = []
+    """Data to score on; by default the recipe's validation set."""

@@ -1,18 +1,18 @@
 """The schema of a recipe: what is trained, how, on what data, and what becomes of the result.
 
-Defaults are defined here (those of [data] in `engine.config.schema.data`) and nowhere else; docstrings become the JSON
-Schema's descriptions.
+Defaults are defined here (those of [data], [eval] and [evaluate] in `engine.config.schema.data`) and nowhere else;
+docstrings become the JSON Schema's descriptions.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config.attention import AttentionChoice
 from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
-from engine.config.schema.data import Data, Source
+from engine.config.schema.data import Data, Eval, Evaluate
 
 
 class RopeScaling(Table):
@@ -59,6 +59,11 @@ class Model(Table):
     """random: random weights of the model's real shapes, without a download, for rehearsals."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary positions, for data.max_length beyond the model's."""
+
+
+LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
+"""The default of train.learning_rate for each method.kind. A rate that suits adapters destroys what full weights know:
+published full fine-tunings take 1e-5 to 5e-5."""
 
 
 class Method(Table):
@@ -117,8 +122,9 @@ class Train(Table):
     """Sequences per optimizer step over all devices: the effective batch size."""
     micro_batch: Literal["auto"] | Count = "auto"
     """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
-    learning_rate: Positive = 2e-4
-    """Peak learning rate."""
+    learning_rate: Positive | None = None
+    """Peak learning rate. By default 2e-4 with method.kind = "lora", 2e-5 with "full"; each stage has the default of
+    its own method."""
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the schedule."""
     scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts"] = "cosine"
@@ -175,6 +181,12 @@ class Train(Table):
     groups: list[ParameterGroup] = []
     """Parameters with a learning rate or weight decay of their own; the first match counts."""
 
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate, which every recipe without stages and sweep has."""
+        assert self.learning_rate is not None
+        return self.learning_rate
+
 
 class Checkpoint(Table):
     """Checkpoints, and which weights become the result."""
@@ -189,42 +201,6 @@ class Checkpoint(Table):
     """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others."""
     result: Literal["best", "last"] = "last"
     """Which weights become the result."""
-
-
-class Eval(Table):
-    """Evaluation during training."""
-
-    every_steps: Count | None = None
-    """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
-    at_start: bool = False
-    """Evaluate before the first step, too."""
-    limit: Count | None = None
-    """At most this many validation samples."""
-    metrics: list[Literal["loss", "exact_match"]] = ["loss"]
-    """exact_match generates greedily and compares with the reference."""
-    samples: CountOrZero = 0
-    """Number of generated samples to log at each evaluation."""
-    early_stopping_patience: Count | None = None
-    """Stop after this many evaluations without improvement of checkpoint.best_metric."""
-    early_stopping_threshold: NonNegative = 0.0
-    """Smallest change of the metric that counts as an improvement."""
-
-
-class Evaluate(Table):
-    """Evaluation after training (`tunedeck eval`)."""
-
-    metrics: list[Literal["loss", "exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate"]] = [
-        "loss"
-    ]
-    """Scores to compute. Of generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
-    each; token_f1, how many words are those of the reference; rouge, runs of words in common; box_iou, how well boxes
-    cover the reference's; detection_rate, how often there is a box."""
-    limit: Count | None = None
-    """At most this many samples."""
-    log_samples: CountOrZero = 5
-    """Number of generated samples to keep."""
-    sources: list[Source] = []
-    """Data to score on; by default the recipe's validation set."""
 
 
 class Moe(Table):
@@ -392,6 +368,14 @@ class Recipe(Table):
     """Dotted key = the values to try."""
     stages: list[Stage] = []
     """Stages, in order."""
+
+    @model_validator(mode="after")
+    def _choose_learning_rate(self) -> Recipe:
+        """Fill in the method's default, unless stages or points of a sweep may have another method."""
+        if self.train.learning_rate is None and not self.stages and not self.sweep:
+            chosen = self.train.model_copy(update={"learning_rate": LEARNING_RATES[self.method.kind]})
+            object.__setattr__(self, "train", chosen)  # the table is frozen, and not handed on before this returns
+        return self
 
     @property
     def freezes_router(self) -> bool:

@@ -36,7 +36,8 @@ class Schedule:
     def of(cls, train: Train, total_steps: int) -> Schedule:
         """A warm-up longer than the run is shortened."""
         warmup = warmup_steps_of(train, total_steps)
-        return cls(train.scheduler, total_steps, warmup, train.min_learning_rate / train.learning_rate, train.restarts)
+        floor = train.min_learning_rate / train.peak_learning_rate
+        return cls(train.scheduler, total_steps, warmup, floor, train.restarts)
 
     def factor(self, step: int) -> float:
         """Share of the peak rate at optimizer step `step` (from 1). It is that of `step` - 1 finished steps, as in
@@ -65,15 +66,17 @@ over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last c
 
 def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
     """Each parameter group keeps its peak learning rate as `peak_lr`. EnvironmentProblem: no bitsandbytes."""
-    groups = [dict(group, peak_lr=group.get("lr", train.learning_rate)) for group in parameter_groups(named, train)]
+    groups = [
+        dict(group, peak_lr=group.get("lr", train.peak_learning_rate)) for group in parameter_groups(named, train)
+    ]
     if train.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, train)
     if train.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=train.learning_rate, foreach=False)
+        return torch.optim.Adafactor(groups, lr=train.peak_learning_rate, foreach=False)
     if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum, fused=True)
+        return torch.optim.SGD(groups, lr=train.peak_learning_rate, momentum=train.momentum, fused=True)
     betas = (train.betas[0], train.betas[1])
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=train.peak_learning_rate, betas=betas, eps=train.eps, fused=True)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
@@ -85,7 +88,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optim
             fix='pip install "tunedeck[cuda]", or set train.optimizer = "adamw"',
         ) from missing
     betas = (train.betas[0], train.betas[1])
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.eps)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=train.peak_learning_rate, betas=betas, eps=train.eps)
     return optimizer
 
 
