@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from engine.budget.advise.staged_plan import MERGE_FACTOR
+from engine.budget.architecture.model_folder import refuse_merge_into_quantised
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
@@ -79,6 +80,7 @@ def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bo
     try:
         found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(config_at, **found)
+        refuse_merge_into_quantised(config.to_dict(), base)
         model: PreTrainedModel = auto_class(config).from_pretrained(
             base, config=config, dtype="auto", use_safetensors=True, **found
         )

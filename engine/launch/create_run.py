@@ -10,8 +10,9 @@ from typing import Any
 
 from engine.budget.advise.gate import Admitted, admit
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.advise.preflight import free_bytes, notes_on_experts, warnings_of
+from engine.budget.advise.preflight import free_bytes, notes_on_model, warnings_of
 from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, make_staged_plan, planning_specs
+from engine.budget.architecture.model_folder import refuse_no_weights
 from engine.budget.predict.shards import require_shards
 from engine.config.check.hardware_rules import require_launcher, require_matching_devices
 from engine.config.files.data_files import require_data_files
@@ -87,6 +88,8 @@ def prepare_run(
         require_launcher(spec)
     fetched, unreachable = fetch_config(spec)
     admitted = admit(spec)
+    for part in planning_specs(admitted.spec):
+        refuse_no_weights(part.recipe.model)
     spec = admitted.spec
     if spec.profile.parallel.strategy == "sharded":
         require_shards()
@@ -158,7 +161,7 @@ def plan_admitted(spec: RunSpec, facts: RunFacts, folder: Path, *, force: bool) 
     and notices for the user. The plan is None where memory cannot be predicted. Raises DoesNotFitError, unless `force`,
     if the run does not fit."""
     of_model = facts.of(spec.recipe.model)
-    notices = notes_on_experts(spec.recipe, of_model)
+    notices = notes_on_model(spec.recipe, of_model)
     plan: Plan | None = None
     try:
         plan = with_simulations(lambda: make_plan(spec, facts=of_model), notices.append)

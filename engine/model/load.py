@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from engine.budget.architecture.model_folder import stored_quantisation
 from engine.budget.architecture.parameters import in_vision_encoder
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
@@ -41,6 +43,9 @@ from engine.model.tokenizer import check_vocabulary
 from engine.model.trained import freeze_parameters
 
 __all__ = ["LoadedModel", "load_model"]
+
+DEQUANTISING: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+"""By `quant_method` of the weight files: transformers' settings with which the loaded weights are not quantised."""
 
 SEED_MIXED_IN = 0x7E57
 """Combined with train.seed to seed the initial weights, so that their stream differs from other uses of the seed."""
@@ -169,7 +174,24 @@ def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: to
                 config, trust_remote_code=spec.limits.trust_remote_code, **options
             )
         return base
-    return _load_pretrained(spec, settings, options, place)
+    stored = stored_quantisation(config.to_dict())
+    if stored not in DEQUANTISING:
+        return _load_pretrained(spec, settings, options, place)
+    base = _load_pretrained(
+        spec, settings, {**options, "quantization_config": DEQUANTISING[stored](dequantize=True)}, place
+    )
+    _set_dtype(base, settings.precision.weights)
+    return base
+
+
+def _set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the parameters of a model that was loaded dequantised: transformers gives them the dtypes of the file.
+    Left in fp32 is what transformers leaves so in other models of this class."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtype and kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _load_pretrained(

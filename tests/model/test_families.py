@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto import modeling_auto as auto
 from typer.testing import CliRunner
 
-from engine.budget.advise.preflight import notes_on_experts
+from engine.budget.advise.preflight import notes_on_model
 from engine.budget.architecture.families import (
     ENCODER_DECODERS,
     ENCODERS,
@@ -170,7 +170,7 @@ def test_a_plan_says_of_every_mixture_that_its_experts_get_no_adapters(tmp_path:
     folder = tmp_path / family
     write_model(folder, family, **ODD.get(family, {}))
     recipe = run_spec(str(folder)).recipe
-    (note,) = notes_on_experts(recipe, find_facts(recipe.model))
+    (note,) = notes_on_model(recipe, find_facts(recipe.model))
     assert family in note and "experts.down_proj" in note
     facts = json.loads((folder / "config.json").read_text())
     assert experts_note(facts, run_spec(str(folder), method={"kind": "full"}).recipe) is None

@@ -12,6 +12,7 @@ from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
 from engine.budget.architecture.families import refuse_family, refuse_own_code
 from engine.budget.architecture.lookup import ModelFacts
+from engine.budget.architecture.model_folder import refuse_files
 from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.config.check.notes import refuse_unsupported
@@ -48,7 +49,11 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
     checks: list[Callable[[], None]] = [partial(refuse_sweep, spec), partial(refuse_unsupported, spec)]
     for part in planning_specs(spec):
         of_model = facts.of(part.recipe.model)
-        checks += [partial(refuse_unsafe, part, of_model), partial(_refuse_untrusted_code, part, of_model)]
+        checks += [
+            partial(refuse_unsafe, part, of_model),
+            partial(_refuse_untrusted_code, part, of_model),
+            partial(refuse_files, part, of_model.config),
+        ]
     for _, stage in enabled_stages(spec.recipe):
         if stage.kind == "assemble":
             checks.append(partial(_refuse_unusable, facts.of(planning_spec(spec, stage).recipe.model)))

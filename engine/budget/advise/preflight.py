@@ -15,6 +15,7 @@ from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.families import experts_note
 from engine.budget.architecture.lookup import ModelFacts
+from engine.budget.architecture.model_folder import note_on_quantised
 from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
@@ -133,11 +134,12 @@ def _host_memory(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     )
 
 
-def notes_on_experts(recipe: Recipe, facts: ModelFacts) -> list[str]:
-    """A list with one sentence if adapters leave out the experts of a mixture of experts, else empty; works also for
-    model families whose memory cannot be predicted."""
-    note = experts_note(facts.config, recipe) if facts.config is not None else None
-    return [note] if note else []
+def notes_on_model(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Sentences if adapters leave out the experts of a mixture of experts, and if quantised weights are loaded
+    dequantised; also for model families whose memory cannot be predicted."""
+    if facts.config is None:
+        return []
+    return [note for note in (experts_note(facts.config, recipe), note_on_quantised(facts.config)) if note]
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:

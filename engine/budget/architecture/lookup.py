@@ -21,6 +21,7 @@ from engine.budget.architecture.assembled import (
     problems_of_experts,
 )
 from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.model_folder import refuse_without_config
 from engine.budget.architecture.parameters import parameter_count
 from engine.config.files.caches import find_snapshot
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
@@ -112,6 +113,7 @@ def _config_file(model: str, revision: str | None) -> Path | None:
         return None
     local = os.path.expanduser(model) if model.startswith("~") else model
     if os.path.isdir(local):
+        refuse_without_config(Path(local))
         return Path(local, "config.json")
     if os.path.isabs(local) or model.startswith("."):
         raise UsageError(f"the model folder {model} does not exist", fix="check model.id")

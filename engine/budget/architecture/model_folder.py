@@ -1,0 +1,272 @@
+"""What the files of a model's folder show before anything is loaded: whether transformers can open config, weights and
+tokenizer, or what to take instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.config.files.caches import find_snapshot, has_tokenizer
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.schema.recipe import Model
+from engine.config.schema.run import RunSpec
+from engine.errors import UsageError
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+OTHER_FORMATS = {".gguf": "GGUF", ".onnx": "ONNX", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle"}
+"""Suffixes of weights that are not opened. A pickle can run code when it is read; the others cannot be trained."""
+
+READ_AS_BF16 = {"fp8": "FP8", "mxfp4": "MXFP4"}
+"""Quantisations (`quant_method`) whose values transformers computes from the files when it loads them, without packages
+of their own."""
+
+AGAIN = "download or export the model again; an unfinished download leaves files out"
+
+
+def refuse_without_config(folder: Path) -> None:
+    """Raise UsageError for a folder that has no config.json, with what it holds instead."""
+    if (folder / "config.json").is_file():
+        return
+    names = sorted(os.listdir(folder))
+    kinds = {OTHER_FORMATS[suffix] for name in names if (suffix := Path(name).suffix) in OTHER_FORMATS}
+    if ADAPTER_CONFIG in names:
+        base = _json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
+        base = folder / "base" if (folder / "base" / "config.json").is_file() else base
+        raise UsageError(
+            f"{folder} holds an adapter, not a model", fix=f'set model.id = "{base}" and model.adapter = "{folder}"'
+        )
+    if not names:
+        raise UsageError(f"the model folder {folder} is empty", fix="download or export the model into it")
+    found = f"only {' and '.join(sorted(kinds))} files" if kinds - {"pickle"} else "no config.json"
+    raise UsageError(
+        f"{found} in the model folder {folder}",
+        expected="config.json and weights as *.safetensors",
+        fix="set model.id to the repository in transformers' format that it was made from"
+        if kinds - {"pickle"}
+        else AGAIN,
+    )
+
+
+def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
+    """Raise UsageError if the installed transformers could not open the config, the weights or the tokenizer of the
+    model that a run without stages starts from.
+
+    A folder is looked at whole; of a model of the hub the config alone, because missing files are downloaded.
+    """
+    model = spec.recipe.model
+    if model.id.startswith((BUILTIN_PREFIX, RUN_PREFIX)) or config is None or ":" in model.id:
+        return
+    folder = _folder(model.id)
+    _refuse_unknown_type(model, config)
+    if model.init == "pretrained":
+        _refuse_quantised(spec, config, folder or find_snapshot(model.id, model.revision))
+    if folder is None:
+        return
+    if model.init == "pretrained":
+        _refuse_weights(folder)
+    if model.tokenizer is None or _folder(model.tokenizer) == folder:
+        _refuse_tokenizer(folder)
+
+
+def _folder(model: str) -> Path | None:
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def _refuse_unknown_type(model: Model, config: Mapping[str, Any]) -> None:
+    """A model with code of its own is another question: `engine.budget.architecture.families.needs_own_code`."""
+    known, model_type = _known_types(), str(config.get("model_type") or "")
+    if not known or config.get("auto_map") or f'"{model_type}"' in known:
+        return
+    raise UsageError(
+        f"{model.id} is of the type {model_type!r}, which the installed transformers does not know"
+        if model_type
+        else f"the config.json of {model.id} names no model_type",
+        expected="a model that transformers opens",
+        fix="pip install --upgrade transformers, or choose another model.id",
+    )
+
+
+@lru_cache(maxsize=1)
+def _known_types() -> str:
+    """The text of transformers' own table of model types; importing it takes a second. Empty if there is none."""
+    found = find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found is not None and found.origin else None
+    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py")) if folder is not None else ()
+    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+def stored_quantisation(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` of the weight files; None if they are not quantised."""
+    table = config.get("quantization_config") or config.get("compression_config")
+    return str(table.get("quant_method") or "unknown") if isinstance(table, Mapping) else None
+
+
+def _refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | None) -> None:
+    method, recipe = stored_quantisation(config), spec.recipe
+    if method is None:
+        return
+    made_from = _base_model(files) if files is not None else None
+    instead = f"set model.id to the unquantised repository that it was made from{f', {made_from}' if made_from else ''}"
+    if method not in READ_AS_BF16:
+        name = "bnb-4bit" if method == "bitsandbytes" else method
+        raise UsageError(
+            f"the weights of {recipe.model.id} are stored quantised ({name}), and those are not trained",
+            fix=f'{instead}; with model.quantize = "nf4" LoRA holds that in 4 bits',
+        )
+    obstacles = {
+        'method.kind = "full"': recipe.method.kind == "full",
+        "finish.merge": recipe.finish.merge,
+        'model.quantize = "nf4"': recipe.model.quantize != "none",
+        'parallel.strategy = "sharded"': spec.profile.parallel.strategy == "sharded",
+    }
+    found = next((text for text, holds in obstacles.items() if holds), None)
+    if found is not None:
+        raise UsageError(
+            f"{found}, but the weights of {recipe.model.id} are stored in {READ_AS_BF16[method]}: they are read as "
+            "16-bit or 32-bit numbers for LoRA alone, and are not written",
+            fix=instead,
+        )
+
+
+def refuse_merge_into_quantised(config: Mapping[str, Any], model: str) -> None:
+    """Raise UsageError: transformers would write such weights under the names of quantised ones."""
+    method = stored_quantisation(config)
+    if method is not None:
+        raise UsageError(
+            f"the weights of {model} are stored quantised ({method}), and a merged model would not be",
+            expected="a base with unquantised weights",
+            fix="serve the adapter beside its base, or train it on the unquantised repository",
+        )
+
+
+def note_on_quantised(config: Mapping[str, Any]) -> str | None:
+    """That a model whose files are quantised takes the memory of an unquantised one; None for all others."""
+    name = READ_AS_BF16.get(stored_quantisation(config) or "")
+    return name and f"the weights are stored in {name} and are loaded dequantised, in model.dtype, as the plan counts"
+
+
+def _base_model(folder: Path) -> str | None:
+    """The repository that the model card names as `base_model`."""
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace")[:10_000] if card.is_file() else ""
+    found = re.search(r"^base_model:\s*(?:\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _refuse_weights(folder: Path) -> None:
+    names = set(os.listdir(folder))
+    if INDEX in names:
+        shards = _shards(folder / INDEX, (folder / INDEX).stat().st_mtime_ns)
+        missing = [name for name in shards if name not in names]
+        if missing:
+            raise UsageError(
+                f"{len(missing)} of {len(shards)} weight files are missing in {folder}, such as {missing[0]}",
+                expected=f"every file that {INDEX} names",
+                fix=AGAIN,
+            )
+    elif WHOLE in names:
+        shards = (WHOLE,)
+    else:
+        _refuse_other_weights(folder, names)
+        return
+    for name in shards:
+        file = (folder / name).stat()
+        problem = _damage(folder / name, file.st_size, file.st_mtime_ns)
+        if problem:
+            raise UsageError(f"{folder / name} {problem}", expected="a whole safetensors file", fix=AGAIN)
+
+
+def _refuse_other_weights(folder: Path, names: set[str]) -> None:
+    safetensors = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_"))
+    if safetensors:
+        raise UsageError(
+            f"{safetensors[0]} in {folder}, but neither {WHOLE} nor {INDEX}",
+            expected="weights in the layout of transformers",
+            fix=AGAIN,
+        )
+    others = sorted(name for name in names if Path(name).suffix in OTHER_FORMATS)
+    if others:
+        raise UsageError(
+            f"only {', '.join(others[:3])} in {folder}, which are not opened",
+            expected="weights as *.safetensors",
+            fix="convert them with transformers' save_pretrained, or download the safetensors version of the model",
+        )
+
+
+def refuse_no_weights(model: Model) -> None:
+    """Raise UsageError for a folder with a config.json and no weights, which can be planned and not trained."""
+    folder = _folder(model.id)
+    if folder is None or model.init == "random" or any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        return
+    if (folder / "config.json").is_file():
+        raise UsageError(
+            f"no weights in {folder}",
+            expected="weights as *.safetensors",
+            fix='download or export the model again; model.init = "random" rehearses with the config alone',
+        )
+
+
+@lru_cache(maxsize=64)
+def _shards(index: Path, _changed: int) -> tuple[str, ...]:
+    listed = _json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise UsageError(f"{index} lists no weights", expected='a table "weight_map"', fix=AGAIN)
+    return tuple(sorted({str(name) for name in listed.values()}))
+
+
+@lru_cache(maxsize=1024)
+def _damage(path: Path, size_bytes: int, _changed: int) -> str:
+    """What is wrong with a safetensors file, as the end of a sentence; empty if its header fits its length."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size_bytes < 8 or header_bytes > size_bytes - 8:
+            return f"is cut off, or not a safetensors file: {size_bytes:,} bytes do not hold its header"
+        try:
+            header = json.loads(file.read(header_bytes))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return "is damaged: its header cannot be read"
+    needed = 8 + header_bytes + max(ends, default=0)
+    return f"is cut off: it has {size_bytes:,} of {needed:,} bytes" if size_bytes < needed else ""
+
+
+def _refuse_tokenizer(folder: Path) -> None:
+    names = set(os.listdir(folder))
+    if not has_tokenizer(folder) or names.isdisjoint(_vocabularies(names)):
+        raise UsageError(
+            f"no tokenizer in {folder}",
+            expected="tokenizer.json or another vocabulary beside the model",
+            fix="set model.tokenizer to a folder or hub id that has one",
+        )
+    if _vocabularies(names) == {"tokenizer.model"} and find_spec("sentencepiece") is None:
+        raise UsageError(
+            f"{folder} has tokenizer.model and no tokenizer.json, and sentencepiece, which reads it, is not installed",
+            fix="pip install sentencepiece protobuf, or set model.tokenizer to a folder with a tokenizer.json",
+        )
+
+
+def _vocabularies(names: set[str]) -> set[str]:
+    """The files that hold a vocabulary; tokenizer_config.json alone holds none."""
+    return {
+        name
+        for name in names
+        if name == "tokenizer.json" or name.startswith(("vocab", "tekken")) or name.endswith((".model", ".tiktoken"))
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}", expected="a JSON file", fix=AGAIN) from error
+    return found if isinstance(found, dict) else {}
