@@ -111,9 +111,20 @@ def test_of_an_unknown_family_the_size_of_the_weights_is_told(tmp_path: Path) ->
     assert "2.00 GiB as stored" in told.stderr and "novel" in told.stderr
 
 
-def test_weights_in_no_safetensors_are_told_of(tmp_path: Path) -> None:
+def test_weights_in_no_safetensors_are_refused(tmp_path: Path) -> None:
     with hub({"config.json": CONFIG}) as endpoint:
-        assert "no safetensors files" in plan(tmp_path, endpoint).stderr
+        refused = plan(tmp_path, endpoint)
+    assert refused.returncode == 2
+    assert "no safetensors files" in refused.stderr and "safetensors version of the model" in refused.stderr
+
+
+def test_a_quantised_model_of_the_hub_is_refused_once_its_config_is_here(tmp_path: Path) -> None:
+    stored = json.dumps({**json.loads(CONFIG), "quantization_config": {"quant_method": "awq"}}).encode()
+    weights = safetensors_header("BF16", VALUES)
+    with hub({"config.json": stored, "model.safetensors": weights}) as endpoint:
+        refused = plan(tmp_path, endpoint)
+    assert refused.returncode == 2
+    assert "are stored quantised (awq)" in refused.stderr and "unquantised repository" in refused.stderr
 
 
 @pytest.mark.parametrize(

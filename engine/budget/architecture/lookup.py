@@ -241,7 +241,7 @@ def bring_config(spec: RunSpec) -> list[str]:
     screen that plans while someone types: that must not wait for the network.
 
     Raises ConfigNotHereError (hub unreachable), EnvironmentProblem (no such model, access refused, another error) or
-    UsageError (invalid model.id, no config.json, no such revision).
+    UsageError (invalid model.id, no config.json, no safetensors files, no such revision).
     """
     try:
         find_config(spec.recipe.model.id, spec.recipe.model.revision)
@@ -249,7 +249,7 @@ def bring_config(spec: RunSpec) -> list[str]:
     except ConfigNotHereError as missing:
         model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
         _fetch(model, revision, missing)
-    return _compared(model, revision)
+    return _compared(model, revision, random=spec.recipe.model.init == "random")
 
 
 def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> None:
@@ -303,8 +303,9 @@ def _refused(error: BaseException, model: str) -> TunedeckError | None:
     return EnvironmentProblem(f"the hub answers {status} for {model}", fix="try again later, or use a local folder")
 
 
-def _compared(model: str, revision: str | None) -> list[str]:
-    """A notice if the headers of the weight files differ from the config, or cannot be compared."""
+def _compared(model: str, revision: str | None, *, random: bool) -> list[str]:
+    """A notice if the headers of the weight files differ from the config, or cannot be compared. Raises UsageError if
+    there are none, unless the weights are to be `random`."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # huggingface_hub re-exports these names lazily
         HTTPError,
@@ -315,7 +316,13 @@ def _compared(model: str, revision: str | None) -> list[str]:
     try:
         counts = get_safetensors_metadata(model, revision=revision, timeout=ANSWER_SECONDS).parameter_count
     except NotASafetensorsRepoError:
-        return [f"{model} has no safetensors files on the hub, and no other format is opened: training will refuse it"]
+        if random:
+            return []
+        raise UsageError(
+            f"{model} has no safetensors files on the hub, and no other format is opened",
+            expected="weights as *.safetensors",
+            fix="set model.id to the safetensors version of the model; of a GGUF file, to what it was made from",
+        ) from None
     except (HTTPError, SafetensorsParsingError) as error:
         return [f"the weights of {model} could not be looked at ({error}); the plan follows its config alone"]
     stored = sum(counts.values())
