@@ -191,6 +191,15 @@ def test_a_whole_folder_is_refused_by_none(tunedeck: Tunedeck, tmp_path: Path, m
     assert found["console"][0] == ""
 
 
+def test_a_config_alone_is_planned_and_not_trained(tunedeck: Tunedeck, tmp_path: Path, model: Path) -> None:
+    remove("*.safetensors*")(model)
+    found = {who: (words, code) for who, words, code in said(tunedeck, tmp_path)}
+    assert found["check"][1] == found["plan"][1] == 0
+    for who in ("train", "queue"):
+        assert found[who][1] == 2 and "no weights in" in found[who][0] and 'model.init = "random"' in found[who][0]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_sentencepiece_alone_needs_what_reads_it(
     tunedeck: Tunedeck, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

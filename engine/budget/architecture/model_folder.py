@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.caches import find_snapshot, has_tokenizer
-from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
@@ -63,9 +62,9 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
     A folder is looked at whole; of a model of the hub the config alone, because missing files are downloaded.
     """
     model = spec.recipe.model
-    if model.id.startswith((BUILTIN_PREFIX, RUN_PREFIX)) or config is None or ":" in model.id:
-        return
     folder = _folder(model.id)
+    if config is None or (folder is None and ":" in model.id):  # built in, of a run or a stage, or still to assemble
+        return
     _refuse_unknown_type(model, config)
     if model.init == "pretrained":
         _refuse_quantised(spec, config, folder or find_snapshot(model.id, model.revision))
