@@ -14,7 +14,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from engine.budget.architecture.model_folder import stored_quantisation
+from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.budget.architecture.parameters import in_vision_encoder
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
@@ -165,6 +165,8 @@ def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
 def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: torch.device) -> PreTrainedModel:
     start, config = settings.start, settings.config
     options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
+    if not _has_new_weights(spec, start):  # again: the plan may have been made from a shipped config
+        refuse_quantised(spec, config.to_dict(), start.folder)
     if spec.recipe.model.quantize == "nf4":
         options["quantization_config"] = _nf4_config(spec, settings, device)
         return _load_pretrained(spec, settings, options, device.torch_device)

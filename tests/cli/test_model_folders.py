@@ -275,6 +275,12 @@ def test_lora_reads_quantised_files_as_the_numbers_they_stand_for(
     assert all(parameter.grad is not None for _, parameter in loaded.trainable())
 
 
+def test_full_fine_tuning_of_quantised_files_is_refused_whatever_was_planned(model: Path) -> None:
+    as_mxfp4(model)
+    with pytest.raises(UsageError, match="stored in MXFP4"):
+        load_model(run_spec(str(model), method={"kind": "full"}), cpu(), byte_tokenizer())
+
+
 def test_a_run_on_fp8_says_what_is_loaded_and_its_adapter_is_not_merged(
     tunedeck: Tunedeck, tmp_path: Path, model: Path
 ) -> None:

@@ -67,7 +67,7 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
         return
     _refuse_unknown_type(model, config)
     if model.init == "pretrained":
-        _refuse_quantised(spec, config, folder or find_snapshot(model.id, model.revision))
+        refuse_quantised(spec, config, folder or find_snapshot(model.id, model.revision))
     if folder is None:
         return
     if model.init == "pretrained":
@@ -110,7 +110,9 @@ def stored_quantisation(config: Mapping[str, Any]) -> str | None:
     return str(table.get("quant_method") or "unknown") if isinstance(table, Mapping) else None
 
 
-def _refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | None) -> None:
+def refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | None) -> None:
+    """Raise UsageError if the weights are stored quantised and the run cannot use them so. `files`: the model's folder
+    or snapshot, whose card may name the model that it was made from."""
     method, recipe = stored_quantisation(config), spec.recipe
     if method is None:
         return
