@@ -16,6 +16,7 @@ from engine.commands.shared import (
     make_console,
     print_json,
     print_line,
+    print_notices,
     print_progress,
     print_rows,
     runs_folder,
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 SHOWN = (
     "run", "status", "step", "max_steps", "metrics", "backoffs", "samples_lost", "predicted", "measured", "result",
     "path", "name", "started", "updated", "seconds", "reason", "last_error", "exit_code", "model", "profile", "recipe",
-    "simulated", "phase", "checkpoints", "oom_reports", "warnings", "damaged_lines",
+    "simulated", "phase", "checkpoints", "oom_reports", "warnings", "damaged_lines", "problems",
 )  # fmt: skip
 """Keys of `show --json`, in order."""
 
 LISTED = (
     "run", "path", "name", "status", "step", "max_steps", "metrics", "backoffs", "model", "profile", "recipe",
-    "simulated", "started", "updated",
+    "simulated", "started", "updated", "damaged_lines", "problems",
 )  # fmt: skip
 """Keys of each entry of `runs --json`."""
 
@@ -45,8 +46,10 @@ WATCH_POLL_SECONDS = 0.25
 
 def runs(as_json: JsonOption = False, folder: RunsOption = None) -> None:
     """List the runs of the runs folder, newest first."""
+    from engine.journal.event_text import clean
     from engine.journal.index import list_runs
     from engine.journal.summary import summarise
+    from engine.journal.summary_text import file_problems
 
     place = runs_folder(folder)
     summaries = [summarise(directory) for directory in list_runs(place)]
@@ -56,6 +59,7 @@ def runs(as_json: JsonOption = False, folder: RunsOption = None) -> None:
         print_progress(f"no runs in {place}")
     else:
         _print_table(summaries)
+    print_notices(f"{clean(summary.run)}: {problem}" for summary in summaries for problem in file_problems(summary))
 
 
 def _print_table(summaries: list[RunSummary]) -> None:
@@ -220,10 +224,14 @@ def checkpoint(run: RunArgument, runs: RunsOption = None) -> None:
 
 def wait(run: RunArgument, runs: RunsOption = None) -> None:
     """Wait until a run has ended; exits with its exit code."""
-    from engine.journal.summary import SummaryReader
+    from engine.journal.summary import SUSPENDED, SummaryReader
 
     reader = SummaryReader(find_run(run, runs))
+    told = False
     while (summary := reader.refresh()).status in ("queued", "running"):
+        if summary.phase == SUSPENDED and not told:
+            print_progress(_suspended_text(reader.directory))
+        told = summary.phase == SUSPENDED
         time.sleep(WAIT_POLL_SECONDS)
     if summary.status == "stale":
         raise TunedeckError(
@@ -236,9 +244,10 @@ def wait(run: RunArgument, runs: RunsOption = None) -> None:
 def _request(directory: RunDirectory, name: str, effect: str) -> None:
     """Raises UsageError if the run is not running."""
     from engine.journal.control import send_request
-    from engine.journal.summary import summarise
+    from engine.journal.summary import SUSPENDED, summarise
 
-    status = summarise(directory).status
+    summary = summarise(directory)
+    status = summary.status
     if status != "running":
         raise UsageError(
             f"run {directory.name} is {status}: no engine is there to ask",
@@ -250,3 +259,13 @@ def _request(directory: RunDirectory, name: str, effect: str) -> None:
     except OSError as error:
         raise EnvironmentProblem(f"the request cannot be written into {directory.control}: {error.strerror}") from error
     print_line(f"{directory.name} {effect}")
+    if summary.phase == SUSPENDED:
+        print_progress(_suspended_text(directory))
+
+
+def _suspended_text(directory: RunDirectory) -> str:
+    from engine.journal.liveness import engine_process
+
+    engine = engine_process(directory)
+    go_on = f"; let it go on: kill -CONT {engine.pid}" if engine is not None else ""
+    return f"the engine of {directory.name} is stopped by a signal and does nothing{go_on}"

@@ -9,18 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory, read_table, write_atomically
 
 MANIFEST = "manifest.json"
 BEST = "best"
 PREFIX = "step-"
+STATE = "state.json"
+
+STEP_FOLDER = re.compile(rf"{PREFIX}([0-9]{{1,12}})\Z")
+"""No run takes 10^12 steps."""
 
 LEARNED = ("budget_bytes", "proven_bytes", "ceiling_bytes", "passing_bytes", "slope")
 """Figures of the learned micro-batch budget: predicted bytes that a micro-batch may cost, the largest cost that
@@ -64,13 +69,13 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Counters, learned budget, memory settings. Raises OSError or ValueError if `state.json` cannot be read."""
-        return dict(json.loads((self.path / "state.json").read_text("utf-8")))
+        return read_table(self.path / STATE, finite=False)
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """All checkpoints by the names of their folders, newest first; their contents are not checked (see `damage`)."""
-    numbered = ((path.name.removeprefix(PREFIX), path) for path in folder.glob(f"{PREFIX}*"))
-    found = [Checkpoint(int(name), path) for name, path in numbered if name.isascii() and name.isdigit()]
+    numbered = ((STEP_FOLDER.match(path.name), path) for path in folder.glob(f"{PREFIX}*"))
+    found = [Checkpoint(int(name[1]), path) for name, path in numbered if name is not None]
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
@@ -96,7 +101,7 @@ def remove_checkpoints(folder: Path) -> None:
 def removed_checkpoints(folder: Path) -> RemovedCheckpoints | None:
     """What `remove_checkpoints` removed from `folder`; None if nothing, or its record cannot be read."""
     try:
-        said = json.loads((folder / REMOVED).read_text("utf-8"))
+        said = read_table(folder / REMOVED)
         return RemovedCheckpoints([int(step) for step in said["steps"]], said["best"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -105,30 +110,54 @@ def removed_checkpoints(folder: Path) -> RemovedCheckpoints | None:
 def damage(checkpoint: Checkpoint) -> str | None:
     """What is wrong with a checkpoint; None if every file in its manifest has the recorded size and hash."""
     try:
-        manifest = json.loads((checkpoint.path / MANIFEST).read_text("utf-8"))
-        listed = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        listed = _listed(checkpoint)
+        for name, (size, _) in listed.items():
+            path = checkpoint.path / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        hashes = hashes_of([checkpoint.path / name for name in listed])
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+    except ValueError as error:
         return f"its manifest cannot be read ({error})"
-    for name, facts in listed.items():
-        path = checkpoint.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != facts["size"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
-    hashes = hashes_of([checkpoint.path / name for name in listed])
     for name, found in zip(listed, hashes, strict=True):
-        if found != listed[name]["sha256"]:
+        if found != listed[name][1]:
             return f"{name} does not match its hash"
     return None
 
 
-def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint (of step `not_after` or earlier), and a message for each newer damaged one."""
+def _listed(checkpoint: Checkpoint) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file in the manifest. Raises OSError, or ValueError for another shape than that."""
+    files = read_table(checkpoint.path / MANIFEST).get("files")
+    if not isinstance(files, dict) or not files:
+        raise ValueError("it has no table of files")
+    listed: dict[str, tuple[int, str]] = {}
+    for name, facts in files.items():
+        match facts:
+            case {"size": int(size), "sha256": str(sha256)} if _is_inside(name):
+                listed[name] = size, sha256
+            case _:
+                raise ValueError(f"{name[:80]!r} is no file of it with size and sha256")
+    return listed
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def newest_sound(
+    folder: Path, *, not_after: int | None = None, inspect: Callable[[Checkpoint], str | None] = damage
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest undamaged checkpoint (of step `not_after` or earlier), and a message for each newer damaged one.
+    `inspect` says what is wrong with one."""
     complaints: list[str] = []
     for checkpoint in find_checkpoints(folder):
         if not_after is not None and checkpoint.step > not_after:
             continue
-        problem = damage(checkpoint)
+        problem = inspect(checkpoint)
         if problem is None:
             return checkpoint, complaints
         complaints.append(f"checkpoint {checkpoint.path.name} is damaged: {problem}")
@@ -138,7 +167,7 @@ def newest_sound(folder: Path, *, not_after: int | None = None) -> tuple[Checkpo
 def best_step(folder: Path) -> int | None:
     """The step marked as the best; None if there is no readable mark."""
     try:
-        return int(json.loads((folder / BEST).read_text("utf-8"))["step"])
+        return int(read_table(folder / BEST, finite=False)["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -149,7 +178,8 @@ def learned_memory(directory: RunDirectory) -> dict[str, Any] | None:
         try:
             state = checkpoint.state()
             budget = {name: state["budget"][name] for name in LEARNED}
-            return {"step": checkpoint.step, **budget, "remedies": dict(state["remedies"])}
+            if all(figure is None or isinstance(figure, int | float) for figure in budget.values()):
+                return {"step": checkpoint.step, **budget, "remedies": dict(state["remedies"])}
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.evaluations import Evaluation, read_evaluations
 from engine.journal.event_text import clean, format_bytes, format_duration, format_number, format_score
 from engine.journal.score_groups import ScoreGroup, best_of, score_groups
-from engine.journal.summary import RunSummary, read_spec, summarise
+from engine.journal.summary import RunSummary, summarise
 
 BEST = "best_"
 """Beginning of a score's name that is a metric's best value over the evaluations of a run, not the latest one."""

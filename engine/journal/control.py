@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import KILLED_CODE
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory, read_table, write_atomically
 from engine.journal.events import EventWriter, utc_now
 
 REQUESTS = ("stop", "pause", "checkpoint")
@@ -64,24 +64,24 @@ class ControlInbox:
 
     def _taken(self) -> Iterator[Request]:
         for path in sorted(self._folder.glob("[0-9]*-*.json")):
+            found = None
             try:
-                text = path.read_text("utf-8")
+                found = _parse(read_table(path))
                 path.unlink()
             except FileNotFoundError:
                 continue
-            found = _parse(text)
+            except (OSError, ValueError):
+                path.unlink(missing_ok=True)  # no request: it is ignored
             if found is not None:
                 yield found
 
 
-def _parse(text: str) -> Request | None:
-    """None for text that is not a request, which is ignored."""
-    try:
-        found = json.loads(text)
-        known = found["request"] in REQUESTS
-    except (ValueError, KeyError, TypeError):
+def _parse(found: dict[str, Any]) -> Request | None:
+    """None for a table that is not a request."""
+    fields = found.get("fields") or {}
+    if found.get("request") not in REQUESTS or not isinstance(fields, dict):
         return None
-    return Request(found["request"], str(found.get("time", "")), dict(found.get("fields") or {})) if known else None
+    return Request(found["request"], str(found.get("time", "")), fields)
 
 
 class RunRequests:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import tomli
 
 from engine.errors import EnvironmentProblem
 
@@ -34,6 +39,65 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:  # an interrupt, too, leaves no temporary file
         os.unlink(temporary)
         raise
+
+
+MOST_BYTES = 64 << 20
+"""Size of the largest file that is read as a whole."""
+
+MOST_DIGITS = 40
+"""Of a whole number in JSON: a longer one is no count, size or seed, and cannot be shown."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also for what is no regular file: a FIFO would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path) -> bytes:
+    """The content of a small file. Raises OSError if it cannot be read, ValueError if it is larger than MOST_BYTES."""
+    with open_regular(path) as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+    return data
+
+
+def read_table(path: Path, *, finite: bool = True) -> dict[str, Any]:
+    """The JSON object in a small file. Raises OSError or ValueError for anything else, and if `finite` for NaN."""
+    found = decode_json(read_bounded(path), finite=finite)
+    if not isinstance(found, dict):
+        raise ValueError(f"a table was expected, not {type(found).__name__}")
+    return found
+
+
+def decode_json(data: bytes, *, finite: bool = True) -> Any:
+    """JSON in UTF-8, if `finite` strict. Raises ValueError for anything else, also for numbers that are too large, and
+    nesting that is too deep to be read."""
+    try:
+        return (_STRICT if finite else _WITH_NAN).decode(data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _bounded_whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:MOST_DIGITS]} is not finite")
+    return value
+
+
+_STRICT = json.JSONDecoder(parse_int=_bounded_whole, parse_float=_finite_number, parse_constant=_finite_number)
+_WITH_NAN = json.JSONDecoder(parse_int=_bounded_whole)
 
 
 @contextmanager
@@ -157,6 +221,78 @@ class RunDirectory:
     def exists(self) -> bool:
         """A run directory contains a run spec."""
         return self.run_toml.is_file()
+
+
+def read_spec(directory: RunDirectory) -> dict[str, Any]:
+    """The tables of `run.toml`, without the check of values that a start makes, so that a newer version's file can be
+    shown, too; empty when unreadable. What has not the type in SPEC_TYPES is left out. Cached until the file changes
+    (parsing takes a millisecond): the caller must not change them."""
+    return read_spec_and_problems(directory)[0]
+
+
+def read_spec_and_problems(directory: RunDirectory) -> tuple[dict[str, Any], list[str]]:
+    """`read_spec`, and a sentence if the file or a part of it is left out."""
+    try:
+        found = directory.run_toml.stat()
+        return _parsed_spec(directory.run_toml, found.st_mtime_ns, found.st_ino)
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"run.toml cannot be read: {_reason(error)}"]
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) and _is_name(each.get("name")) for each in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+SPEC_TYPES: dict[tuple[str, ...], Callable[[Any], bool]] = {
+    ("name",): _is_name,
+    ("profile",): _is_table,
+    ("profile", "name"): _is_name,
+    ("profile", "device"): _is_table,
+    ("recipe",): _is_table,
+    ("recipe", "name"): _is_name,
+    ("recipe", "model"): _is_table,
+    ("recipe", "model", "id"): _is_name,
+    ("recipe", "checkpoint"): _is_table,
+    ("recipe", "checkpoint", "best_metric"): _is_name,
+    ("recipe", "stages"): _list_of_tables,
+    ("provenance",): _is_table,
+    ("provenance", "set"): lambda value: isinstance(value, list) and all(map(_is_name, value)),
+    ("provenance", "sweep"): _is_table,
+    ("provenance", "sweep", "id"): _is_name,
+    ("provenance", "sweep", "point"): _is_table,
+}
+"""Keys of a run.toml that readers look at without the checks of a start, outer tables first."""
+
+
+@lru_cache(maxsize=64)
+def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> tuple[dict[str, Any], list[str]]:
+    spec = tomli.loads(read_bounded(path).decode("utf-8"))
+    wrong = []
+    for keys, holds in SPEC_TYPES.items():
+        table = nested(spec, *keys[:-1])
+        if isinstance(table, dict) and keys[-1] in table and not holds(table[keys[-1]]):
+            del table[keys[-1]]
+            wrong.append(".".join(keys))
+    return spec, [f"run.toml has values of a wrong type: {', '.join(wrong)}"] if wrong else []
+
+
+def nested(table: Any, *keys: str) -> Any:
+    """The value under nested keys of a table; an empty text if there is none."""
+    for key in keys:
+        table = table.get(key, "") if isinstance(table, dict) else ""
+    return table
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:

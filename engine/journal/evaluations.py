@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory, locked, write_atomically
+from engine.journal.directory import MOST_DIGITS, RunDirectory, locked, read_bounded, write_atomically
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def read_evaluations(directory: RunDirectory) -> list[Evaluation]:
     """The evaluations of a run by data and step: of those with the same key only the newest, with the metrics of
     earlier ones added if their weights were the same. Unreadable lines are left out; no file is an empty list."""
     try:
-        lines = directory.evaluations.read_bytes().splitlines()
-    except OSError:
+        lines = read_bounded(directory.evaluations).splitlines()
+    except (OSError, ValueError):
         return []
     found: dict[tuple[int, str, int, str], Evaluation] = {}
     for line in lines:
@@ -122,24 +122,51 @@ def read_evaluations(directory: RunDirectory) -> list[Evaluation]:
     return sorted(found.values(), key=lambda each: (each.data, each.count, each.step))
 
 
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: isinstance(value, int) and _is_score(value),
+    "count": lambda value: isinstance(value, int) and _is_score(value),
+    "metrics": lambda value: isinstance(value, dict) and all(map(_is_score, value.values())),
+    "generate": lambda value: value is None or isinstance(value, dict),
+    "scorer": lambda value: value is None or isinstance(value, str),
+    "samples": lambda value: _list_of(dict, value) and all(_list_of(str, list(each.values())) for each in value),
+    "sources": lambda value: _list_of(str, value),
+    "notes": lambda value: _list_of(str, value),
+    "classes": lambda value: isinstance(value, dict) and all(map(_TYPES["metrics"], value.values())),
+}
+"""Fields that are no text."""
+
+
+def _is_score(value: Any) -> bool:
+    """Scores that are not finite stand in these files as Python writes them."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**MOST_DIGITS)
+
+
+def _list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
 def _decoded(line: bytes) -> Evaluation | None:
+    """None for a line that is no evaluation, or has a value of a wrong type."""
     try:
         row = json.loads(line)
-        names = Evaluation.__dataclass_fields__
-        new = Evaluation(**{name: value for name, value in row.items() if name in names})
-        return replace(new, step=int(new.step), metrics=dict(new.metrics), count=int(new.count), data=str(new.data))
-    except (ValueError, TypeError, AttributeError):
+        known = {name: row[name] for name in Evaluation.__dataclass_fields__ if name in row}
+        new = Evaluation(**known)
+    except (ValueError, TypeError, RecursionError):
         return None
+    typed = all(_TYPES.get(name, lambda text: isinstance(text, str))(value) for name, value in known.items())
+    return new if typed else None
 
 
 def values_of(directory: RunDirectory, evaluation: Evaluation, metric: str) -> list[float] | None:
     """In data order; None if none are stored, as for a metric that is not a mean over samples."""
-    found = _read_values(directory.path / evaluation.values).get(metric) if evaluation.values else None
-    return found if found is not None and len(found) == evaluation.count else None
+    inside = Path(evaluation.values).parent == Path(directory.kept_scores.name)  # no path out of the run directory
+    found = _read_values(directory.path / evaluation.values).get(metric) if inside else None
+    return found if isinstance(found, list) and len(found) == evaluation.count and all(map(_is_score, found)) else None
 
 
-def _read_values(path: Path) -> dict[str, list[float]]:
+def _read_values(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError):
+        found = json.loads(read_bounded(path))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.text import visible
+from engine.journal.directory import read_table
 
 Event = dict[str, Any]
 
@@ -196,7 +197,7 @@ def _plan(event: Event) -> str:
 
 def _phase(event: Event) -> str:
     total = event.get("total")
-    progress = f" {event.get('done', 0):,} of {total:,}" if isinstance(total, int) else ""
+    progress = f" {event.get('done') or 0:,} of {total:,}" if isinstance(total, int) else ""
     return f"{event['name']}{progress}" + (f": {event['detail']}" if event.get("detail") else "")
 
 
@@ -205,7 +206,7 @@ def _stage_started(event: Event) -> str | None:
         return None
     after = f", from {' and '.join(map(clean, event['from']))}" if event.get("from") else ""
     again = "" if event.get("from_start") else ", continued"
-    return f"stage {event['number']} of {event['of']}: {event['name']}{after}{again}"
+    return f"stage {event['number']} of {event.get('of')}: {event.get('name')}{after}{again}"
 
 
 def _stage_finished(event: Event) -> str:
@@ -250,10 +251,9 @@ BAR_CHARACTERS = 30
 def read_report(path: Path) -> dict[str, Any] | None:
     """None if the file does not exist or is damaged."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return read_table(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def report_lines(report: dict[str, Any], *, bar: str = "█") -> list[str]:

@@ -13,13 +13,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, decode_json, open_regular
 
 COMMON = frozenset({"seq", "time", "kind", "stage", "rank", "stage_seq"})
 """Fields that only the writer sets: all but `stage_seq` in every event. In a staged run's journal, `stage` names the
@@ -29,58 +29,121 @@ FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
 """Recorded in `run_finished`; queued, running and stale are recorded nowhere (`summary.status_of`)."""
 
 
-class EventKind(NamedTuple):
-    """The fields that events of one kind must have, and those that they may have."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
-    required: frozenset[str]
-    optional: frozenset[str]
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_prediction(value: Any) -> bool:
+    """Whether `value` is a predicted peak in bytes, or a table of predicted figures (`plan.json`, an event `plan`)."""
+    if not isinstance(value, dict):
+        return value is None or _is_number(value)
+    figures = (value.get(key) for key in ("peak_bytes", "capacity_bytes"))
+    parts = value.get("components")
+    return (
+        all(figure is None or _is_number(figure) for figure in figures)
+        and all(isinstance(value.get(key, ""), str | None) for key in ("verdict", "deciding_phase"))
+        and (parts is None or (isinstance(parts, dict) and all(map(_is_number, parts.values()))))
+    )
+
+
+def _is_measured(value: Any) -> bool:
+    used = value.get("predicted") if isinstance(value, dict) else None
+    sized = not used or all(_is_whole(value.get(key)) for key in ("sequences", "length"))
+    return (
+        isinstance(value, dict) and sized and all(map(is_prediction, (value, used))) and isinstance(used, dict | None)
+    )
+
+
+VALUE_TYPES: dict[str, Callable[[Any], bool]] = {
+    "whole": _is_whole,
+    "number": _is_number,
+    "text": _is_text,
+    "flag": lambda value: isinstance(value, bool),
+    "table": lambda value: isinstance(value, dict),
+    "texts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "prediction": is_prediction,
+    "measured": _is_measured,
+    "any": lambda value: True,
+}
+
+
+class EventKind(NamedTuple):
+    """The fields that events of one kind must have, those that they may have, and the type of each: a key of
+    VALUE_TYPES, with "?" if it may be null. Optional fields always may."""
+
+    required: dict[str, str]
+    optional: dict[str, str]
 
 
 def _event_kind(required: str = "", optional: str = "") -> EventKind:
-    return EventKind(frozenset(required.split()), frozenset(optional.split()))
+    return EventKind(*(dict(_typed(word) for word in fields.split()) for fields in (required, optional)))
+
+
+def _typed(word: str) -> tuple[str, str]:
+    name, _, kind = word.partition(":")
+    return name, kind or "any"
 
 
 EVENT_KINDS: dict[str, EventKind] = {
     "run_started": _event_kind(
-        "run pid world_size versions",
-        "host device device_name simulated capacity_bytes allocator resumed seed parameters trainable",
+        "run:text pid:whole world_size:whole versions:table",
+        "host:text device:text device_name:text simulated:flag capacity_bytes:number allocator resumed:flag seed"
+        " parameters trainable",
     ),
     "stage_started": _event_kind(
         "",
-        "name max_steps epochs batch_size samples validation_samples tokens target_tokens dropped reasons loss"
-        " attention dtype number of from path from_start device_used_bytes device_processes stage_kind",
+        "name:text max_steps:whole epochs:number batch_size:whole samples:whole validation_samples:whole tokens:whole"
+        " target_tokens:whole dropped reasons loss:text attention:text dtype:text number:whole of:whole from:texts"
+        " path:text from_start:flag device_used_bytes device_processes stage_kind:text",
     ),
     "stage_finished": _event_kind(
-        "name status exit_code", "number steps seconds peak_bytes device_used_bytes result reason"
+        "name:text status:text exit_code:whole",
+        "number:whole steps:whole seconds:number peak_bytes:number device_used_bytes result reason:text",
     ),
     "plan": _event_kind(
-        "predicted verdict",
-        "capacity_bytes deciding_phase micro_batch accumulation tokens_per_micro_batch components phases basis budget"
-        " remedies length generate_adds_bytes",
+        "predicted:prediction verdict:text",
+        "capacity_bytes:number deciding_phase:text micro_batch accumulation tokens_per_micro_batch components:table"
+        " phases basis budget remedies:table length generate_adds_bytes:number",
     ),
-    "phase": _event_kind("name", "detail done total"),
-    "heartbeat": _event_kind("", "phase"),
+    "phase": _event_kind("name:text", "detail:text done:whole total:whole"),
+    "heartbeat": _event_kind("", "phase:text"),
     "step": _event_kind(
-        "step epoch loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds"
-        " mfu micro_batches allocated_bytes reserved_bytes peak_bytes",
-        "aux_loss expert_utilisation samples skipped loss_scale largest_micro_batch budget ranks",
+        "step:whole epoch:number? loss:number? learning_rate:number? grad_norm:number? tokens:number"
+        " target_tokens:number tokens_per_second:number? step_seconds:number data_wait_seconds:number? mfu:number?"
+        " micro_batches:number allocated_bytes:number? reserved_bytes:number? peak_bytes:number?",
+        "aux_loss:number expert_utilisation samples skipped loss_scale:number largest_micro_batch budget ranks",
     ),
     "backoff": _event_kind(
-        "step phase failed_rank cause requested_bytes allocated_bytes reserved_bytes remedy before after attempt",
-        "capacity_bytes sequences_before sequences_after samples_lost report text",
+        "step:whole phase:text failed_rank:whole? cause requested_bytes:number? allocated_bytes:number?"
+        " reserved_bytes:number? remedy:text before after attempt:whole",
+        "capacity_bytes:number sequences_before sequences_after samples_lost:whole report text",
     ),
-    "remedy_lifted": _event_kind("step remedy", "before after reason"),
-    "eval": _event_kind("step metrics", "samples seconds count"),
-    "checkpoint_saved": _event_kind("step path save_seconds size_bytes", "best reason metrics"),
-    "oom_report": _event_kind("path", "step"),
-    "gpu": _event_kind("index used_bytes utilisation_percent temperature_celsius power_watts", "name total_bytes"),
-    "control": _event_kind("request accepted reason", "step"),
-    "paused": _event_kind("", "step path reason"),
-    "resumed": _event_kind("step from", "path schedule"),
-    "warning": _event_kind("code text fix", "step"),
-    "proof": _event_kind("name passed detail fallback seconds", "cached"),
+    "remedy_lifted": _event_kind("step:whole remedy:text", "before after reason:text"),
+    "eval": _event_kind("step:whole metrics:table", "samples seconds:number count:whole"),
+    "checkpoint_saved": _event_kind(
+        "step:whole path:text save_seconds:number size_bytes:number", "best reason:text metrics:table"
+    ),
+    "oom_report": _event_kind("path:text", "step:whole"),
+    "gpu": _event_kind(
+        "index:whole used_bytes:number? utilisation_percent:number? temperature_celsius:number? power_watts:number?",
+        "name:text total_bytes:number",
+    ),
+    "control": _event_kind("request:text accepted:flag reason:text", "step:whole"),
+    "paused": _event_kind("", "step:whole path:text reason:text"),
+    "resumed": _event_kind("step:whole from:text", "path:text schedule:text"),
+    "warning": _event_kind("code:text text:text fix:text", "step:whole"),
+    "proof": _event_kind("name:text passed:flag? detail:text fallback:text seconds:number?", "cached"),
     "run_finished": _event_kind(
-        "status exit_code result", "error reason steps seconds samples_lost measured best_step best_metric"
+        "status:text exit_code:whole result",
+        "error:text reason:text seconds:number samples_lost:whole measured:measured best_step best_metric",
     ),
 }
 
@@ -89,8 +152,8 @@ def check_fields(kind: str, fields: frozenset[str]) -> None:
     """Raise ValueError for a missing or unknown field: bugs of the code that writes the event."""
     if kind not in EVENT_KINDS:
         raise ValueError(f"no such event kind: {kind!r}; add it to engine/journal/events.py")
-    missing = EVENT_KINDS[kind].required - fields
-    unknown = fields - EVENT_KINDS[kind].required - EVENT_KINDS[kind].optional
+    missing = EVENT_KINDS[kind].required.keys() - fields
+    unknown = fields - EVENT_KINDS[kind].required.keys() - EVENT_KINDS[kind].optional.keys()
     if missing or unknown:
         raise ValueError(f"event {kind!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
 
@@ -99,6 +162,9 @@ Event = dict[str, Any]
 
 READ_BYTES = 1 << 20
 """Size of one read: few calls for a large file, and little memory."""
+
+MOST_LINE_BYTES = 16 << 20
+"""Size of the largest event that is read."""
 
 
 class EventWriter:
@@ -195,12 +261,50 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """None for a damaged line (a power failure can leave zeros)."""
+    """The only reader of event lines. None for a damaged line (a power failure can leave zeros), and for an event
+    without a field that its kind must have, or with a value of another type; unknown kinds and fields may come from a
+    newer version, and pass."""
     try:
-        event = json.loads(line)
+        event = decode_json(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "kind" in event else None
+    return event if isinstance(event, dict) and _is_event(event) else None
+
+
+def _is_event(event: Event) -> bool:
+    kind = event.get("kind")
+    if not (
+        isinstance(kind, str)
+        and _is_whole(event.get("seq"))
+        and _is_whole(event.get("stage_seq", 0))
+        and isinstance(event.get("time", ""), str)
+        and isinstance(event.get("stage", ""), str)
+    ):
+        return False
+    known = _CHECKS.get(kind)
+    if known is None:
+        return True
+    required, optional = known
+    for name, holds in required:
+        if name not in event or not holds(event[name]):
+            return False
+    return all(event.get(name) is None or holds(event[name]) for name, holds in optional)
+
+
+_Checks = list[tuple[str, Callable[[Any], bool]]]
+
+
+def _checks(types: dict[str, str]) -> _Checks:
+    return [(name, _or_null(kind[:-1]) if kind.endswith("?") else VALUE_TYPES[kind]) for name, kind in types.items()]
+
+
+def _or_null(kind: str) -> Callable[[Any], bool]:
+    return lambda value: value is None or VALUE_TYPES[kind](value)
+
+
+_CHECKS: dict[str, tuple[_Checks, _Checks]] = {
+    name: (_checks(kind.required), _checks(kind.optional)) for name, kind in EVENT_KINDS.items()
+}
 
 
 def _finite(value: Any) -> Any:
@@ -228,7 +332,7 @@ def _cut_torn_tail(file: int) -> int:
             kept = kept[: size - start]
         for line in reversed(kept.split(b"\n")[0 if start == 0 else 1 :]):
             event = decode_event(line)
-            if event is not None and isinstance(event.get("seq"), int):
+            if event is not None:
                 os.ftruncate(file, size)
                 return int(event["seq"])
     os.ftruncate(file, size if kept.endswith(b"\n") else 0)
@@ -257,17 +361,19 @@ class EventTail:
         return events
 
     def lines(self) -> Iterator[bytes]:
-        """The complete lines since the last call, newline included; advances the offset past them."""
+        """The complete lines since the last call, newline included; advances the offset past them. Of a line above
+        MOST_LINE_BYTES, which no engine writes, pieces come, and none of them is an event. Raises OSError if the file
+        cannot be read."""
         try:
-            file = self.path.open("rb")
+            file = open_regular(self.path)
         except FileNotFoundError:
             return
         with file:
             if os.fstat(file.fileno()).st_size < self.offset:
                 self.offset = 0  # the file was replaced by a shorter one
             file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(MOST_LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
                     return
                 self.offset += len(line)
                 yield line
@@ -276,7 +382,7 @@ class EventTail:
 def end_of_events(path: Path) -> int:
     """The byte just after the last complete line: an EventTail from there returns new events only."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return 0
     with file:

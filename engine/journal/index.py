@@ -11,10 +11,8 @@ from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
-import tomli
-
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, decode_json, read_spec
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import find_stage, stage_directories, stage_name
 
@@ -157,11 +155,7 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
 
 def run_name(directory: RunDirectory) -> str:
     """--name of the spec; the directory's name where the spec cannot be read."""
-    try:
-        with directory.run_toml.open("rb") as file:
-            return str(tomli.load(file)["name"])
-    except (OSError, tomli.TOMLDecodeError, KeyError):
-        return directory.name
+    return str(read_spec(directory).get("name") or directory.name)
 
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
@@ -245,6 +239,8 @@ def _newest_first(runs: Iterable[RunDirectory]) -> list[RunDirectory]:
 def _recorded_path(line: str) -> Path | None:
     """None if the record is damaged."""
     try:
-        return Path(json.loads(line)["path"])
-    except (ValueError, KeyError, TypeError):
+        found = decode_json(line.encode())
+    except ValueError:
         return None
+    path = found.get("path") if isinstance(found, dict) else None
+    return Path(path) if isinstance(path, str) and "\0" not in path else None

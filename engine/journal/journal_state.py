@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.journal.event_text import OLD_VERDICTS
-from engine.journal.events import Event
+from engine.journal.events import Event, is_prediction
 
 
 @dataclass
@@ -60,14 +60,15 @@ class JournalState:
         try:
             began, ended = datetime.fromisoformat(self.running["time"]), datetime.fromisoformat(self.updated)
             return (ended - began).total_seconds()
-        except (TypeError, ValueError):  # a damaged line: no engine wrote these times
+        except (KeyError, TypeError, ValueError):  # a damaged line: no engine wrote these times
             return None
 
     def folder_of(self, event: Event) -> str:
         """What paths in an event are relative to, with a slash at its end: empty for the run directory, the stage's
         folder for an event that a stage's engine wrote."""
-        stage = self.stages.get(event["stage"]) if "stage_seq" in event else None
-        return f"{stage.started['path']}/" if stage is not None and stage.started is not None else ""
+        stage = self.stages.get(event.get("stage", "")) if "stage_seq" in event else None
+        path = stage.started.get("path") if stage is not None and stage.started is not None else None
+        return f"{path}/" if path else ""
 
     def fold(self, event: Event) -> None:
         if event["kind"] == "run_started":
@@ -94,7 +95,7 @@ def _stage_started(state: JournalState, event: Event) -> None:
     if "number" not in event:  # written by the engine of a stage, or of a run without stages
         state.max_steps = event.get("max_steps", state.max_steps)
         return
-    name = str(event["name"])
+    name = str(event.get("name") or "")
     state.stages[name] = StageState(started=event)
     if name != state.stage or event.get("from_start"):
         state.stage, state.step, state.max_steps, state.predicted = name, 0, None, {}
@@ -147,7 +148,7 @@ def _resumed(state: JournalState, event: Event) -> None:
     """Discard what happened after the step from which the run is resumed."""
     step = int(event["step"])
     for kept in (state.evals, state.backoffs):
-        kept[:] = [earlier for earlier in kept if earlier["stage"] != event["stage"] or int(earlier["step"]) <= step]
+        kept[:] = [each for each in kept if each.get("stage") != event.get("stage") or int(each["step"]) <= step]
     state.step = step
     for name in ("first_step", "last_step"):
         earlier = getattr(state, name)
@@ -180,7 +181,10 @@ _FOLDS = {
 
 
 def plan_digest(plan: dict[str, Any]) -> dict[str, Any]:
-    """The predicted figures in a plan (event or `plan.json`) that are later compared with measured ones."""
+    """The predicted figures in a plan (event or `plan.json`) that are later compared with measured ones; empty if a
+    figure is none."""
+    if not is_prediction(plan) or not is_prediction(plan.get("predicted")):
+        return {}
     predicted = plan.get("predicted")
     inner = predicted if isinstance(predicted, dict) else {"peak_bytes": predicted} if predicted is not None else {}
     keys = ("peak_bytes", "capacity_bytes", "verdict", "deciding_phase", "components")

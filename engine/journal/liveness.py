@@ -1,13 +1,15 @@
 """Finds out which process works on a run, and whether that process is still alive.
 
 Pids are reused, and a zombie answers `kill -0`: two identities are the same process when pid, start time and boot of
-the machine agree. A process that cannot be looked up from here (another host or container) is judged by the age of the
-event file alone. A file lock, which the kernel releases when its engine ends, prevents two engines on one run.
+the machine agree. A process that cannot be looked up from here (another host or container) is judged by its lock on the
+run, and where locks are not shared by whether the run's files changed just now. The lock, which the kernel releases
+when its engine ends, prevents two engines on one run.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -16,14 +18,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory, locked, write_atomically
+from engine.journal.directory import RunDirectory, locked, open_regular, read_table, write_atomically
 
 STALE_SECONDS = 15.0
-"""Silence after which a run is stale when its process does not exist on this machine: three missed heartbeats. The
-silence rules out that the process lives in another container with the same host name."""
+"""Silence after which a run is stale when its process does not exist on this machine and nobody holds its lock: three
+missed heartbeats, in which a launcher may start its ranks again."""
 
 REMOTE_STALE_SECONDS = 120.0
 """Silence after which a run of another machine is stale: NFS may show a file's old size for up to 60 s (acregmax of
@@ -71,15 +73,29 @@ def is_alive(identity: ProcessIdentity) -> bool:
     return process_state(identity) == "alive"
 
 
+def is_suspended(identity: ProcessIdentity) -> bool:
+    """Whether a signal (SIGSTOP, or a debugger's) has stopped the process, which lives and does nothing until SIGCONT.
+    False where that cannot be seen."""
+    found = _stat_fields(identity.pid)
+    return found is not None and found[0] in ("T", "t") and is_alive(identity)
+
+
+def parse_identity(found: Any) -> ProcessIdentity:
+    """From the table of a state file. Raises ValueError for any other value."""
+    match found:
+        case {"pid": int(pid), "started": str(started), "host": str(host)} if 0 < pid < 2**31 and pid is not True:
+            return ProcessIdentity(pid, started, host)
+    raise ValueError("a table with pid, started and host was expected")
+
+
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
     """The recorded engine, which works on the run or was killed while it did; None if the last one ended normally.
-    Raises EnvironmentProblem if the record is damaged."""
+    Raises EnvironmentProblem if the record is damaged, OSError if it cannot be read."""
     try:
-        found = json.loads(directory.engine.read_text("utf-8"))
-        return ProcessIdentity(int(found["pid"]), str(found["started"]), str(found["host"]))
+        return parse_identity(read_table(directory.engine))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise EnvironmentProblem(
             f"{directory.engine} cannot be read: {error}", fix="remove the file if no engine works on this run"
         ) from error
@@ -130,8 +146,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
     try:
         lock.enter_context(locked(directory.lock, timeout_seconds=timeout_seconds))
     except TimeoutError as error:
-        holder = engine_process(directory)
-        who = f" (process {holder.pid} on {holder.host})" if holder else ""
+        who = _holder(directory)
         raise EnvironmentProblem(
             f"another engine works on run {directory.name}{who}",
             expected="one engine per run",
@@ -147,12 +162,40 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
         yield
 
 
-def seconds_since_change(path: Path) -> float:
-    """Infinite when the file does not exist."""
+def _holder(directory: RunDirectory) -> str:
     try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except FileNotFoundError:
-        return float("inf")
+        holder = engine_process(directory)
+    except (EnvironmentProblem, OSError):
+        return ""
+    stopped = ", stopped by a signal" if holder and is_suspended(holder) else ""
+    return f" (process {holder.pid} on {holder.host}{stopped})" if holder else ""
+
+
+def is_claimed(directory: RunDirectory) -> bool:
+    """Whether a process holds the lock of `claim`, on any machine that shares the lock. Writes nothing, and a process
+    that claims the run at this moment waits for microseconds."""
+    try:
+        with open_regular(directory.lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def changed_within(seconds: float, *paths: Path) -> bool:
+    """Whether a file changed in the last `seconds`. A time in the future proves nothing: the clock was set back, or is
+    another machine's."""
+    return any(-seconds <= age <= seconds for path in paths if (age := _age(path)) is not None)
+
+
+def _age(path: Path) -> float | None:
+    """In seconds, below zero for a time in the future; None without the file."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _started(pid: int) -> str | None:
@@ -172,10 +215,17 @@ def _started(pid: int) -> str | None:
 def _started_linux(pid: int) -> str | None:
     """Boot id, and start time in clock ticks since boot (field 22 of proc(5) stat): changes of the clock affect
     neither."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot}:{fields[19]}"
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of proc(5) stat from the process's state on; None without such a process, or without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the command name may hold anything, even ')'
-    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+    return stat.rpartition(")")[2].split()  # the command name may hold anything, even ')'

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, locked, write_atomically
-from engine.journal.liveness import ProcessIdentity, is_alive
+from engine.journal.directory import RunDirectory, locked, read_table, write_atomically
+from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
 from engine.journal.summary import summarise
 
 
@@ -110,19 +111,13 @@ class Queue:
     def _load(self) -> QueueState:
         path = self.folder / "order.json"
         try:
-            found = json.loads(path.read_text("utf-8"))
-            worker = found["worker"]
-            return QueueState(
-                [str(name) for name in found["waiting"]],
-                found["current"],
-                None if worker is None else ProcessIdentity(worker["pid"], worker["started"], worker["host"]),
-            )
+            return _parse(read_table(path))
         except FileNotFoundError:
             return QueueState()
         except OSError as error:
             reason = error.strerror or error
             raise EnvironmentProblem(f"{path} cannot be read: {reason}", fix="check its permissions") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs stay") from error
 
     @contextmanager
@@ -152,3 +147,13 @@ class Queue:
             f"the queue in {self.folder} cannot be written: {error.strerror or error}",
             fix="make room on its disk, or choose another runs folder with --runs DIR",
         )
+
+
+def _parse(found: dict[str, Any]) -> QueueState:
+    """Raises ValueError for tables of another shape, and for names that are no folders of the runs folder."""
+    match found:
+        case {"waiting": list(waiting), "current": current, "worker": worker}:
+            names = [*waiting, *([] if current is None else [current])]
+            if all(isinstance(name, str) and Path(name).name == name for name in names):
+                return QueueState(waiting, current, None if worker is None else parse_identity(worker))
+    raise ValueError("it has not the shape of a queue")

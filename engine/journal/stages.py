@@ -61,9 +61,9 @@ def copied_so_far(run: RunDirectory) -> dict[str, int]:
     copied: dict[str, int] = {}
     for event in EventTail(run.events).poll():
         if "stage_seq" in event:
-            copied[event["stage"]] = int(event["stage_seq"])
+            copied[event.get("stage", "")] = event["stage_seq"]
         elif event["kind"] == "stage_started" and event.get("from_start"):
-            copied[str(event["name"])] = 0  # the stage was done again from its start, in a new directory
+            copied[event.get("name", "")] = 0  # the stage was done again from its start, in a new directory
     return copied
 
 

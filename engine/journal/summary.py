@@ -6,35 +6,42 @@ steps only the first and the last are parsed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
-import tomli
-
+from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_requested
-from engine.journal.directory import RunDirectory
-from engine.journal.events import FINAL_STATUSES, EventTail, decode_event
+from engine.journal.directory import RunDirectory, nested, read_spec_and_problems, read_table
+from engine.journal.events import FINAL_STATUSES, Event, EventTail, decode_event
 from engine.journal.journal_state import JournalState, StageState, plan_digest
 from engine.journal.liveness import (
     REMOTE_STALE_SECONDS,
     STALE_SECONDS,
+    ProcessIdentity,
+    ProcessState,
+    changed_within,
     engine_process,
+    is_claimed,
+    is_suspended,
     process_state,
-    seconds_since_change,
 )
 from engine.journal.score_groups import BestEvaluation, best_evaluation
 
 STEP_MARK = b'"kind":"step"'
-"""A step event, as the writer spells it. A line spelled differently is parsed in full, with the same result."""
+"""A step event, as the writer spells it."""
 
-PEAK = re.compile(rb'"peak_bytes":(\d+)')
+STEP_LINE = re.compile(
+    rb'\{"seq":\d{1,18},"time":"[^"\\]{1,40}","kind":"step","stage":"[^"]*","rank":\d{1,9},"step":\d{1,18},"epoch":'
+)
+"""How a step's line begins, as the writer spells it. A line spelled differently is parsed in full, with the same
+result."""
+
+PEAK = re.compile(rb'"peak_bytes":(\d{1,18})[,}]')
 """The field whose largest value is kept; read from every step line without parsing it."""
 
 QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
@@ -42,6 +49,12 @@ QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
 
 KIND_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, before this byte."""
+
+SUSPENDED = "stopped by a signal"
+"""The phase of a run whose engine is suspended: it lives, and does nothing until SIGCONT."""
+
+LATEST_LINES = 64
+"""Unparsed step lines that are kept: if the last one is no event, the one before it counts."""
 
 LINES_PER_CLOCK_CHECK = 512
 """About a millisecond's worth."""
@@ -87,6 +100,9 @@ class RunSummary:
     stages: list[dict[str, Any]]
     """Name, status, number, steps, peak and result of each stage that has begun or was skipped."""
     damaged_lines: int
+    """Lines of events.jsonl that are no events, and were left out."""
+    problems: list[str]
+    """What else in the run's files could not be read, as sentences."""
     stopping: bool
     """A stop was requested and the engine has not ended yet."""
 
@@ -97,7 +113,7 @@ class _UnparsedLines:
     only the time matters."""
 
     first: bytes | None = None
-    last: bytes | None = None
+    latest: deque[bytes] = field(default_factory=lambda: deque(maxlen=LATEST_LINES))
     quiet: bytes | None = None
 
 
@@ -109,6 +125,8 @@ class SummaryReader:
         self.state = JournalState()
         self._tail = EventTail(directory.events)
         self._damaged = 0
+        self._unread = ""
+        """Why the journal cannot be read; empty if it can."""
 
     def refresh(self) -> RunSummary:
         """Read all new lines; no file is written."""
@@ -117,23 +135,29 @@ class SummaryReader:
 
     def summary(self) -> RunSummary:
         """Later lines may change any value."""
-        return summarise_state(self.directory, self.state, self._damaged)
+        return summarise_state(self.directory, self.state, self._damaged, self._unread)
 
     def read(self, *, seconds: float = math.inf) -> bool:
         """Read new lines for about `seconds`; returns whether all were read. A million steps take about a second."""
         deadline = time.monotonic() + seconds
         unparsed = _UnparsedLines()
-        for count, line in enumerate(self._tail.lines(), 1):
-            self._take(line, unparsed)
-            if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
-                self._close(unparsed)
-                return False
+        over = True
+        self._unread = ""
+        try:
+            for count, line in enumerate(self._tail.lines(), 1):
+                self._take(line, unparsed)
+                if count % LINES_PER_CLOCK_CHECK == 0 and time.monotonic() > deadline:
+                    over = False
+                    break
+        except OSError as error:
+            self._unread = f"events.jsonl cannot be read: {error.strerror or error}"
         self._close(unparsed)
-        return True
+        return over
 
     def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
-        if line.find(STEP_MARK, 0, KIND_WITHIN_BYTES) >= 0:
-            unparsed.first, unparsed.last, unparsed.quiet = unparsed.first or line, line, None
+        if STEP_LINE.match(line) and line.endswith(b"}\n"):
+            unparsed.first, unparsed.quiet = unparsed.first or line, None
+            unparsed.latest.append(line)
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
             if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
                 self.state.peak_bytes = found
@@ -151,62 +175,83 @@ class SummaryReader:
 
     def _close(self, unparsed: _UnparsedLines) -> None:
         self._fold_steps(unparsed)
-        if unparsed.quiet is not None and (event := decode_event(unparsed.quiet)) is not None:
+        if unparsed.quiet is None:
+            return
+        event = decode_event(unparsed.quiet)
+        self._damaged += event is None
+        if event is not None:
             self.state.fold(event)
 
     def _fold_steps(self, unparsed: _UnparsedLines) -> None:
-        first, last = unparsed.first, unparsed.last
-        unparsed.first = unparsed.last = None
-        if last is None:
-            return
-        event = decode_event(last)
-        if event is None:
-            self._damaged += 1
-            return
-        opening = decode_event(first) if first is not None and self.state.first_step is None else None
-        self.state.fold_steps(opening, event)
+        first, unparsed.first = unparsed.first, None
+        event = None
+        while event is None and unparsed.latest:
+            event = decode_step(unparsed.latest.pop())
+            self._damaged += event is None
+        unparsed.latest.clear()
+        if event is not None:
+            opening = decode_step(first) if first is not None and self.state.first_step is None else None
+            self.state.fold_steps(opening, event)
 
 
-_STEP_BOUND = ("resumed", "run_started", "run_finished", "stage_started", "stage_finished", "phase")
+_STEP_BOUND = ("step", "resumed", "run_started", "run_finished", "stage_started", "stage_finished", "phase")
 """Kinds whose meaning depends on earlier steps: unparsed step lines are folded before them."""
 
 
+def decode_step(line: bytes) -> Event | None:
+    """None for a line that is not the event of a step."""
+    event = decode_event(line)
+    return event if event is not None and event["kind"] == "step" else None
+
+
 def summarise(directory: RunDirectory) -> RunSummary:
+    """No state of the run's files raises an error: `problems` and `damaged_lines` say what could not be read."""
     return SummaryReader(directory).refresh()
 
 
-def status_of(directory: RunDirectory, state: JournalState) -> str:
-    """queued, running, paused, the final status that the engine recorded, or stale: the engine is gone, or not visible
-    from here, and the run's files have not changed for too long."""
-    engine = engine_process(directory)
+def _status(directory: RunDirectory, state: JournalState) -> tuple[str, ProcessIdentity | None, str]:
+    """The status (queued, running, paused, the final status that the engine recorded, or stale: the engine is gone, or
+    not visible from here, and the run's files have not changed for too long), the recorded engine, and what is wrong
+    with that record."""
+    engine, problem = None, ""
+    try:
+        engine = engine_process(directory)
+    except (EnvironmentProblem, OSError) as error:
+        problem = error.found if isinstance(error, TunedeckError) else f"engine.json cannot be read: {error.strerror}"
     process = "gone" if engine is None else process_state(engine)
+    recorded = engine is not None or bool(problem)
     if process == "alive":
         # Also after `run_finished`: an engine holds the device until it ends, and a resumed one may still be loading.
-        return "running"
+        return "running", engine, problem
+    return _without_process(directory, state, process, recorded=recorded), engine, problem
+
+
+def _without_process(directory: RunDirectory, state: JournalState, process: ProcessState, *, recorded: bool) -> str:
     if state.finished is not None:
         said = str(state.finished.get("status"))
         return said if said in FINAL_STATUSES else "failed"
-    if engine is None and state.running is None:
+    if not recorded and state.running is None:
         return "queued"
     if state.paused:
         return "paused"
-    return _by_silence(directory, STALE_SECONDS if process == "gone" else REMOTE_STALE_SECONDS)
+    # A container sees no process of another one, but their locks.
+    limit = STALE_SECONDS if process == "gone" else REMOTE_STALE_SECONDS
+    lives = is_claimed(directory) or changed_within(limit, directory.events, directory.engine)
+    return "running" if lives else "stale"
 
 
-def _by_silence(directory: RunDirectory, limit_seconds: float) -> str:
-    newest = min(seconds_since_change(directory.events), seconds_since_change(directory.engine))
-    return "running" if newest <= limit_seconds else "stale"
-
-
-def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) -> RunSummary:
-    """`damaged` is the number of lines that could not be read."""
+def summarise_state(directory: RunDirectory, state: JournalState, damaged: int, unread: str = "") -> RunSummary:
+    """`damaged` is the number of lines that could not be read, `unread` says why no line can."""
     finished = state.finished or {}
-    spec = read_spec(directory)
+    spec, spec_problems = read_spec_and_problems(directory)
+    status, engine, engine_problem = _status(directory, state)
+    suspended = status == "running" and engine is not None and is_suspended(engine)
+    problems = [found for found in (*spec_problems, engine_problem, unread) if found]
     return RunSummary(
         run=directory.name,
         path=str(directory.path),
         name=str(spec.get("name") or directory.name),
-        status=status_of(directory, state),
+        status=status,
         step=state.step,
         max_steps=state.max_steps,
         metrics=_metrics(state),
@@ -223,16 +268,17 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int) 
         reason=str(finished.get("reason") or ""),
         last_error=finished.get("error"),
         exit_code=finished.get("exit_code"),
-        model=str(_nested(spec, "recipe", "model", "id")),
-        profile=str(_nested(spec, "profile", "name")),
-        recipe=str(_nested(spec, "recipe", "name")),
-        simulated=_nested(spec, "profile", "device", "kind") == "metered",
-        phase=state.phase,
+        model=str(nested(spec, "recipe", "model", "id")),
+        profile=str(nested(spec, "profile", "name")),
+        recipe=str(nested(spec, "recipe", "name")),
+        simulated=nested(spec, "profile", "device", "kind") == "metered",
+        phase=SUSPENDED if suspended else state.phase,
         checkpoints=[saved.step for saved in reversed(find_checkpoints(directory.checkpoints))],
         oom_reports=list(state.oom_reports),
         warnings=[{key: event.get(key) for key in ("code", "text", "fix")} for event in state.warnings],
         stages=[_stage_row(name, stage, state) for name, stage in state.stages.items()],
         damaged_lines=damaged,
+        problems=problems,
         stopping=state.finished is None and was_requested(directory, "stop"),
     )
 
@@ -262,11 +308,11 @@ def _metrics(state: JournalState) -> dict[str, Any]:
 
 
 def _best(state: JournalState, spec: dict[str, Any]) -> BestEvaluation | None:
-    stages = [stage for stage in _nested(spec, "recipe", "stages") or () if stage.get("name") == state.stage]
-    tables = [*stages, _nested(spec, "recipe")]
-    metric = next((found for table in tables if (found := _nested(table, "checkpoint", "best_metric"))), "loss")
+    stages = [stage for stage in nested(spec, "recipe", "stages") or () if stage.get("name") == state.stage]
+    tables = [*stages, nested(spec, "recipe")]
+    metric = next((found for table in tables if (found := nested(table, "checkpoint", "best_metric"))), "loss")
     values = {int(event["step"]): event["metrics"].get(metric) for event in state.evals}
-    return best_evaluation(metric, {step: value for step, value in values.items() if value is not None})
+    return best_evaluation(metric, {step: value for step, value in values.items() if isinstance(value, int | float)})
 
 
 def _total_seconds(state: JournalState) -> float | None:
@@ -281,29 +327,6 @@ def _samples_lost(state: JournalState) -> int:
 
 def _predicted_on_disk(directory: RunDirectory) -> dict[str, Any]:
     try:
-        plan = json.loads(directory.plan_json.read_text("utf-8"))
+        return plan_digest(read_table(directory.plan_json))
     except (OSError, ValueError):
         return {}
-    return plan_digest(plan) if isinstance(plan, dict) else {}
-
-
-def read_spec(directory: RunDirectory) -> dict[str, Any]:
-    """The tables of `run.toml`, unchecked, so that a newer version's file can be shown, too; empty when unreadable.
-    Cached until the file changes (parsing takes a millisecond): the caller must not change them."""
-    try:
-        found = directory.run_toml.stat()
-        return _parsed_spec(directory.run_toml, found.st_mtime_ns, found.st_ino)
-    except (OSError, tomli.TOMLDecodeError):
-        return {}
-
-
-@lru_cache(maxsize=64)
-def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return tomli.load(file)
-
-
-def _nested(table: Any, *keys: str) -> Any:
-    for key in keys:
-        table = table.get(key, "") if isinstance(table, dict) else ""
-    return table

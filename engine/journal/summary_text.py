@@ -18,7 +18,7 @@ from engine.journal.event_text import (
 )
 from engine.journal.events import Event
 from engine.journal.journal_state import JournalState
-from engine.journal.summary import RunSummary
+from engine.journal.summary import SUSPENDED, RunSummary
 
 ETA_STEPS = 50
 """The time left is estimated from this many steps: enough to be steady, few enough to follow a backoff."""
@@ -104,8 +104,9 @@ def result_rows(summary: RunSummary) -> Rows:
 
 
 def status_text(summary: RunSummary) -> str:
-    """With a note for a simulated device and the recorded reason why the run ended."""
-    reason = f": {clean(summary.reason)}" if summary.reason else ""
+    """With a note for a simulated device or a suspended engine, and the recorded reason why the run ended."""
+    why = SUSPENDED if summary.phase == SUSPENDED else clean(summary.reason)
+    reason = f": {why}" if why else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
 
 
@@ -140,24 +141,30 @@ def _memory_rows(summary: RunSummary) -> Rows:
     predicted = summary.measured.get("predicted")
     if predicted:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
-        return [("peak memory", f"{text}, predicted {format_bytes(predicted['peak_bytes'])} for {shape}")]
+        return [("peak memory", f"{text}, predicted {format_bytes(predicted.get('peak_bytes'))} for {shape}")]
     return [("peak memory", text + (f", planned {format_bytes(planned)}" if planned else ""))]
 
 
 def detail_rows(summary: RunSummary) -> Rows:
     """What only `tunedeck show` prints: names, memory by component, warnings, the error and the folder."""
     rows = [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
-    measured = summary.measured.get("components", {})
+    measured = summary.measured.get("components") or {}
     predicted = (summary.measured.get("predicted") or summary.predicted).get("components") or {}
     for name, predicted_bytes in predicted.items():
         suffix = f", measured {format_bytes(measured[name])}" if name in measured else ""
         rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted_bytes)}{suffix}"))
     rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
-    if summary.damaged_lines:
-        rows.append(("warning", f"{summary.damaged_lines} damaged lines of events.jsonl were left out"))
+    rows += [("warning", problem) for problem in file_problems(summary)]
     if summary.last_error:
         rows.append(("error", clean(summary.last_error)))
     return [*rows, ("folder", clean(summary.path))]
+
+
+def file_problems(summary: RunSummary) -> list[str]:
+    """A sentence for each of the run's files of which something could not be read."""
+    count = summary.damaged_lines
+    lines = [f"{count} damaged line{'s' if count > 1 else ''} of events.jsonl left out"] if count else []
+    return [*lines, *map(clean, summary.problems)]
 
 
 def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] | None) -> Rows:

@@ -20,9 +20,8 @@ from engine.config.load import Resolved, dump_run_spec, load_run_spec, override,
 from engine.config.schema.run import Limits, RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
-from engine.journal.directory import RunDirectory, create_run_directory, write_atomically
+from engine.journal.directory import RunDirectory, create_run_directory, read_spec, write_atomically
 from engine.journal.index import record_start, recorded_runs
-from engine.journal.summary import read_spec
 from engine.launch.requirements import require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions

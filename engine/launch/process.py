@@ -22,7 +22,7 @@ from types import FrameType
 from engine.config.files.machine import working_directory
 from engine.errors import KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
 from engine.journal.liveness import (
     ProcessIdentity,
@@ -36,7 +36,6 @@ from engine.journal.liveness import (
     refuse_if_claimed,
 )
 from engine.journal.stages import stage_directories
-from engine.journal.summary import read_spec
 from engine.launch.requirements import require_training_packages
 
 _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]

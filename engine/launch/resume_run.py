@@ -17,7 +17,7 @@ from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
 from engine.config.schema.recipe import Recipe, Stage
 from engine.config.schema.run import RunSpec
 from engine.config.stages import dependants, stage_recipe
-from engine.errors import UsageError
+from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory, write_atomically
 from engine.journal.index import record_start
@@ -181,12 +181,22 @@ def prepare_resume(
         EnvironmentProblem: an engine works on the run, or the package of a tracker is not installed.
     """
     refuse_if_claimed(directory)
+    _refuse_file_for_folder(directory)
     _refuse_other_runs_option(directory, from_step, from_stage)
     _refuse_without_checkpoints(directory)
     _require_checkpoint(directory, from_step)
     notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage)
     warning = record_start(directory)
     return [*notices, *([warning] if warning else [])]
+
+
+def _refuse_file_for_folder(directory: RunDirectory) -> None:
+    """Raise EnvironmentProblem if something else stands where the engine keeps its folders."""
+    for folder in (directory.checkpoints, directory.control):
+        if folder.exists() and not folder.is_dir():
+            raise EnvironmentProblem(
+                f"{folder} is a file", expected="a folder, which the engine writes into", fix=f"move it away: {folder}"
+            )
 
 
 def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, from_stage: str | None) -> None:

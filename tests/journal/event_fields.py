@@ -1,8 +1,35 @@
-"""The fields of events as an engine would write them."""
+"""The fields of events as an engine would write them, and as none would."""
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
+
+from engine.journal.events import EVENT_KINDS
+
+JUNK: list[Any] = [None, True, -1, 10**30, 0.5, "", "\x1b[31m", [], [1], [[]], {}, {"a": {"b": None}}]
+
+SOUND = {"whole": 1, "number": 1.0, "text": "x", "flag": True, "table": {}, "texts": [], "any": 1}
+"""A value of each type of EVENT_KINDS; of others an empty table."""
+
+
+def junk_lines(count: int, *, seed: int = 36) -> list[bytes]:
+    """Lines of an event file: events of every kind, one field of each missing or of a random type."""
+    chance = random.Random(seed)
+    lines = []
+    for number in range(count):
+        kind = chance.choice(list(EVENT_KINDS))
+        types = {**EVENT_KINDS[kind].required, **EVENT_KINDS[kind].optional}
+        fields = {name: SOUND.get(of.rstrip("?"), {}) for name, of in types.items()}
+        event = {"seq": number, "time": "2026-11-20T20:58:00.123Z", "kind": kind, "stage": "", "rank": 0, **fields}
+        harmed = chance.choice(list(event))
+        if chance.random() < 0.3:
+            del event[harmed]
+        else:
+            event[harmed] = chance.choice(JUNK)
+        lines.append(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+    return lines
 
 
 def step_fields(step: int, **other: Any) -> dict[str, Any]:

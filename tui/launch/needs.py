@@ -73,7 +73,7 @@ def needed_disk(spec: RunSpec) -> int | None:
 
 def find_pace(spec: RunSpec, runs_dir: Path) -> Pace | None:
     """The pace of the newest run in `runs_dir` with the same PACE_KEYS; None if there is none."""
-    from engine.journal.summary import read_spec  # slow to import: not before the first paint
+    from engine.journal.directory import read_spec  # slow to import: not before the first paint
 
     try:
         runs = list_runs(runs_dir)[:MOST_RUNS]

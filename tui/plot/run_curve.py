@@ -5,10 +5,10 @@ Try: `curve = RunCurve(resolve_run("last", None)); curve.read_more(seconds=1.0);
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
-from typing import cast
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, decode_event
@@ -21,7 +21,7 @@ AXES = ("steps", "tokens", "time")
 
 
 STEP = re.compile(
-    rb'"kind":"step",.*?"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"tokens":(\d+),.*?"step_seconds":([\d.e+-]+)'
+    rb'"kind":"step",.*?"step":(\d{1,18}),"epoch":[^,]*,"loss":([^,]{1,40}),.*?"tokens":(\d{1,18}),.*?"step_seconds":([\d.e+-]{1,40})'
 )
 """Step, loss, tokens and seconds in a step's line as the engine writes it. Any other line is parsed as JSON."""
 
@@ -83,12 +83,10 @@ class RunCurve:
     def _read_event(self, event: Event) -> None:
         if event["kind"] == "resumed":
             self._flush()
-            self._cut_after(float(event.get("step") or 0))
+            self._cut_after(float(event["step"]))
         elif event["kind"] == "step":
-            figures = [event.get(name) for name in ("step", "tokens", "step_seconds")]
-            if all(isinstance(figure, int | float) for figure in figures):  # an incomplete step is left out
-                step, tokens, seconds = map(float, cast("list[float]", figures))
-                self._step(step, [metric.value_in(event) for metric in self._of_steps], tokens, seconds)
+            step, tokens, seconds = (float(event[name]) for name in ("step", "tokens", "step_seconds"))
+            self._step(step, [metric.value_in(event) for metric in self._of_steps], tokens, seconds)
         else:
             for metric in self.metrics:
                 if event["kind"] == metric.kind:
@@ -149,4 +147,9 @@ class RunCurve:
 def _value(text: bytes, metric: Metric) -> float | None:
     """A value on a journal line, in the unit of the metric's label; None for null and for a missing value. Raises
     ValueError for anything else."""
-    return None if text in (b"null", b"") else float(text) / metric.unit_size
+    if text in (b"null", b""):
+        return None
+    value = float(text) / metric.unit_size
+    if not math.isfinite(value):
+        raise ValueError("no number of JSON")
+    return value

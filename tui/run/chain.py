@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from textual.content import Content
 
+from engine.journal.directory import read_spec
 from engine.journal.event_text import clean
-from engine.journal.summary import RunSummary, read_spec
+from engine.journal.summary import RunSummary
 from tui.run.listing import stage_names
 from tui.run.table import state_of
 from tui.run.watch import RunWatch

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import TunedeckError
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.index import list_runs
-from engine.journal.summary import RunSummary, SummaryReader, read_spec
+from engine.journal.summary import RunSummary, SummaryReader
 
 LIVE = ("queued", "running", "stale")
 """States that a run can leave without a new line in its journal."""
@@ -123,8 +123,6 @@ class RunList:
             entry.read_error = error.found
         except OSError as error:
             entry.read_error = f"cannot be read: {error.strerror or error}"
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            entry.read_error = f"its journal is not in Tunedeck's format: {type(error).__name__}"
         entry.stamp = stamp
         return (entry.summary, entry.read_error) != before
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.event_text import clean
-from engine.journal.summary import read_spec
 
 SHIPPED = "shipped:"
 

@@ -9,6 +9,7 @@ Try: `watch = RunWatch(resolve_run("last", None)); watch.read_more(seconds=1.0)`
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -28,12 +29,13 @@ from engine.journal.summary import (
     QUIET_LINE,
     STEP_MARK,
     RunSummary,
+    decode_step,
     summarise_state,
 )
 from tui.plot.series import BoundedSeries
 from tui.run.gpus import GpuHistory
 
-STEP = re.compile(rb'"step":(\d+),"epoch":[^,]*,"loss":([^,]+),.*?"peak_bytes":(\d+)')
+STEP = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([^,]{1,40}),.*?"peak_bytes":(\d{1,18})[,}]')
 """Step, loss and peak in a step's line as the engine writes it. Any other line is parsed as JSON, which is slower."""
 
 PEEK_BYTES = 64 * 1024
@@ -188,24 +190,22 @@ class RunWatch:
     def _fold(self, batch: _StepBatch) -> None:
         """Add a batch of steps to the loss curve and to the latest steps, and update the run's state with the first and
         the last step of the batch."""
-        latest = [event for event in map(decode_event, batch.latest) if event is not None]
+        latest = [event for event in map(decode_step, batch.latest) if event is not None]
+        self._damaged += len(batch.latest) - len(latest)
         if not latest:
             return
         self.curves.loss.extend(batch.steps, batch.losses)
         self.curves.recent.extend(latest)
         self.state.peak_bytes = max(self.state.peak_bytes, batch.peak_bytes)
-        self.state.fold_steps(decode_event(batch.first), latest[-1])
+        self.state.fold_steps(decode_step(batch.first), latest[-1])
 
     def _read_event(self, line: bytes) -> None:
         """Process a journal line that is not the event of a step or that could not be parsed as one."""
         event = decode_event(line)
-        try:
-            text = None if event is None else self._apply(event, line)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            event = None  # JSON, but not in the format of any version of the engine
         if event is None:
             self._damaged += 1
             return
+        text = self._apply(event, line)
         if text is not None:
             self.feed_total += 1
             self.feed.append(FeedLine(str(event.get("time", "")), str(event["kind"]), text))
@@ -257,6 +257,8 @@ class _StepBatch:
         try:
             step, loss, peak = found.groups() if found else _parsed(line)
             point = float(step), None if loss == b"null" else float(loss), int(peak)
+            if point[1] is not None and not math.isfinite(point[1]):
+                return False  # no JSON: the engine writes null
         except ValueError:
             return False
         self.steps.append(point[0])
@@ -270,11 +272,10 @@ class _StepBatch:
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
     """Return (step, loss, peak bytes) of a journal line in another form than STEP matches, parsed as JSON; the loss is
     b"null" if it is no number. Raises ValueError for a line that is no step's event."""
-    event = decode_event(line)
-    if event is None or not isinstance(event.get("step"), int):
+    event = decode_step(line)
+    if event is None:
         raise ValueError("no step")
-    loss = event.get("loss")
-    return event["step"], b"null" if not isinstance(loss, int | float) else loss, event.get("peak_bytes") or 0
+    return event["step"], b"null" if event["loss"] is None else event["loss"], event["peak_bytes"] or 0
 
 
 def _event_text(event: Event) -> str | None:

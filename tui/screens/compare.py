@@ -16,11 +16,11 @@ from textual.content import Content
 
 from engine.errors import TunedeckError, UsageError
 from engine.journal.compare import CompareRow, Comparison, compare_summaries, score_rows, setting_rows, training_rows
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.evaluations import read_evaluations
 from engine.journal.event_text import clean
 from engine.journal.score_groups import RESAMPLES, Gains, ScoreGroup, gains, headline_metric
-from engine.journal.summary import SummaryReader, read_spec
+from engine.journal.summary import SummaryReader
 from tui.keys import Key, bindings
 from tui.plot.cursor import format_x
 from tui.plot.loss_plot import PlotOptions

@@ -19,7 +19,7 @@ from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
 from engine.journal.writer import until_there_is_room
 from engine.train.run.checkpoint_files import forget_after, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
-from engine.train.run.run_state import Best, RunState, agree, fill_checkpoint, restore, settings
+from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 
@@ -110,7 +110,9 @@ class CheckpointManager:
         return None if step is None else Checkpoint(step, self._directory.checkpoint(step))
 
     def _newest_step(self, not_after: int | None) -> int | None:
-        checkpoint, complaints = newest_sound(self._directory.checkpoints, not_after=not_after)
+        checkpoint, complaints = newest_sound(
+            self._directory.checkpoints, not_after=not_after, inspect=damage_for_resume
+        )
         for complaint in complaints:
             self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
         return checkpoint.step if checkpoint else None

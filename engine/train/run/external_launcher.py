@@ -30,7 +30,7 @@ from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_witho
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem, TunedeckError
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory, read_table, write_atomically
 from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
@@ -129,10 +129,9 @@ def take_up(launcher_rank: LauncherRank, place: RunDirectory, *, resume: bool, f
 
 def _note(place: RunDirectory) -> dict[str, Any]:
     try:
-        found = json.loads(place.launch.read_text("utf-8"))
+        return read_table(place.launch)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _ended(place: RunDirectory, offset: int) -> int | None:

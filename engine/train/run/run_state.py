@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
+from engine.batching.budget import MicroBatchBudget
 from engine.config.schema.run import RunSpec
 from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
 from engine.journal.score_groups import LOWER_IS_BETTER
@@ -19,7 +21,8 @@ from engine.train.run.checkpoint_files import mark_best, unmark_best
 from engine.train.run.expert_utilisation import ExpertCounters
 from engine.train.step.checkpoint_storage import CheckpointStorage
 from engine.train.step.context import Identity, LossScaler, StepContext
-from engine.train.step.ladder import adopt_memory, memory_as_json
+from engine.train.step.failures import ActiveRemedy
+from engine.train.step.ladder import MemorySettings, adopt_memory, memory_as_json
 
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
@@ -39,6 +42,28 @@ def is_better(value: float, best: float | None, metric: str, threshold: float) -
     metrics. Always true while there is no best value yet."""
     sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
     return best is None or sign * (value - best) > threshold
+
+
+def damage_for_resume(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a checkpoint, its state included; None if a run can go on from it."""
+    found = damage(checkpoint)
+    if found is not None:
+        return found
+    try:
+        saved = checkpoint.state()
+        state = RunState.from_json(saved["state"])
+        TypeAdapter(RunState).validate_python(asdict(state))
+        TypeAdapter(MicroBatchBudget).validate_python(saved["budget"])
+        TypeAdapter(LossScaler).validate_python(saved["scaler"])
+        for name in ("identity", "settings", "remedies"):
+            dict(saved[name])
+        MemorySettings(0, **saved["remedies"])
+        [ActiveRemedy(**remedy) for remedy in saved["standing"]]
+    except KeyError as missing:
+        return f"state.json has no {missing}"
+    except (OSError, ValueError, TypeError) as error:
+        return f"state.json cannot be used: {str(error).splitlines()[0]}"
+    return None if state.step == checkpoint.step else f"state.json is of step {state.step}"
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:

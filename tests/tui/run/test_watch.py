@@ -10,9 +10,14 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, encode_event
-from tests.journal.event_fields import backoff_fields, step_fields
+from tests.journal.event_fields import backoff_fields, junk_lines, step_fields
 from tests.journal.run_directories import new_run
 from tests.present import present
+from tui.plot.metrics import METRICS
+from tui.plot.run_curve import RunCurve
+from tui.run.gpus import gpu_lines
+from tui.run.memory import run_bars
+from tui.run.ranks import rank_lines
 from tui.run.watch import RunWatch
 
 
@@ -88,6 +93,17 @@ def test_a_torn_line_waits_and_a_damaged_one_is_left_out(run: RunDirectory) -> N
 def test_steps_that_are_no_numbers_are_damaged_lines(run: RunDirectory) -> None:
     run.events.write_bytes(b'{"seq":1,"time":"","kind":"step","step":"many","loss":{}}\n{"kind":7}\n')
     assert looked(run).step == 0
+
+
+def test_no_field_of_an_event_ends_the_console(run: RunDirectory) -> None:
+    run.events.write_bytes(b"".join(junk_lines(2000)))
+    watch = looked(run)
+    assert watch.summary is not None and watch.summary.damaged_lines > 500
+    curve = RunCurve(run, *METRICS)
+    while curve.read_more(seconds=1.0):
+        pass
+    assert rank_lines(watch, 120, 10, str) == [] and run_bars(watch.summary, watch.latest) is not None
+    assert len(gpu_lines(watch.gpus, 120, 8, str, ascii_only=False)) <= 8
 
 
 def test_a_folder_that_vanishes_is_said_and_what_was_known_stays(run: RunDirectory) -> None:
