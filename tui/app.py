@@ -295,6 +295,8 @@ def run(flags: Flags) -> NoReturn:
         sys.stderr.write("tunedeck: " + "\n  ".join(map(visible, error.render().splitlines())) + "\n")
         sys.exit(error.exit_code)
     _ignore_exported_size()
+    if flags.runs:
+        os.environ["TUNEDECK_RUNS"] = str(runs_folder(flags.runs))  # for a recipe's "run:NAME", here and in engines
     app = TunedeckApp(flags)
     app.run()
     from tui.run.engine_processes import running_runs  # slow to import: not before the first paint

@@ -38,10 +38,32 @@ OverridesOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+
+
+def _choose_runs(context: typer.Context, given: Path | None) -> Path | None:
+    """Let --runs stand for $TUNEDECK_RUNS in this command and the processes it starts: a recipe's "run:NAME" is found
+    there, too."""
+    if given is not None:
+        earlier = os.environ.get("TUNEDECK_RUNS")
+        os.environ["TUNEDECK_RUNS"] = str(given.expanduser().absolute())
+        context.call_on_close(lambda: _restore_runs(earlier))
+    return given
+
+
+def _restore_runs(earlier: str | None) -> None:
+    os.environ.pop("TUNEDECK_RUNS", None)
+    if earlier is not None:
+        os.environ["TUNEDECK_RUNS"] = earlier
+
+
 RunsOption = Annotated[
     Path | None,
     typer.Option(
-        "--runs", metavar="DIR", help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).", show_default=False
+        "--runs",
+        metavar="DIR",
+        help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).",
+        show_default=False,
+        callback=_choose_runs,
     ),
 ]
 RunArgument = Annotated[

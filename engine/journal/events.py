@@ -26,7 +26,7 @@ COMMON = frozenset({"seq", "time", "kind", "stage", "rank", "stage_seq"})
 stage that an event comes from, and `stage_seq` is the event's `seq` in that stage's own journal."""
 
 FINAL_STATUSES = ("paused", "done", "stopped", "failed", "oom")
-"""Recorded in `run_finished`; queued, running and stale are recorded nowhere (`summary.status_of`)."""
+"""Recorded in `run_finished`; queued, running and stale are recorded nowhere (`engine.journal.summary`)."""
 
 
 def _is_number(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import count
@@ -128,28 +128,44 @@ def list_runs(runs_dir: Path) -> list[RunDirectory]:
 
 
 def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
-    """The run that `text` means: a path, a directory name, the newest run with that --name, a unique prefix of a
-    directory name, or `last`. `runs_dir` is searched before the user's recorded runs.
+    """The run that `text` means: a path; a full directory name, of any run that this user started; or among the runs of
+    `runs_dir` (None: `runs_folder`) the newest run with that --name, a unique prefix of a directory name, or `last`.
 
-    Raises UsageError when no run matches, or several do.
+    Raises UsageError when no run matches, or several do. It names the runs of other folders that match.
     """
     if not text:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
+    folder = runs_dir or runs_folder(None)
     if os.sep in text or text in (".", ".."):
-        return _stage_of(text, runs_dir) or _at_path(Path(text).expanduser())
-    places: list[Callable[[], list[RunDirectory]]] = [recorded_runs]
-    if runs_dir is not None:
-        places.insert(0, lambda: list_runs(runs_dir))
-    for runs in places:
-        found = _among(text, runs())
-        if found is not None:
-            return found
+        return _stage_of(text, folder) or _at_path(Path(text).expanduser())
+    found = _find(text, folder)
+    if found is not None:
+        return found
     if RunDirectory(Path(text)).exists():
         return _at_path(Path(text))
-    raise UsageError(
-        f"no run matches {text!r}" + (f" in {runs_dir} or among your earlier runs" if runs_dir else ""),
-        expected=EXPECTED_RUN,
-        fix=LIST_RUNS,
+    raise _not_found(text, folder)
+
+
+def _find(text: str, runs_dir: Path) -> RunDirectory | None:
+    """By name; None if no run matches. Raises UsageError if several do."""
+    found = _among(text, list_runs(runs_dir))
+    if found is not None or not DIRECTORY_NAME.match(text):
+        return found
+    named = [run for run in recorded_runs() if run.name == text]
+    return _require_one(text, named) if named else None
+
+
+def _not_found(text: str, runs_dir: Path) -> UsageError:
+    elsewhere = _matching(text, recorded_runs())
+    if not elsewhere:
+        return UsageError(
+            f"no run matches {text!r} in {runs_dir} or among your earlier runs", expected=EXPECTED_RUN, fix=LIST_RUNS
+        )
+    return UsageError(
+        f"no run matches {text!r} in {runs_dir}; it is not taken from another folder:\n"
+        + "\n".join(f"  {run.path}" for run in elsewhere[:10]),
+        expected="a run of this folder, or the path or the full directory name of any run",
+        fix=f"give its full name: {elsewhere[0].name}" if DIRECTORY_NAME.match(elsewhere[0].name) else "give its path",
     )
 
 
@@ -172,28 +188,36 @@ def start_order(directory: RunDirectory) -> tuple[str, int]:
 
 def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
     """The match among `runs`, newest first. Raises UsageError if several match."""
+    found = _matching(text, runs)
+    return _require_one(text, found) if found else None
+
+
+def _matching(text: str, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
+    """The matches among `runs`, newest first: several only for a prefix, or a name that runs of two folders have."""
     if text == "last":
-        return runs[0] if runs else None
+        return list(runs[:1])
     exact = [run for run in runs if run.name == text]
     if exact:
-        return _require_one(text, exact)
+        return exact
     # A directory's name contains --name, but only the spec tells a run named `exp-2` from the second run named `exp`.
     for run in runs:
         if _name_part(run).startswith(text) and run_name(run) == text:
-            return run
-    starting = [run for run in runs if run.name.startswith(text)]
-    return _require_one(text, starting) if starting else None
+            return [run]
+    return [run for run in runs if run.name.startswith(text)]
 
 
-def _stage_of(text: str, runs_dir: Path | None) -> RunDirectory | None:
+def _stage_of(text: str, runs_dir: Path) -> RunDirectory | None:
     """The stage that "RUN/NAME" means; None if the text is a path, or RUN names no run. Raises UsageError if the run
-    has no such stage."""
+    has no such stage, or is in another folder."""
     if Path(text).expanduser().exists() or text.startswith((".", "/", "~")):
         return None
     name, _, stage = text.rstrip(os.sep).rpartition(os.sep)
-    try:
-        run = resolve_run(name, runs_dir)
-    except UsageError:
+    if not name or os.sep in name:
+        return None
+    run = _find(name, runs_dir)
+    if run is None:
+        if _matching(name, recorded_runs()):
+            raise _not_found(name, runs_dir)
         return None
     found = find_stage(run, stage)
     if found is None:

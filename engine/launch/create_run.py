@@ -16,12 +16,13 @@ from engine.budget.architecture.model_folder import refuse_no_weights
 from engine.budget.predict.shards import require_shards
 from engine.config.check.hardware_rules import require_launcher, require_matching_devices
 from engine.config.files.data_files import require_data_files
+from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.load import Resolved, dump_run_spec, load_run_spec, override, resolve
 from engine.config.schema.run import Limits, RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run_directory, read_spec, write_atomically
-from engine.journal.index import record_start, recorded_runs
+from engine.journal.index import record_start, recorded_runs, resolve_run
 from engine.launch.requirements import require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions
@@ -64,6 +65,30 @@ def fetch_config(spec: RunSpec) -> tuple[list[str], bool]:
         return [], True
 
 
+def pin_runs(spec: RunSpec) -> RunSpec:
+    """The run spec with the full path of each run that it starts from: "run:last" means the run that is the last one
+    now, and in this folder. Raises UsageError if there is no such run."""
+    recipe = spec.recipe
+    stages = [stage.model_copy(update={"model": _pinned(stage.model)}) for stage in recipe.stages]
+    model = recipe.model.model_copy(update=_pinned({key: getattr(recipe.model, key) for key in RUN_KEYS}))
+    return spec.model_copy(update={"recipe": recipe.model_copy(update={"model": model, "stages": stages})})
+
+
+RUN_KEYS = ("id", "tokenizer", "adapter")
+"""Keys of [model] that may be "run:RUN"."""
+
+
+def _pinned(model: dict[str, Any]) -> dict[str, Any]:
+    return {key: _with_path(value) if key in RUN_KEYS else value for key, value in model.items()}
+
+
+def _with_path(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(RUN_PREFIX):
+        return value
+    name, which = split_run_reference(value)
+    return f"{RUN_PREFIX}{resolve_run(name, None).path}" + (f"@{which}" if which else "")
+
+
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that was checked and planned, and has no directory yet."""
@@ -82,6 +107,7 @@ def prepare_run(
     """Check and plan a run whose directory would be in `folder`; writes nothing. For the parameters and errors see
     `create_run`."""
     require_training_packages()
+    spec = pin_runs(spec)
     require_trackers(spec.recipe)
     if not launched:
         require_launcher(spec)

@@ -20,7 +20,7 @@ from engine.config.files.caches import (
     has_weights,
     offline_variable,
 )
-from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, list_spec_files
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, list_spec_files, split_run_reference
 from engine.config.load import load_run_spec, load_spec_file
 from engine.config.schema.data import Source
 from engine.config.schema.recipe import Model, Recipe
@@ -186,7 +186,7 @@ def _first_model(model: Model) -> Model | None:
     """The [model] of the base to load: for "run:RUN" with an adapter as result that of RUN, followed back as far as
     necessary; None if that run's result contains all weights."""
     while model.id.startswith(RUN_PREFIX):
-        run = result_run(resolve_run(model.id.removeprefix(RUN_PREFIX).partition("@")[0], None))
+        run = result_run(resolve_run(split_run_reference(model.id)[0], None))
         if not run.run_toml.is_file() or run.assembly.is_file():
             return None
         recipe = load_run_spec(run.run_toml).recipe

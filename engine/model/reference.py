@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.files.find import RUN_PREFIX
+from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
@@ -70,7 +70,7 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
 
 def find_run_weights(text: str) -> Path:
     """The folder of "run:RUN" (its result), "run:RUN@STEP" or "run:RUN@best". UsageError: there is none."""
-    name, _, which = text.removeprefix(RUN_PREFIX).partition("@")
+    name, which = split_run_reference(text)
     run = result_run(resolve_run(name, None))
     if which:
         refuse_removed(run, which, text)

@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.cli import app
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs, record_start, recorded_runs, resolve_run
@@ -69,13 +71,38 @@ def test_what_is_no_run_is_a_usage_error(tmp_path: Path, text: str) -> None:
         resolve_run(text, tmp_path / "runs")
 
 
-def test_a_noted_run_is_found_from_any_directory(folder: Path, tmp_path: Path) -> None:
+def test_a_full_directory_name_means_that_run_from_any_directory(folder: Path, tmp_path: Path) -> None:
     run = RunDirectory(folder / "20261120T100000Z-exp")
     assert record_start(run) is None
-    assert resolve_run("exp", tmp_path / "nowhere").path == run.path
-    assert resolve_run("last", tmp_path / "nowhere").path == run.path
+    assert resolve_run(run.name, tmp_path / "nowhere").path == run.path
     shutil.rmtree(run.path)
     assert recorded_runs() == []
+
+
+@pytest.mark.parametrize("text", ["exp", "last", "20261120T1000", "exp/one", "renamed"])
+def test_a_short_name_does_not_reach_into_another_folder_and_names_what_is_there(
+    folder: Path, tmp_path: Path, text: str
+) -> None:
+    for run in (RunDirectory(folder / "20261120T100000Z-exp"), make(folder, "renamed", "old")):
+        record_start(run)
+    (tmp_path / "nowhere").mkdir()
+    with pytest.raises(UsageError, match="not taken from another folder") as caught:
+        resolve_run(text, tmp_path / "nowhere")
+    assert str(folder / ("renamed" if text in ("renamed", "last") else "20261120T100000Z-exp")) in caught.value.found
+
+
+@pytest.mark.parametrize("command", ["merge", "resume", "eval", "show", "stop", "wait"])
+def test_no_command_takes_a_short_name_from_another_project(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    run = RunDirectory(folder / "20261120T100000Z-exp")
+    record_start(run)
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    before = sorted(run.path.iterdir())
+    done = CliRunner().invoke(app, [command, "exp"])
+    assert isinstance(done.exception, UsageError) and str(run.path) in done.exception.found
+    assert sorted(run.path.iterdir()) == before
 
 
 def test_the_runs_folder_goes_before_earlier_runs(folder: Path, tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.cli import app
 from engine.journal.directory import RunDirectory
 from engine.journal.events import FINAL_STATUSES, EventWriter, encode_event
-from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, claim, identify, record_engine
+from engine.journal.liveness import REMOTE_STALE_SECONDS, STALE_SECONDS, ProcessIdentity, claim, identify, record_engine
 from engine.journal.summary import SummaryReader, summarise
+from engine.journal.summary_text import result_rows
 from tests.events import read_events
 from tests.journal.conftest import Spawn
 from tests.journal.event_fields import backoff_fields, step_fields
@@ -104,6 +108,44 @@ def test_stale_needs_a_dead_engine_and_a_silent_heart(run: RunDirectory, spawn: 
     assert summarise(run).status == "running"
     age(run, STALE_SECONDS + 1)
     assert summarise(run).status == "stale"
+
+
+@pytest.mark.parametrize("hours_ahead", [3.0, 0.5])
+def test_a_dead_engines_journal_from_the_future_is_stale(run: RunDirectory, hours_ahead: float) -> None:
+    with EventWriter(run) as writer:
+        start(writer)
+    record_engine(run, ProcessIdentity(os.getpid(), "another boot:1", platform.node()))  # the pid is another process's
+    age(run, -3600 * hours_ahead)
+    assert summarise(run).status == "stale"
+
+
+def test_an_engine_that_is_not_seen_lives_while_it_holds_its_lock(run: RunDirectory) -> None:
+    """As an engine in another container with the same host name."""
+    with EventWriter(run) as writer:
+        start(writer)
+    with claim(run):
+        record_engine(run, ProcessIdentity(2**22 + 1, "another boot:1", platform.node()))
+        age(run, 10_000)
+        assert summarise(run).status == "running"
+    record_engine(run, ProcessIdentity(2**22 + 1, "another boot:1", platform.node()))
+    age(run, 10_000)
+    assert summarise(run).status == "stale"
+
+
+def test_a_suspended_engine_is_running_and_said_to_be_stopped(run: RunDirectory, spawn: Spawn) -> None:
+    child = spawn(run, "ignore")
+    until(lambda: summarise(run).step > 0)
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: summarise(run).phase == "stopped by a signal")
+    age(run, 10_000)
+    summary = summarise(run)
+    assert (summary.status, dict(result_rows(summary))["status"]) == (
+        "running", "running (simulated device): stopped by a signal"
+    )  # fmt: skip
+    done = CliRunner().invoke(app, ["pause", str(run.path)])
+    assert done.exit_code == 0 and f"kill -CONT {child.pid}" in done.stderr
+    child.send_signal(signal.SIGCONT)
+    until(lambda: summarise(run).phase != "stopped by a signal")
 
 
 def test_an_engine_on_another_machine_is_judged_by_its_heart_alone(run: RunDirectory) -> None:

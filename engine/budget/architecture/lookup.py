@@ -24,7 +24,7 @@ from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.model_folder import refuse_without_config
 from engine.budget.architecture.parameters import parameter_count
 from engine.config.files.caches import find_snapshot
-from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, split_run_reference
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model, RopeScaling
 from engine.config.schema.run import RunSpec
@@ -158,8 +158,7 @@ def _starts(model: str) -> Iterator[Model]:
     assembled a mixture ends with the mixture's folder. Nothing for other names. Raises UsageError if there is no such
     run."""
     while model.startswith(RUN_PREFIX):
-        text = model.removeprefix(RUN_PREFIX).partition("@")[0]
-        run = result_run(resolve_run(text, None))
+        run = result_run(resolve_run(split_run_reference(model)[0], None))
         assembled = run.assembly.is_file()
         start = Model(id=str(run.model)) if assembled else load_run_spec(run.run_toml).recipe.model
         yield start

@@ -20,7 +20,7 @@ from engine.config.check.data_rules import (
     sources_of,
 )
 from engine.config.files.document import Place, Problem, Problems
-from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.files.find import BUILTIN_PREFIX, CHECKPOINT_NAME, RUN_PREFIX, split_run_reference
 from engine.config.files.text import closest_match, quoted
 from engine.config.schema.recipe import LEARNING_RATES, Recipe
 
@@ -54,10 +54,14 @@ def builtins_exist(recipe: Recipe) -> Problems:
 def model_is_named(recipe: Recipe) -> Problems:
     if not recipe.model.id.strip():
         yield Problem(("model", "id"), "an empty name", 'a hub id, a folder, "builtin:tiny" or "run:RUN" is allowed')
-    if recipe.model.id.startswith(RUN_PREFIX) and not recipe.model.id.removeprefix(RUN_PREFIX).strip("@"):
-        yield Problem(
-            ("model", "id"), f"{quoted(recipe.model.id)} names no run", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
-        )
+    for key in ("id", "tokenizer", "adapter"):
+        text = getattr(recipe.model, key) or ""
+        run, which = split_run_reference(text)
+        if text.startswith(RUN_PREFIX) and (not run or (which and not CHECKPOINT_NAME.fullmatch(which))):
+            what = "run" if not run else f"checkpoint by {quoted(which)}"
+            yield Problem(
+                ("model", key), f"{quoted(text)} names no {what}", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
+            )
 
 
 def random_weights_are_a_model(recipe: Recipe) -> Problems:

@@ -128,6 +128,16 @@ BUILTIN_PREFIX = "builtin:"
 """`model.id = "builtin:NAME"`, a tokenizer or data that need no files."""
 RUN_PREFIX = "run:"
 """`model.id = "run:RUN"`, also with @STEP or @best, starts from the result of an earlier run."""
+RUN_REFERENCE = re.compile(rf"{RUN_PREFIX}(.*?)(?:@([^@/]*))?\Z", re.DOTALL)
+CHECKPOINT_NAME = re.compile(r"best|[0-9]{1,12}")
+
+
+def split_run_reference(text: str) -> tuple[str, str]:
+    """(RUN, which) of "run:RUN@which"; `which` is empty for the run's result, and not checked."""
+    found = RUN_REFERENCE.match(text)
+    return (found[1], found[2] or "") if found is not None else (text, "")
+
+
 STAGE_PREFIX = "stage:"
 """`model.id = "stage:NAME"`, also with @STEP or @best, starts from the weights of an earlier stage of the same run."""
 NON_FILE_PREFIXES = (BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX)
