@@ -5,7 +5,6 @@ Try: `tunedeck launch -p my-cluster -r my-recipe --slurm`, then read the script,
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,7 +104,8 @@ def _write(script: Path, text: str, job: Job) -> None:
         script.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(job.spec_file, dump_run_spec(job.spec))
         write_atomically(script, text)
-        os.chmod(script, 0o755)
+        mode = script.stat().st_mode
+        script.chmod(mode | (mode & 0o444) >> 2)  # executable by those who may read it
     except OSError as error:
         raise EnvironmentProblem(
             f"{script} cannot be written: {error.strerror or error}", fix="choose another place with --out FILE"

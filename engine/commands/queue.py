@@ -144,12 +144,14 @@ def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
     if state.worker is None and not state.waiting:
         print_progress("the queue is empty; add a run with: tunedeck queue add")
         return
+    if state.worker is not None:
+        print_progress(f"process {state.worker.pid} already works this queue")
     pid = start_queue_worker(folder)
     if detach:
         print_line(f"process {pid} works the queue of {len(state.waiting)}; see: tunedeck queue list")
         return
     code = 0
-    for text, run_code in follow_queue(waiting, pid):
+    for text, run_code in follow_queue(waiting, pid, state.waiting):
         print_line(text)
         sys.stdout.flush()
         code = code or run_code

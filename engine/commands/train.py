@@ -67,11 +67,12 @@ def train_sweep(resolved: Resolved, options: StartOptions) -> int:
 
     add_sweep(resolved, options)
     folder = runs_folder(options.runs)
+    waiting = Queue(folder).read().waiting
     pid = start_queue_worker(folder)
     if options.detach:
         return 0
     code = 0
-    for text, run_code in follow_queue(Queue(folder), pid):
+    for text, run_code in follow_queue(Queue(folder), pid, waiting):
         print_progress(text)
         code = code or run_code
     return code

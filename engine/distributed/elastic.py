@@ -233,7 +233,7 @@ def set_up_rank_process(directory: RunDirectory, rank: int) -> None:
     if rank:
         folder = Path(directory.path) / "ranks"
         folder.mkdir(exist_ok=True)
-        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         os.close(log)

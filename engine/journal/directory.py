@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +27,14 @@ from engine.errors import EnvironmentProblem
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Raises OSError; no
     temporary file is left."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    # Unlike those of `tempfile`, readable as the umask says.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
         os.replace(temporary, path)
     except BaseException:  # an interrupt, too, leaves no temporary file
         os.unlink(temporary)
@@ -107,7 +107,7 @@ def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
     the file cannot be locked."""
     from filelock import FileLock  # imported here: it takes longer than most commands that never lock
 
-    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, mode=0o644, thread_local=False):
+    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, thread_local=False):
         yield
 
 

@@ -175,7 +175,7 @@ class EventWriter:
         self.stage = stage
         self._rank = rank
         self._lock = threading.Lock()
-        self._file = os.open(directory.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(directory.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._seq = _cut_torn_tail(self._file)
         self._last_write = time.monotonic()
 

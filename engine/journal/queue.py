@@ -77,15 +77,24 @@ class Queue:
             state.waiting.remove(name)
             state.waiting.insert(max(0, position - 1), name)
 
+    def register_worker(self, worker: ProcessIdentity) -> None:
+        """Make `worker` the process that works the queue. Raises EnvironmentProblem when another one is alive."""
+        with self._transaction() as state:
+            self._refuse_second_worker(state, worker)
+            state.worker = worker
+
+    def _refuse_second_worker(self, state: QueueState, worker: ProcessIdentity) -> None:
+        if state.worker is not None and state.worker != worker and is_alive(state.worker):
+            raise EnvironmentProblem(
+                f"process {state.worker.pid} on {state.worker.host} already works this queue",
+                fix="see what it does: tunedeck queue list",
+            )
+
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
         """Make the first waiting run the current one and `worker` the process that works the queue; None, and no
         worker, if no run waits. Raises EnvironmentProblem when another worker is alive."""
         with self._transaction() as state:
-            if state.worker is not None and state.worker != worker and is_alive(state.worker):
-                raise EnvironmentProblem(
-                    f"process {state.worker.pid} on {state.worker.host} already works this queue",
-                    fix="see what it does: tunedeck queue list",
-                )
+            self._refuse_second_worker(state, worker)
             state.waiting = [name for name in state.waiting if self._still_waits(name)]
             state.current = state.waiting.pop(0) if state.waiting else None
             state.worker = worker if state.current else None

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from engine.config.files.machine import working_directory
-from engine.errors import KILLED_CODE, EnvironmentProblem, TunedeckError
+from engine.errors import FULL_DISK, KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
 from engine.journal.directory import RunDirectory, read_spec
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
@@ -82,7 +83,7 @@ def start_engine(
     control.clear_requests(directory)
     arguments = ["--resume"] if resume else []
     arguments += ["--from", str(resume_from)] if resume_from is not None else []
-    with directory.log.open("ab") as log:
+    with _opened_log(directory) as log:
         process = subprocess.Popen(
             [sys.executable, "-P", str(ENTRY_FILE), _command_of(directory), str(directory.path), *arguments],
             stdin=subprocess.DEVNULL,
@@ -103,6 +104,19 @@ def start_engine(
         process.wait()
         raise
     return process
+
+
+def _opened_log(directory: RunDirectory) -> BinaryIO:
+    try:
+        return directory.log.open("ab")
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise
+        raise EnvironmentProblem(
+            f"{directory.log} cannot be written: {error.strerror or error}",
+            expected="a run directory that this user can write into",
+            fix="move away what is there, or give yourself permission to write",
+        ) from error
 
 
 def _command_of(directory: RunDirectory) -> str:

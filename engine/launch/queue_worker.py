@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -26,10 +26,12 @@ from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
 
 POLL_SECONDS = 0.25
+START_POLL_SECONDS = 0.02
 
 
 def start_queue_worker(runs_dir: Path) -> int:
-    """Start a worker in an OS session of its own, unless one is running already; returns its pid."""
+    """Start a worker in an OS session of its own, unless one is running already; returns its pid. Raises
+    EnvironmentProblem if it cannot work the queue: another one was faster, or a file cannot be written."""
     queue = Queue(runs_dir)
     worker = queue.read().worker
     if worker is not None:
@@ -51,24 +53,51 @@ def start_queue_worker(runs_dir: Path) -> int:
             env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
             start_new_session=True,
         )
+    wait_until_registered(queue, process)
     return process.pid
 
 
-def follow_queue(queue: Queue, pid: int) -> Iterator[tuple[str, int]]:
-    """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker
-    ends."""
-    current: str | None = None
+def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> None:
+    """Raises EnvironmentProblem if the worker ends with an error before it works the queue."""
+    while process.poll() is None:
+        worker = queue.read().worker
+        if worker is not None and worker.pid == process.pid:
+            return
+        time.sleep(START_POLL_SECONDS)
+    worker = queue.read().worker
+    if process.returncode:
+        who = f"process {worker.pid} on {worker.host} already works it" if worker else f"why: {queue.log}"
+        raise EnvironmentProblem(
+            f"the queue of {queue.runs_dir} was not started: {who}", fix="see what it does: tunedeck queue list"
+        )
+
+
+def follow_queue(queue: Queue, pid: int, waiting: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends.
+    `waiting`: the runs that waited before the worker was started."""
+    known, current = list(waiting), None
     alive = True
     while alive:
         alive = identify(pid) is not None  # looked at before reading, so that nothing written before its end is missed
-        following = queue.read().current
-        if following != current and current is not None:
-            yield _ending(queue.run(current))
-        if following != current and following is not None:
-            yield f"{following} starts; watch it: tunedeck watch {following}", 0
-        current = following
+        state = queue.read()
+        known += [name for name in (*state.waiting, state.current) if name is not None and name not in known]
+        for name in [name for name in known if name not in (*state.waiting, state.current)]:
+            known.remove(name)
+            directory = queue.run(name)
+            # A run may end, or fail to start, between two looks; one that was removed or started by hand is no end.
+            if directory.exists() and (name == current or summarise(directory).exit_code is not None):
+                if name != current:
+                    yield _start_text(name), 0
+                yield _ending(directory)
+        if state.current is not None and state.current != current:
+            yield _start_text(state.current), 0
+        current = state.current
         if alive:
             time.sleep(POLL_SECONDS)
+
+
+def _start_text(name: str) -> str:
+    return f"{name} starts; watch it: tunedeck watch {name}"
 
 
 def _ending(directory: RunDirectory) -> tuple[str, int]:
@@ -99,6 +128,7 @@ def _raise_terminated(_number: int, _frame: FrameType | None) -> None:
 
 
 def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
+    queue.register_worker(own)
     earlier = queue.read().current
     if earlier is not None:
         # The worker that started this run is gone, but the run may still be running.

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine.errors import EnvironmentProblem, UsageError
+from engine.journal.control import send_request
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter
 from engine.journal.index import move_to_trash
-from engine.journal.liveness import ProcessIdentity, identify
+from engine.journal.liveness import ProcessIdentity, claim, identify
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
+from engine.launch import queue_worker
+from engine.launch.process import ENTRY_FILE
 from engine.launch.queue_worker import run_queue
 
 
@@ -67,8 +72,10 @@ def test_a_run_that_cannot_be_started_is_marked_failed_and_the_next_one_is_tried
     assert (state.waiting, state.current, state.worker) == ([], None, None)
     for name in names:
         summary = summarise(queue.run(name))
-        assert (summary.status, summary.exit_code) == ("failed", 1)
-        assert "could not be started: IsADirectoryError" in str(summary.last_error)
+        assert (summary.status, summary.exit_code) == ("failed", 6)
+        assert f"could not be started: {queue.run(name).log} cannot be written: Is a directory" in str(
+            summary.last_error
+        )
     assert "no run waits" in capsys.readouterr().out
 
 
@@ -117,12 +124,64 @@ def test_a_second_worker_is_refused_and_a_dead_one_replaced(three: tuple[Queue, 
     assert queue.take_next(myself()) is not None
 
 
-def test_a_damaged_list_is_said_and_nothing_is_overwritten(three: tuple[Queue, list[str]]) -> None:
+DAMAGED = {
+    "torn": "{",
+    "deep": "[" * 100_000,
+    "no list": '{"waiting": "abc", "current": null, "worker": null}',
+    "no worker": '{"waiting": [], "current": null, "worker": [1]}',
+    "a path": '{"waiting": ["../elsewhere/run"], "current": null, "worker": null}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_list_is_said_and_nothing_is_overwritten(three: tuple[Queue, list[str]], text: str) -> None:
     queue, names = three
-    (queue.folder / "order.json").write_text("{", "utf-8")
+    (queue.folder / "order.json").write_text(text, "utf-8")
     with pytest.raises(EnvironmentProblem, match="cannot be read"):
         queue.remove(names[0])
-    assert (queue.folder / "order.json").read_text("utf-8") == "{"
+    assert (queue.folder / "order.json").read_text("utf-8") == text
+
+
+def test_a_worker_that_finds_another_one_ends_and_its_starter_says_so(three: tuple[Queue, list[str]]) -> None:
+    """As the slower of two `queue start`: both looked before one of them had its worker."""
+    queue, names = three
+    parent = identify(os.getppid())
+    assert parent is not None
+    queue.register_worker(parent)
+    late = subprocess.Popen([sys.executable, "-P", str(ENTRY_FILE), "_queue_worker", str(queue.runs_dir)])
+    with pytest.raises(EnvironmentProblem, match=f"process {parent.pid} .*already works") as caught:
+        queue_worker.wait_until_registered(queue, late)
+    assert caught.value.exit_code == 6 and queue.read().waiting == names
+
+
+def test_a_run_that_could_not_be_started_is_told_however_fast_it_was(three: tuple[Queue, list[str]]) -> None:
+    queue, names = three
+    worker = subprocess.Popen(["true"])
+    for name in names[:2]:
+        queue.take_next(myself())
+        with EventWriter(queue.run(name)) as writer:
+            writer.write("run_finished", status="failed", exit_code=5, result=None, error="no such file")
+    worker.wait()
+    move_to_trash(queue.run(names[2]))
+    assert queue.take_next(myself()) is None
+    told = [text for text, code in queue_worker.follow_queue(queue, worker.pid, names) if code == 5]
+    assert told == [f"{name}: failed at step 0: no such file" for name in names[:2]]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_every_file_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        run = waiting_run(tmp_path, "a")
+        Queue(tmp_path).add(run)
+        with claim(run), EventWriter(run):
+            send_request(run, "checkpoint")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: oct(0o666 & ~umask) for path in files
+    }
 
 
 def test_discarded_runs_lie_in_the_trash_side_by_side(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -193,18 +193,16 @@ def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
     `force` is not given, or cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(content)
-            os.chmod(temporary, 0o644)
             if force:
                 os.replace(temporary, target)
             else:
                 os.link(temporary, target)
         finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
     except FileExistsError:
         raise UsageError(
             f"{visible(str(target))} exists", fix="choose another name, or add --force to replace it"
