@@ -97,10 +97,10 @@ def tracker_process(
     after: Annotated[int, typer.Option("--after")],
 ) -> None:
     """Forward a run to a tracker while its engine lives: started by the engine, never by hand."""
-    from engine.journal.directory import RunDirectory
+    from engine.journal.directory import HeldRunDirectory
     from engine.trackers.follow import follow_engine
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what ends the engine ends this process after the last event
     os.nice(NICENESS)
-    follow_engine(RunDirectory(directory), name, engine, after)
+    follow_engine(HeldRunDirectory(directory), name, engine, after)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import typer
 
 from engine.commands.shared import make_console, print_json, print_notices, print_progress, print_rows
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.event_text import clean, describe_event, describe_phase
 from engine.journal.events import Event, EventTail
 from engine.journal.summary import RunSummary, summarise
@@ -153,6 +153,7 @@ def start_and_follow(
     directory: RunDirectory, *, resume: bool = False, from_step: int | None = None, detach: bool, as_json: bool
 ) -> None:
     """With `detach`, return as soon as the engine runs. Raises typer.Exit with the engine's exit code."""
+    directory = HeldRunDirectory(directory.path)
     start = FileOffsets.of(directory)
     process = start_engine(directory, resume=resume, resume_from=from_step)
     if detach:

@@ -27,7 +27,7 @@ from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.errors import KILLED_CODE
 from engine.journal import control
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
 from engine.launch.followers import run_on_finish
@@ -90,7 +90,7 @@ def run_supervised(directory: Path, *, resume: bool = False, from_step: int | No
     EnvironmentProblem: another process has claimed the run. SpecError: invalid run.toml. UsageError: several machines.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    place = RunDirectory(directory)
+    place = HeldRunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
     require_launcher(spec)
     with claim(place):

@@ -17,7 +17,7 @@ from engine.config.stages import BASE
 from engine.errors import EnvironmentProblem, StoppedError, TunedeckError
 from engine.export.assemble import Expert, Mixture, assemble_experts
 from engine.journal.control import ControlInbox, RunRequests
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
 from engine.journal.writer import heartbeats
@@ -27,7 +27,7 @@ from engine.model.reference import find_starting_weights
 
 def assemble_stage(directory: Path) -> int:
     """Returns the exit code of the process; how it ended is in the stage's journal."""
-    run = RunDirectory(directory)
+    run = HeldRunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     silence_libraries()
     with claim(run), EventWriter(run) as writer, heartbeats(writer):

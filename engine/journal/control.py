@@ -56,14 +56,14 @@ class ControlInbox:
     """Reads the requests to the engine of one run; each is returned once."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self._folder = directory.control
+        self._directory = directory
 
     def poll(self) -> list[Request]:
         """The requests since the last call, oldest first; deletes their files. Cheap enough for every step."""
         return list(self._taken())
 
     def _taken(self) -> Iterator[Request]:
-        for path in sorted(self._folder.glob("[0-9]*-*.json")):
+        for path in sorted(self._directory.control.glob("[0-9]*-*.json")):
             found = None
             try:
                 found = _parse(read_table(path))

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -221,6 +222,45 @@ class RunDirectory:
     def exists(self) -> bool:
         """A run directory contains a run spec."""
         return self.run_toml.is_file()
+
+
+class HeldRunDirectory(RunDirectory):
+    """A run directory that this process keeps open: its path follows the folder when somebody moves it. Reading the
+    path raises EnvironmentProblem once the folder is removed, so that nothing is written at its old place."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises EnvironmentProblem if there is no such folder."""
+        given = path.absolute()
+        try:
+            folder = os.open(given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{given} cannot be opened: {error.strerror or error}", expected="a run directory"
+            ) from error
+        object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "_folder", folder)
+        weakref.finalize(self, os.close, folder)
+
+    @property
+    def path(self) -> Path:
+        given: Path = vars(self)["_given"]
+        folder: int = vars(self)["_folder"]
+        if _is_open_as(folder, given):
+            return given
+        link = Path(f"/proc/self/fd/{folder}")
+        if link.is_symlink() and _is_open_as(folder, link.readlink()):
+            return link.readlink()
+        raise EnvironmentProblem(
+            f"the run's folder {given} was removed while its engine worked",
+            fix="start the run again; move a folder back only after its engine has ended",
+        )
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def read_spec(directory: RunDirectory) -> dict[str, Any]:

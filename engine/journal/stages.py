@@ -4,6 +4,7 @@ own journal: each once, also when the conductor (`engine.stages.conductor`) was 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from engine.config.load import load_run_spec
 from engine.config.stages import last_training_stage
@@ -17,9 +18,22 @@ NOT_COPIED = frozenset({"run_started", "run_finished", "heartbeat"})
 """Events for which the run has its own: stage_started and stage_finished, and heartbeats."""
 
 
+class StageDirectory(RunDirectory):
+    """A stage's run directory, found inside its run's wherever that is."""
+
+    def __init__(self, run: RunDirectory, folder: str) -> None:
+        object.__setattr__(self, "_run", run)
+        object.__setattr__(self, "_folder", folder)
+
+    @property
+    def path(self) -> Path:
+        run: RunDirectory = vars(self)["_run"]
+        return run.stages / str(vars(self)["_folder"])
+
+
 def stage_directory(run: RunDirectory, number: int, name: str) -> RunDirectory:
     """Stages are numbered from 1."""
-    return RunDirectory(run.stages / f"{number:02d}-{name}")
+    return StageDirectory(run, f"{number:02d}-{name}")
 
 
 def stage_directories(run: RunDirectory) -> list[RunDirectory]:
@@ -70,12 +84,13 @@ def copied_so_far(run: RunDirectory) -> dict[str, int]:
 class StageJournalCopier:
     def __init__(self, writer: EventWriter, stage: RunDirectory, name: str, copied: int) -> None:
         """`copied`: the `seq` of the stage's last event that the run's journal already has."""
-        self._writer, self._name, self._copied = writer, name, copied
+        self._writer, self._name, self._copied, self._stage = writer, name, copied, stage
         self._tail = EventTail(stage.events)
         self._pending: list[Event] = []
 
     def copy_new(self) -> None:
         """Copy the complete lines since the last call. Raises OSError on a full disk; the next call goes on there."""
+        self._tail.path = self._stage.events  # of a run that was moved elsewhere than before
         for event in self._tail.poll():
             if event["seq"] > self._copied and event["kind"] not in NOT_COPIED:
                 self._pending.append(event)

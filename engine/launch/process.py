@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from typing import BinaryIO
 from engine.config.files.machine import working_directory
 from engine.errors import FULL_DISK, KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
-from engine.journal.directory import RunDirectory, read_spec
+from engine.journal.directory import HeldRunDirectory, RunDirectory, read_spec
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
 from engine.journal.liveness import (
     ProcessIdentity,
@@ -179,6 +179,7 @@ def follow_engine(
     an OSError of the callbacks because the reader of their output is gone, leaves the engine running and returns
     DETACHED_CODE. Raises TunedeckError when the engine ended without recording how.
     """
+    directory = HeldRunDirectory(directory.path)
     tail = EventTail(directory.events, offset=start.events)
     finished = False
     stops = 0
@@ -187,6 +188,8 @@ def follow_engine(
         """Returns True once the process has ended."""
         nonlocal finished
         ended = process.poll() is not None  # before reading, so that no event written before the end is missed
+        with suppress(EnvironmentProblem):  # the folder was removed: the engine ends by itself
+            tail.path = directory.events
         for event in tail.poll():
             finished = event["kind"] == "run_finished" or (finished and event["kind"] not in ("resumed", "run_started"))
             on_event(event)

@@ -24,7 +24,7 @@ from engine.config.stages import enabled_stages, last_training_stage, origins, r
 from engine.errors import KILLED_CODE, StoppedError, TunedeckError
 from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, RunRequests, send_request
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
@@ -52,7 +52,7 @@ def conduct(directory: Path, *, resume: bool = False) -> int:
     """Run the stages that are not done yet, then the --on-finish command; returns the run's exit code. `resume` is
     recorded in the journal. Raises EnvironmentProblem if another process has claimed the run, SpecError for an invalid
     run.toml."""
-    run = RunDirectory(directory)
+    run = HeldRunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
     with claim(run), EventWriter(run) as writer, heartbeats(writer):
         requests = RunRequests(ControlInbox(run), writer, spec.limits.max_hours)

@@ -134,6 +134,7 @@ class _Follower:
         return count
 
     def _forward_new(self, after: int) -> int:
+        self._tail.path = self._directory.events  # of a run that was moved elsewhere than before
         events = [event for event in self._tail.poll() if event["seq"] > self._seq]
         count = sum(self._forward(event, after) for event in events)
         if count:

@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
     `fill` returns the SHA-256, by path, of files that were hashed while written, and flushed; all others are read
     again. OSError: a file cannot be written (a full disk, say); the incomplete checkpoint is removed then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     final = folder / f"{PREFIX}{step:08d}"
     draft = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)

@@ -30,7 +30,7 @@ from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_witho
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem, TunedeckError
-from engine.journal.directory import RunDirectory, read_table, write_atomically
+from engine.journal.directory import HeldRunDirectory, RunDirectory, read_table, write_atomically
 from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
@@ -77,7 +77,7 @@ def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[
     def work(ranks: Ranks) -> int:
         try:
             task = _broadcast_task(ranks, settle)
-            place = RunDirectory(Path(task.path))
+            place = HeldRunDirectory(Path(task.path))
             if task.ended is not None:
                 return task.ended
             require_shared(ranks, place, task.token)

@@ -39,7 +39,7 @@ from engine.distributed.votes import LostRankError
 from engine.distributed.warm_up import warm_up
 from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
 from engine.journal.control import ControlInbox, RunRequests
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
 from engine.journal.writer import Journal, heartbeats
@@ -68,7 +68,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     EnvironmentProblem: another process has claimed the run. SpecError: its run.toml is invalid.
     """
     log_to_stderr()
-    place = RunDirectory(directory)
+    place = HeldRunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
     resume = resume or from_step is not None
     if is_rank(place):

@@ -1,0 +1,78 @@
+"""A run folder that is moved or removed while its engine works."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EnvironmentProblem
+from engine.journal.control import send_request
+from engine.journal.directory import HeldRunDirectory, RunDirectory
+from engine.journal.liveness import engine_process, identify, is_alive
+from engine.journal.summary import summarise
+from tests.cli.conftest import Tunedeck
+from tests.journal.waiting import until
+
+LONG = ("--set", "train.max_steps=100000", "--set", "train.warmup_steps=0", "--set", "eval.every_steps=")
+
+
+@pytest.fixture
+def started(tunedeck: Tunedeck) -> Iterator[tuple[RunDirectory, int]]:
+    """A run that takes steps, and the pid of its engine, which is killed when the test ends."""
+    told = json.loads(tunedeck("train", "-p", "demo", "-r", "demo", *LONG, "--detach", "--json").out)
+    engine = identify(told["pid"])
+    run = RunDirectory(Path(told["path"]))
+    until(lambda: summarise(run).step > 0)
+    yield run, told["pid"]
+    if engine is not None and is_alive(engine):
+        os.kill(engine.pid, signal.SIGKILL)
+
+
+def until_ended(pid: int) -> None:
+    until(lambda: identify(pid) is None)
+
+
+def test_a_moved_run_goes_on_where_it_is_and_leaves_nothing_behind(
+    started: tuple[RunDirectory, int], tmp_path: Path
+) -> None:
+    run, pid = started
+    moved = RunDirectory(tmp_path / "elsewhere" / run.name)
+    moved.path.parent.mkdir()
+    os.rename(run.path, moved.path)
+    step = summarise(moved).step
+    until(lambda: summarise(moved).step > step)
+    send_request(moved, "stop")
+    until_ended(pid)
+    summary = summarise(moved)
+    assert (summary.status, summary.exit_code, summary.checkpoints) == ("stopped", 130, [summary.step])
+    assert engine_process(moved) is None and not run.path.exists()
+
+
+def test_an_engine_whose_folder_is_removed_ends_and_makes_no_new_one(started: tuple[RunDirectory, int]) -> None:
+    run, pid = started
+    log = run.log.open("rb")
+    os.rename(run.path, run.path.with_name("going"))
+    shutil.rmtree(run.path.with_name("going"))
+    until_ended(pid)
+    assert not run.path.exists()
+    with log:
+        assert f"the run's folder {run.path} was removed".encode() in log.read()
+
+
+def test_a_held_folder_is_found_where_it_went_until_it_is_removed(tmp_path: Path) -> None:
+    place, moved = tmp_path / "run", tmp_path / "moved"
+    place.mkdir()
+    held = HeldRunDirectory(place)
+    assert held.run_toml == place / "run.toml"
+    os.rename(place, moved)
+    place.mkdir()  # another folder took the name
+    assert held.run_toml == moved / "run.toml"
+    moved.rmdir()
+    with pytest.raises(EnvironmentProblem, match="was removed"):
+        _ = held.path
