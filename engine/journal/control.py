@@ -19,6 +19,9 @@ from engine.journal.events import EventWriter, utc_now
 
 REQUESTS = ("stop", "pause", "checkpoint")
 
+BY_SIGNAL = "signal"
+"""The reason of a stop that a signal asked for."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -110,7 +113,7 @@ class RunRequests:
             if self._writer is not None:
                 self._writer.write("control", request=request.name, accepted=accepted, reason=reason)
         if self._signals and self.ending is None:
-            self._end("stop", "signal")
+            self._end("stop", BY_SIGNAL)
         if self._deadline is not None and time.monotonic() > self._deadline and self.ending is None:
             self._end("stop", "max_hours reached")
         return self.ending is not None

@@ -90,7 +90,7 @@ def start_engine(
             stdout=log,
             stderr=log,
             cwd=_engine_folder(directory),
-            env=engine_environment(),
+            env={**engine_environment(), **_runs_variable(directory)},
             start_new_session=True,
         )
     # Recorded here as well as by the engine's own claim, so that it can be found and killed while it imports torch.
@@ -104,6 +104,12 @@ def start_engine(
         process.wait()
         raise
     return process
+
+
+def _runs_variable(directory: RunDirectory) -> dict[str, str]:
+    """A run.toml of an earlier version may name a run without its path: it is looked up beside this one. A stage has
+    its run's."""
+    return {} if directory.path.parent.name == "stages" else {"TUNEDECK_RUNS": str(directory.path.parent)}
 
 
 def _opened_log(directory: RunDirectory) -> BinaryIO:

@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
+from engine.config.load import resolve
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs, record_start, recorded_runs, resolve_run
+from engine.launch.create_run import pin_runs
 from tests.journal.run_directories import RUN_TOML
 
 
@@ -135,3 +137,31 @@ def test_half_made_runs_are_not_listed(folder: Path) -> None:
     assert list_runs(folder)[0].name == "20261121T100000Z-other"
     assert len(list_runs(folder)) == 5
     assert list_runs(folder / "missing") == []
+
+
+@pytest.mark.parametrize("reference", ["run:last@../..", "run:last@-1", "run:nothing", "run:", "run:last@" + "9" * 99])
+def test_a_reference_that_names_no_checkpoint_is_refused_before_a_run_folder_exists(
+    folder: Path, reference: str
+) -> None:
+    before = sorted(folder.iterdir())
+    arguments = ["queue", "add", "-p", "demo", "-r", "demo", "--runs", str(folder), "--set", f"model.id={reference}",
+                 "--set", "model.init=pretrained"]  # fmt: skip
+    refused = CliRunner().invoke(app, arguments).exception
+    assert isinstance(refused, UsageError) and reference.removeprefix("run:").partition("@")[0] in refused.found
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_run_keeps_the_path_of_the_run_that_it_starts_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDECK_RUNS", str(folder))
+    spec = resolve(
+        "demo", "demo", ["model.id=run:exp-2@best", "model.tokenizer=run:last", "model.init=pretrained"]
+    ).spec
+    model = pin_runs(spec).recipe.model
+    assert model.id == f"run:{folder}/20261120T100001Z-exp-2@best"
+    assert model.tokenizer == f"run:{folder}/20261121T100000Z-other"
+
+
+def test_runs_of_the_command_line_holds_for_references_and_ends_with_the_command(folder: Path) -> None:
+    before = os.environ.get("TUNEDECK_RUNS")
+    assert CliRunner().invoke(app, ["runs", "--runs", str(folder)]).exit_code == 0
+    assert os.environ.get("TUNEDECK_RUNS") == before

@@ -6,12 +6,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import signal
 import threading
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
+from engine.distributed.ranks import SINGLE_PROCESS, Ranks
+from engine.distributed.votes import LostRankError
 from engine.journal import checkpoints_on_disk
 from engine.journal.checkpoints_on_disk import (
     Checkpoint,
@@ -21,7 +27,10 @@ from engine.journal.checkpoints_on_disk import (
     hashes_of,
     newest_sound,
 )
+from engine.journal.control import RunRequests
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, write_checkpoint
+from engine.train.run.checkpoints import asked_to_end
+from engine.train.run.run_state import RunState, damage_for_resume
 
 
 def fill(path: Path) -> None:
@@ -83,6 +92,76 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, harm: str
     assert len(complaints) == 1 and "step-00000002" in complaints[0]
 
 
+GOOD = {"size": 100, "sha256": "0" * 64}
+MANIFESTS = {
+    "a number for facts": {"files": {"state.json": 1}},
+    "no hash": {"files": {"state.json": {"size": 1}}},
+    "no files": {"files": {}},
+    "a list of files": {"files": ["state.json"]},
+    "a list": [1],
+    "a size in words": {"files": {"state.json": {"size": "1", "sha256": "0"}}},
+    "a path out of the checkpoint": {"files": {"../step-00000001/state.json": GOOD}},
+    "an absolute path": {"files": {"/etc/passwd": GOOD}},
+    "a NUL": {"files": {"a\0b": GOOD}},
+    "a name that is too long": {"files": {"a" * 5000: GOOD}},
+}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_another_shape_is_a_damaged_checkpoint(tmp_path: Path, manifest: object) -> None:
+    _, newest = write(tmp_path, 1, 2)
+    (newest.path / "manifest.json").write_text(json.dumps(manifest))
+    found, complaints = newest_sound(tmp_path)
+    assert found is not None and found.step == 1
+    assert len(complaints) == 1 and "step-00000002" in complaints[0]
+
+
+def test_no_nesting_and_no_name_of_a_folder_hides_a_sound_checkpoint(tmp_path: Path) -> None:
+    _, newest = write(tmp_path, 1, 2)
+    (newest.path / "manifest.json").write_text("[" * 100_000)
+    (tmp_path / ("step-" + "9" * 200)).mkdir()
+    (tmp_path / "step-00000003").write_text("")
+    found, complaints = newest_sound(tmp_path)
+    assert found is not None and found.step == 1 and len(complaints) == 2
+
+
+SOUND_STATE = {
+    "state": asdict(RunState(step=2)),
+    "identity": {},
+    "budget": {"budget_bytes": 1},
+    "remedies": dict.fromkeys(
+        ("checkpointing", "chunk_tokens", "activation_offload", "optimizer_offload", "max_length")
+    ),
+    "standing": [],
+    "scaler": {"enabled": False},
+    "settings": {},
+}
+HARMED = {
+    "a list": [1],
+    "of another step": {**SOUND_STATE, "state": asdict(RunState(step=9))},
+    "a step in words": {**SOUND_STATE, "state": {**asdict(RunState()), "step": "two"}},
+    "no best": {**SOUND_STATE, "state": {"step": 2}},
+    "no budget": {name: table for name, table in SOUND_STATE.items() if name != "budget"},
+    "settings of another shape": {**SOUND_STATE, "settings": [1]},
+    "an unknown remedy": {**SOUND_STATE, "remedies": {"x": 1}},
+    "standing of another shape": {**SOUND_STATE, "standing": [1]},
+}
+
+
+@pytest.mark.parametrize("state", HARMED.values(), ids=HARMED)
+def test_a_state_of_another_shape_is_a_damaged_checkpoint(tmp_path: Path, state: object) -> None:
+    def fill_with(content: object) -> Callable[[Path], None]:
+        def write_state(path: Path) -> None:
+            (path / "state.json").write_text(json.dumps(content))
+
+        return write_state
+
+    sound = write_checkpoint(tmp_path, 2, fill_with(SOUND_STATE))
+    assert damage_for_resume(sound) is None
+    harmed = write_checkpoint(tmp_path, 2, fill_with(state))
+    assert damage(harmed) is None and "state.json" in str(damage_for_resume(harmed))
+
+
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 4)
     mark_best(tmp_path, 1, "loss", 0.5)
@@ -134,3 +213,13 @@ def test_large_files_are_hashed_side_by_side_with_the_same_result(
     monkeypatch.setattr(checkpoints_on_disk, "sha256", noting)
     assert hashes_of(files) == alone == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert threading.main_thread().name not in threads
+
+
+def test_a_rank_that_is_ended_while_all_wait_for_room_has_lost_another_one() -> None:
+    requests = RunRequests(None, None, None)
+    with requests.handling_signals():
+        assert not asked_to_end(requests, Ranks(size=2))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked_to_end(requests, SINGLE_PROCESS)
+        with pytest.raises(LostRankError, match="another rank ended"):
+            asked_to_end(requests, Ranks(size=2))

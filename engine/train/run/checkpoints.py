@@ -14,8 +14,11 @@ import torch
 
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory, retry_on_oom
+from engine.distributed.ranks import Ranks
+from engine.distributed.votes import LostRankError
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
+from engine.journal.control import BY_SIGNAL, RunRequests
 from engine.journal.writer import until_there_is_room
 from engine.train.run.checkpoint_files import forget_after, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
@@ -61,6 +64,18 @@ class EmergencyHostMemory:
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+
+
+def asked_to_end(requests: RunRequests, ranks: Ranks) -> bool:
+    """Whether the user asked the run to end. Raises LostRankError for a signal to one of several ranks: a user's stop
+    reaches those as a request, so the launcher ends them, because another rank is gone."""
+    if not requests.poll():
+        return False
+    if ranks.size > 1 and requests.reason == BY_SIGNAL:
+        raise LostRankError(
+            "another rank ended while the run waited for room on its disk", fix="make room; see the log of that rank"
+        )
+    return True
 
 
 class CheckpointManager:
@@ -169,7 +184,7 @@ class CheckpointManager:
         began = time.perf_counter()
         checkpoint = until_there_is_room(
             lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried),
-            self._requests.poll,
+            lambda: asked_to_end(self._requests, self._ranks),
             self._journal.warn_of_full_disk,
         )
         prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)

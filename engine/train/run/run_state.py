@@ -12,7 +12,6 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from engine.batching.budget import MicroBatchBudget
 from engine.config.schema.run import RunSpec
 from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
 from engine.journal.score_groups import LOWER_IS_BETTER
@@ -53,17 +52,24 @@ def damage_for_resume(checkpoint: Checkpoint) -> str | None:
         saved = checkpoint.state()
         state = RunState.from_json(saved["state"])
         TypeAdapter(RunState).validate_python(asdict(state))
-        TypeAdapter(MicroBatchBudget).validate_python(saved["budget"])
         TypeAdapter(LossScaler).validate_python(saved["scaler"])
-        for name in ("identity", "settings", "remedies"):
-            dict(saved[name])
-        MemorySettings(0, **saved["remedies"])
-        [ActiveRemedy(**remedy) for remedy in saved["standing"]]
+        TypeAdapter(dict[str, float | None]).validate_python(saved["budget"])
+        _refuse_unknown(MemorySettings, saved["remedies"])
+        for remedy in saved["standing"]:
+            _refuse_unknown(ActiveRemedy, remedy)
+        for name in ("identity", "settings"):
+            TypeAdapter(dict[str, Any]).validate_python(saved[name])
     except KeyError as missing:
         return f"state.json has no {missing}"
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"state.json cannot be used: {str(error).splitlines()[0]}"
     return None if state.step == checkpoint.step else f"state.json is of step {state.step}"
+
+
+def _refuse_unknown(kind: type[MemorySettings | ActiveRemedy], saved: Any) -> None:
+    """Raise ValueError for a table with other fields; those that an earlier version did not have may be missing."""
+    if not isinstance(saved, dict) or saved.keys() - kind.__dataclass_fields__.keys():
+        raise ValueError(f"no {kind.__name__}")
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:
