@@ -12,6 +12,7 @@ from textual.content import Content
 
 from engine.journal.event_text import clean, format_duration, format_number
 from engine.journal.summary import RunSummary
+from engine.journal.summary_text import file_problems
 from tui.run.listing import RunEntry
 from tui.theme import STATES
 
@@ -112,17 +113,21 @@ def run_row(
     run's own summary."""
     lead = Content.styled("*" if ascii_only else "◆", "bold $mark") if marked else Content(" ")
     summary = of_all or entry.summary
-    if summary is None:
-        word = ("x damaged" if ascii_only else "✗ damaged") if entry.read_error else "..."
+    problems = "; ".join(file_problems(entry.summary)) if entry.summary is not None and not of_all else ""
+    if summary is None or (problems and summary.started is None):
+        why = entry.read_error or problems
+        word = ("x damaged" if ascii_only else "✗ damaged") if why else "..."
         state = Content.styled(_fit(word, STATE_WIDTH, False), "$muted")
-        rest = (title or clean(entry.directory.name)) + (f"  {clean(entry.read_error)}" if entry.read_error else "")
-        return Content.assemble(lead, state, rest)
+        return Content.assemble(
+            lead, state, (title or clean(entry.directory.name)) + (f"  {clean(why)}" if why else "")
+        )
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
     cells = [
         ("" if of_all and column.of_one_run else clean(column.cell(entry, summary)), column, size)
         for column, size in _sizes(width, columns)
     ]
-    cells[0] = (title or cells[0][0], *cells[0][1:])
+    damaged = f"  {'x' if ascii_only else '✗'} {problems}" if problems else ""
+    cells[0] = ((title or cells[0][0]) + damaged, *cells[0][1:])
     parts = [_fit(text, size, column.right) for text, column, size in cells]
     return Content.assemble(lead, state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))
 
