@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,11 +19,12 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from engine.config.files.caches import cache_folder
-from engine.config.files.data_files import LOADERS, find_data_files, suffix_of
+from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, find_data_files, suffix_of
 from engine.config.schema.data import Source
+from engine.data.bounds import screen
 from engine.data.hub_connection import offline_if_unreachable
-from engine.data.records import SourceRows, describe_source, find_json_error, no_rows, split_name
-from engine.data.store import hash_files, hash_text, make_cache_folder
+from engine.data.records import Screened, SourceRows, describe_source, find_json_error, no_rows, split_name
+from engine.data.store import hash_file, hash_files, hash_text, make_cache_folder
 from engine.errors import DataError, EnvironmentProblem
 
 READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
@@ -36,38 +38,84 @@ def open_data_set(source: Source) -> SourceRows:
     """
     with _silent():
         make_cache_folder(cache_folder() / "datasets")
+        make_cache_folder(cache_folder() / "screened")
         return _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
 
 
 def _open_local(source: Source, path: Path) -> SourceRows:
     files = find_data_files(source)
     base = split_name(source)
+    reads = {file: file for file in files}
     try:
-        fingerprint = hash_text(hash_files(files, path if path.is_dir() else None), source.split)
+        digests = [hash_file(file) for file in files]
+        fingerprint = hash_text(hash_files(files, digests, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        rows = _rows(_load_local(source, path, files, base), fingerprint, partial(_unreadable, source, path, files))
+        screened = screen(files, digests)
+        left_out = [each for each in screened if each.dropped]
+        if left_out and not any(each.kept for each in screened):
+            raise _nothing_left(source, left_out)
+        reads = {each.file: each.reads for each in screened}
+        data = _load_local(source, path, screened, base)
+        rows = replace(_rows(data, fingerprint, partial(_unreadable, source, path, reads)), left_out=left_out)
         has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
-        return replace(rows, line_files=files) if has_lines else rows
+        return replace(rows, line_files=reads) if has_lines else rows
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
             fix=f"give yourself the right to read it: chmod u+r {error.filename or path}",
         ) from error
     except READ_ERRORS as error:
-        raise _unreadable(source, path, files, error) from error
+        raise _unreadable(source, path, reads, error) from error
 
 
-def _load_local(source: Source, path: Path, files: Sequence[Path], base: str) -> Any:
+def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str) -> Any:
     if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _saved_split(source, datasets.load_from_disk(str(path)), base)
     options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
     if path.is_dir():
-        return datasets.load_dataset(str(path), **options)
-    suffixes = {suffix_of(file) for file in files}
-    if suffixes == {".tsv"}:
+        return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)
+    suffix = suffix_of(screened[0].file)
+    if suffix == ".tsv":
         options["sep"] = "\t"
-    return datasets.load_dataset(LOADERS[suffixes.pop()], data_files={base: [str(file) for file in files]}, **options)
+    if LOADERS[suffix] == "csv" and (longest := max(each.longest for each in screened)) > CSV_BYTES // CSV_ROWS:
+        options["chunksize"] = CSV_BYTES // longest
+    files = {base: [str(each.reads) for each in screened]}
+    return datasets.load_dataset(LOADERS[suffix], data_files=files, **options)
+
+
+def _folder_to_read(path: Path, screened: Sequence[Screened]) -> Path:
+    """`path`, or a folder of links with the same names, to the screened copies where there are some. The same contents
+    give the same folder, as `datasets` keeps what it has read under its name."""
+    if not any(each.dropped for each in screened):
+        return path
+    key = hash_text(*(f"{each.file} {each.reads} {each.reads.stat().st_mtime_ns}" for each in screened))
+    folder = cache_folder() / "screened" / key / path.name
+    if folder.exists():
+        return folder
+    with tempfile.TemporaryDirectory(dir=cache_folder() / "screened") as draft:
+        for each in screened:
+            name = each.file.relative_to(path)
+            while each.dropped and name.suffix.lower() in COMPRESSION_SUFFIXES:
+                name = name.with_suffix("")
+            Path(draft, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(draft, name).symlink_to(each.reads.absolute())
+        folder.parent.mkdir(exist_ok=True)
+        os.rename(draft, folder)
+    return folder
+
+
+CSV_BYTES, CSV_ROWS = 64 << 20, 10_000
+"""`datasets` reads CSV_ROWS rows of a CSV file at once; fewer, where they may have more than CSV_BYTES."""
+
+
+def _nothing_left(source: Source, left_out: Sequence[Screened]) -> DataError:
+    found = [f"{count:,} x {reason} ({each.places(reason)[0]})"
+             for each in left_out for reason, count in each.dropped.items()]  # fmt: skip
+    return DataError(
+        f"source {source.name}: no row is left; dropped: {', '.join(found)}",
+        fix="docs/data.md has the bounds of a data file: split what is larger",
+    )
 
 
 def _saved_split(source: Source, saved: Any, base: str) -> Any:
@@ -106,7 +154,7 @@ def _open_hub(source: Source) -> SourceRows:
         ) from error
     # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
     fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
-    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), []))
+    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), {}))
 
 
 def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
@@ -115,7 +163,13 @@ def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataEr
     for name, feature in data.features.items():
         if (as_files := _undecoded(feature)) is not feature:
             data = data.cast_column(name, as_files)
-    return SourceRows(data.column_names, len(data), fingerprint, data, explain)
+    images = [name for name, feature in data.features.items() if _is_image(feature)]
+    return SourceRows(data.column_names, len(data), fingerprint, data, explain, image_columns=images)
+
+
+def _is_image(feature: Any) -> bool:
+    inner = feature.feature if isinstance(feature, datasets.List) else feature
+    return isinstance(inner, datasets.Image)
 
 
 def _undecoded(feature: Any) -> Any:
@@ -138,9 +192,9 @@ def absolute_slice(source: Source, count: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _unreadable(source: Source, path: Path, files: Sequence[Path], error: BaseException) -> DataError:
+def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: BaseException) -> DataError:
     """The error to show; for JSON that does not parse it names file and line."""
-    broken = find_json_error([file for file in files if LOADERS.get(suffix_of(file)) == "json"])
+    broken = find_json_error({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) == "json"})
     if broken is not None:
         return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
     if "corresponds to no data" in str(error):

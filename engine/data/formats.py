@@ -73,8 +73,10 @@ class Format:
     def has_images(self) -> bool:
         return self.name in IMAGE_FORMATS
 
-    def record(self, row: dict[str, Any]) -> Record | DetectionRecord | Dropped:
+    def record(self, row: dict[str, Any] | Dropped) -> Record | DetectionRecord | Dropped:
         """Dropped states the reason."""
+        if isinstance(row, Dropped):
+            return row
         values: dict[str, Any] = {ours: _value(row, theirs) for ours, theirs in self.fields.items()}
         if self.boxes is not None:
             return detection(values, self.boxes)

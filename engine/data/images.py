@@ -4,6 +4,8 @@ terminal."""
 from __future__ import annotations
 
 import hashlib
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.data.bounds import IMAGE_BYTES, IMAGE_PIXELS, read_regular
 from engine.data.chat import TokenRow
 from engine.data.chat_template import Span
 from engine.data.formats import Format
@@ -45,6 +48,17 @@ def small_picture(image: Any, boxes: Sequence[Box] = ()) -> NDArray[np.uint8]:
 
 UNREADABLE = "image cannot be read"
 """First words of the reason for which a row with a broken or missing image is dropped."""
+
+TOO_MANY_PIXELS = f"an image of more than {IMAGE_PIXELS:,} pixels"
+"""Reason for which a row with a larger image is dropped."""
+
+UNREADABLE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, OverflowError, RuntimeError, struct.error, zlib.error)
+"""What opening a path and Pillow raise for files that are missing or broken; RuntimeError: a home folder of nobody."""
+
+
+class TooManyPixels(Exception):
+    """An image has more than IMAGE_PIXELS."""
+
 
 DECODING_THREADS = 4
 """Images decoded at once if data.workers is 0. Pillow lets other threads run while it decodes."""
@@ -121,14 +135,21 @@ def read_bytes(reference: ImageReference, root: str | None) -> bytes:
     """Relative paths are relative to `root`. Raises OSError if the file cannot be read."""
     if reference.data is not None:
         return reference.data
-    return (Path(root or ".") / (reference.path or "")).expanduser().read_bytes()
+    return read_regular((Path(root or ".") / (reference.path or "")).expanduser(), IMAGE_BYTES)
 
 
 def decoded(data: bytes) -> Any:
-    """A Pillow image, upright by its EXIF data. Raises OSError, SyntaxError or ValueError for broken bytes."""
+    """A Pillow image, upright by its EXIF data. Raises an UNREADABLE_ERRORS for broken bytes, and for more than
+    IMAGE_PIXELS pixels, which are not decoded."""
     from PIL import Image, ImageOps
 
-    with Image.open(BytesIO(data)) as image:
+    try:
+        opened = Image.open(BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise TooManyPixels(str(error)) from error
+    with opened as image:
+        if image.width * image.height > IMAGE_PIXELS:
+            raise TooManyPixels(f"{image.width:,} x {image.height:,} pixels")
         image.load()
         upright = ImageOps.exif_transpose(image)
         return upright.convert("RGB")
@@ -153,8 +174,10 @@ def facts_of(
             data = read_bytes(reference, root)
             width, height = decoded(data).size
             facts.append(ImageFacts(*processor.patches_of(height, width), digest_of(data)))
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken files
+        except UNREADABLE_ERRORS as error:
             return Dropped(f"{UNREADABLE} ({type(error).__name__})")
+        except TooManyPixels:
+            return Dropped(TOO_MANY_PIXELS)
         sizes.append((height, width))
     return facts, sizes
 
@@ -174,8 +197,8 @@ def stamps_of_images(rows: SourceRows, format_: Format) -> str:
 def _stamp(path: str, root: str | None) -> tuple[int, int] | None:
     try:
         found = (Path(root or ".") / path).expanduser().stat()
-    except OSError:
-        return None  # a missing image: its row is dropped
+    except (OSError, ValueError, RuntimeError):
+        return None  # a missing image, or a path that no file can have: its row is dropped
     return found.st_size, found.st_mtime_ns
 
 
@@ -216,7 +239,7 @@ class ImageReader:
         for reference in references_of(record):
             try:
                 image = decoded(read_bytes(reference, given.format.image_root))
-            except (OSError, SyntaxError, ValueError) as error:
+            except (*UNREADABLE_ERRORS, TooManyPixels) as error:
                 raise self._unreadable(given, origin, reference, f"it cannot be read: {error}") from error
             boxes = record.shares(image.height, image.width) if isinstance(record, DetectionRecord) else []
             found.append(small_picture(image, boxes))
@@ -228,7 +251,7 @@ class ImageReader:
             data = read_bytes(reference, given.format.image_root)
             if digest_of(data) == digest:
                 return self.processor.pixels(decoded(data))
-        except (OSError, SyntaxError, ValueError) as error:
+        except (*UNREADABLE_ERRORS, TooManyPixels) as error:
             problem = f"it cannot be read: {error}"
         raise self._unreadable(given, origin, reference, problem)
 

@@ -15,14 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from engine.config.files.caches import cache_folder, lengths_record, record_longest
 from engine.config.schema.data import Source
 from engine.config.schema.run import RunSpec
+from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
 from engine.data.order import pack
-from engine.data.records import SourceRows
+from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
-from engine.data.store import COLUMN_DTYPES, SourceCount, StoreWriter, cached_store, hash_text
+from engine.data.store import COLUMN_DTYPES, ROWS_PER_REASON, SourceCount, StoreWriter, cached_store, hash_text
 from engine.data.tokenise import Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
 from engine.errors import DataError
@@ -30,6 +31,11 @@ from engine.errors import DataError
 CHAT_VERSION = "chat 3"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
 `_rendering_version`, which is part of the fingerprint."""
+
+BOUNDS_VERSION = "bounds 1"
+"""Part of the fingerprint where a line or row is beyond the bounds. Increase it when they change."""
+
+BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS)
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -139,6 +145,7 @@ def _prepare_sources(
     ]  # fmt: skip
     version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
+    version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
     key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
     entry = cache_folder() / "tokens" / key
 
@@ -148,6 +155,7 @@ def _prepare_sources(
             writer.add_source(each.source.name, each.format.name, _progress(results, each, notify))
         if not any(count.kept for count in writer.counts):
             _locate_drops(writer.counts, opened)
+            _count_left_out(writer.counts, opened)
             drops = ", ".join(drop_lines(writer.counts))
             raise DataError(
                 f"no sample of the {part} data is left; dropped: {drops}",
@@ -157,7 +165,9 @@ def _prepare_sources(
 
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
+    _count_left_out(store.counts, opened)
     changed = _rendering_version(store.counts)
+    changed += [BOUNDS_VERSION] if any(set(BOUND_REASONS) & set(count.dropped) for count in store.counts) else []
     images, reader = store.columns.images, None
     if images is not None and tokeniser.images is not None:
         reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened], workers)
@@ -181,6 +191,17 @@ def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
         for count in counts
     )
     return ["chat 2"] if changed else []
+
+
+def _count_left_out(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:
+    """Count the lines that were left out before the rows were made, as rows read and dropped."""
+    for count, each in zip(counts, opened, strict=True):
+        for screened in each.rows.left_out:
+            for reason, number in screened.dropped.items():
+                count.read += number
+                count.dropped[reason] = count.dropped.get(reason, 0) + number
+                places = count.dropped_at.get(reason, []) + screened.places(reason)
+                count.dropped_at[reason] = places[:ROWS_PER_REASON]
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:

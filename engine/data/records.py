@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,18 +62,30 @@ class Dropped:
 Record = TextRecord | PairRecord | ChatRecord
 
 
-COMPRESSED = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile, ".bz2": bz2.BZ2File}
+def _zstandard(file: Path) -> IO[bytes]:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+
+
+COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.GzipFile,
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+    ".zst": _zstandard,
+}
 
 SHOWN = 60
 """Characters of a broken line that are shown."""
 
 
-def find_json_error(files: Sequence[Path]) -> str | None:
-    """`FILE:LINE: the problem` of the first file that does not parse; None when all of them do."""
-    for file in files:
+def find_json_error(files: Mapping[Path, Path]) -> str | None:
+    """`FILE:LINE: the problem` of the first file that does not parse; None when all of them do. `files` maps each to
+    the one that is read in its place."""
+    for file, reads in files.items():
         try:
-            problem = _document_problem(file) if file.name.lower().removesuffix(".gz").endswith(".json") else None
-            problem = _line_problem(file) if problem is None else problem
+            problem = _document_problem(reads) if file.name.lower().removesuffix(".gz").endswith(".json") else None
+            problem = _line_problem(reads) if problem is None else problem
         except (OSError, EOFError, lzma.LZMAError) as error:
             return f"{file}: {error}"
         if problem:
@@ -79,13 +93,13 @@ def find_json_error(files: Sequence[Path]) -> str | None:
     return None
 
 
-def find_json_lines(files: Sequence[Path], rows: Sequence[int]) -> dict[int, str]:
+def find_json_lines(files: Mapping[Path, Path], rows: Sequence[int]) -> dict[int, str]:
     """Map each of `rows` (counted from 0 over all files) to its `FILE:LINE`; those not found are left out. Empty when a
-    row's line is not a JSON object, because then the file is not JSON lines."""
+    row's line is not a JSON object, because then the file is not JSON lines. `files` as for `find_json_error`."""
     found: dict[int, str] = {}
     row = 0
-    for file in files if rows else ():
-        with _open(file) as stream:
+    for file, reads in files.items() if rows else ():
+        with open_unpacked(reads) as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
                     continue
@@ -108,7 +122,7 @@ def _is_object(line: bytes) -> bool:
 
 def _line_problem(file: Path) -> str:
     """`LINE: the problem` of the first line that is not a JSON object; "" when all of them are."""
-    with _open(file) as stream:
+    with open_unpacked(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -125,7 +139,7 @@ def _line_problem(file: Path) -> str:
 
 def _document_problem(file: Path) -> str | None:
     """`LINE: the problem` of a file that is one JSON document; "" if it parses; None if it looks like JSON lines."""
-    with _open(file) as stream:
+    with open_unpacked(file) as stream:
         raw = stream.read()
     try:
         json.loads(raw.decode("utf-8-sig"))
@@ -139,8 +153,11 @@ def _document_problem(file: Path) -> str | None:
     return ""
 
 
-def _open(file: Path) -> IO[bytes]:
-    return COMPRESSED[file.suffix](file) if file.suffix in COMPRESSED else file.open("rb")
+def open_unpacked(file: Path) -> IO[bytes]:
+    """A file's contents, unpacked by its suffix."""
+    suffix = file.suffix.lower()
+    opened: IO[bytes] = COMPRESSED[suffix](file) if suffix in COMPRESSED else file.open("rb")
+    return opened
 
 
 def _reason(error: ValueError) -> str:
@@ -153,7 +170,44 @@ def _excerpt(line: bytes) -> str:
 
 
 ROWS_AT_ONCE = 256
-"""Rows held in memory while streaming."""
+"""Most rows held in memory while streaming."""
+
+ROW_BYTES, ROW_IMAGE_BYTES = 16 << 20, 256 << 20
+"""Largest row without and with the bytes of its images, and the most of several rows held in memory."""
+
+ROW_TOO_LARGE = f"a row of more than {ROW_BYTES >> 20} MiB, or {ROW_IMAGE_BYTES >> 20} MiB with its images"
+
+
+@dataclass
+class Screened:
+    """A data file, what is read in its place, and what was left out (`engine.data.bounds`)."""
+
+    file: Path
+    reads: Path
+    """The file itself, or a copy without the lines that are left out."""
+    kept: int = 0
+    """Lines that are not blank and not left out; 0 for a file that is not read by lines."""
+    longest: int = 0
+    """Bytes of the longest line that is kept."""
+    unpacked: int = 0
+    """Bytes read of the file, unpacked."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Lines left out, by reason."""
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers, from 1, of the first lines left out for each reason."""
+
+    def leave_out(self, reason: str, line: int) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if len(self.lines.setdefault(reason, [])) < PLACES:
+            self.lines[reason].append(line)
+
+    def places(self, reason: str) -> list[str]:
+        """`FILE:LINE` of the first lines left out for a reason."""
+        return [f"{self.file}:{line}" for line in self.lines[reason]]
+
+
+PLACES = 5
+"""Lines that are named for each reason."""
 
 
 @dataclass(frozen=True)
@@ -168,19 +222,43 @@ class SourceRows:
     """A `datasets.Dataset`, or a list of rows."""
     explain: Callable[[BaseException], DataError] | None = None
     """Turns an exception from reading a row into the error to show; None for a list of rows, which is in memory."""
-    line_files: Sequence[Path] = ()
-    """JSON files with one row per line, in order; empty for any other source."""
+    line_files: Mapping[Path, Path] = field(default_factory=dict)
+    """JSON files with one row per line, in order, and what is read in place of each; empty for any other source."""
+    left_out: Sequence[Screened] = ()
+    """Files with lines that are not among the rows, as they are beyond the bounds of `engine.data.bounds`."""
+    image_columns: Sequence[str] = ()
 
     def places(self, rows: Sequence[int]) -> list[str]:
         """`FILE:LINE`, or the number of the row, counted from 1."""
         lines = find_json_lines(self.line_files, rows)
         return [lines.get(row, f"row {row + 1}") for row in rows]
 
-    def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any]]]:
-        """All rows in order, as lists of up to `size` rows; a row is a dict by column."""
+    def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any] | Dropped]]:
+        """All rows in order, as lists of up to `size` rows and ROW_BYTES bytes; a row is a dict by column, or Dropped
+        where it is larger than that."""
         for start in range(0, self.count, size):
             stop = min(start + size, self.count)
-            yield self.table[start:stop] if isinstance(self.table, list) else self._decoded(start, stop)
+            if isinstance(self.table, list):
+                yield self.table[start:stop]
+            else:
+                yield from self._pieces(start, stop)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[list[dict[str, Any] | Dropped]]:
+        part = self._arrow[start:stop]
+        plain = part.drop_columns(list(self.image_columns)).nbytes
+        if plain <= ROW_BYTES and part.nbytes <= ROW_IMAGE_BYTES:
+            yield list(self._decoded(start, stop))
+        elif stop - start == 1:
+            yield [Dropped(ROW_TOO_LARGE)]
+        else:
+            middle = (start + stop) // 2
+            yield from self._pieces(start, middle)
+            yield from self._pieces(middle, stop)
+
+    @cached_property
+    def _arrow(self) -> Any:
+        """The same table, whose slices are not decoded."""
+        return self.table.with_format("arrow")
 
     def row(self, number: int) -> dict[str, Any]:
         """Counted from 0, a dict by column. Images stay undecoded. Raises DataError for text that is not UTF-8."""

@@ -42,13 +42,17 @@ def hash_text(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def hash_files(files: Sequence[Path], root: Path | None = None) -> str:
-    """BLAKE2b in hexadecimal of contents, in order, and of the paths relative to `root` (without one, the suffixes)."""
+def hash_file(file: Path) -> str:
+    """BLAKE2b of its contents, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=HASH_BYTES)).hexdigest()
+
+
+def hash_files(files: Sequence[Path], digests: Sequence[str], root: Path | None = None) -> str:
+    """Hash of the digests of `files`, in order, and of the paths relative to `root` (without one, the suffixes)."""
     parts = []
-    for file in files:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=HASH_BYTES))
-        parts += [file.relative_to(root).as_posix() if root else "".join(file.suffixes), digest.hexdigest()]
+    for file, digest in zip(files, digests, strict=True):
+        parts += [file.relative_to(root).as_posix() if root else "".join(file.suffixes), digest]
     return hash_text(*parts)
 
 

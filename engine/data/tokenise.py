@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.schema.data import Data
+from engine.data.bounds import CHARACTERS_PER_TOKEN, TOO_MANY_CHARACTERS
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
 from engine.data.chat_template import Span
 from engine.data.conversations import LEFT_OUT
@@ -88,6 +89,22 @@ def _within(answer: Span, length: int) -> Span:
     return (start, end) if start < end else (max(1, length // 2), length)
 
 
+def _characters(record: Record | DetectionRecord) -> int:
+    """Of all texts in a record."""
+    if isinstance(record, TextRecord):
+        return len(record.text)
+    if isinstance(record, PairRecord):
+        return len(record.prompt) + len(record.completion)
+    if isinstance(record, DetectionRecord):
+        return sum(map(len, record.labels))
+    count, waiting = 0, [record.messages, record.tools]
+    while waiting:
+        value: Any = waiting.pop()
+        count += len(value) if isinstance(value, str) else 0
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return count
+
+
 class Tokeniser:
     """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
@@ -102,12 +119,12 @@ class Tokeniser:
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def results(self, format_: Format, rows: Sequence[dict[str, Any]], first: int) -> list[RowResult]:
+    def results(self, format_: Format, rows: Sequence[dict[str, Any] | Dropped], first: int) -> list[RowResult]:
         """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
         return [self._result(format_.record(row), first + place, format_) for place, row in enumerate(rows)]
 
     def _result(self, given: Record | DetectionRecord | Dropped, origin: int, format_: Format) -> RowResult:
-        record, images = self._opened(given, format_)
+        record, images = self._opened(self._bounded(given), format_)
         encoded = record if isinstance(record, Dropped) else self._encode(record)
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
         made = [
@@ -119,6 +136,17 @@ class Tokeniser:
             return RowResult([], [f"{LEFT_OUT} an image"])
         facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
         return RowResult(documents, [drop.reason for drop in made if isinstance(drop, Dropped)], rendered.facts + facts)
+
+    def _bounded(self, record: Record | DetectionRecord | Dropped) -> Record | DetectionRecord | Dropped:
+        """Leave out or cut what data.max_length has no room for: a megabyte takes seconds to tokenise."""
+        most = CHARACTERS_PER_TOKEN * self.max_length
+        if isinstance(record, Dropped) or _characters(record) <= most:
+            return record
+        if self.truncate and isinstance(record, TextRecord):
+            return TextRecord(record.text[:most])
+        if self.truncate and isinstance(record, PairRecord) and len(record.prompt) < most:
+            return PairRecord(record.prompt, record.completion[: most - len(record.prompt)])
+        return Dropped(TOO_MANY_CHARACTERS)
 
     def _opened(
         self, given: Record | DetectionRecord | Dropped, format_: Format
@@ -262,6 +290,6 @@ def _set_up_worker(tokeniser: Tokeniser, format_: Format) -> None:
     _worker["tokeniser"], _worker["format"] = tokeniser, format_
 
 
-def _tokenise_batch(batch: list[dict[str, Any]], first: int) -> Results:
+def _tokenise_batch(batch: list[dict[str, Any] | Dropped], first: int) -> Results:
     tokeniser: Tokeniser = _worker["tokeniser"]
     return tokeniser.results(_worker["format"], batch, first)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from engine.commands.data import _as_cells, in_half_blocks, in_letters
 from engine.config.schema.run import RunSpec
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
-from engine.data.images import decoded
+from engine.data.images import TOO_MANY_PIXELS, UNREADABLE, decoded
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokens import IGNORED
 from engine.errors import DataError
@@ -271,3 +273,36 @@ def test_an_image_that_changed_is_noticed(qwen: Path, tmp_path: Path) -> None:
     image.unlink()
     with pytest.raises(DataError, match="cannot be read"):
         collate(before.train, [0], pad_id=258)
+
+
+def empty_png(width: int, height: int) -> bytes:
+    """A PNG whose header states a size, and with no pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_beyond_its_bound_is_dropped_before_it_is_decoded(qwen: Path, tmp_path: Path) -> None:
+    pictures(tmp_path, (56, 56))
+    for side in (9_000, 10_000, 40_000):
+        (tmp_path / f"{side}.png").write_bytes(empty_png(side, side))
+    rows = [
+        {"image": name, "prompt": "What?", "completion": "x"}
+        for name in ("0.png", "9000.png", "10000.png", "40000.png")
+    ]
+    (count,) = prepared(qwen, chat_file(tmp_path, rows)).report.sources
+    assert (count.kept, count.dropped) == (1, {TOO_MANY_PIXELS: 3})
+
+
+def test_only_regular_files_are_opened_as_images(qwen: Path, tmp_path: Path) -> None:
+    pictures(tmp_path, (56, 56))
+    os.mkfifo(tmp_path / "pipe.png")
+    names = ["0.png", "pipe.png", "/dev/zero", "a\x00b.png", "~nobody-at-all/x.png", "x" * 5_000, "."]
+    rows = [{"image": name, "prompt": "What?", "completion": "x"} for name in names]
+    (count,) = prepared(qwen, chat_file(tmp_path, rows)).report.sources
+    assert (count.kept, sum(count.dropped.values())) == (1, 6)
+    assert all(reason.startswith(UNREADABLE) for reason in count.dropped)
