@@ -1,5 +1,6 @@
-"""The plain CPU as a device, with uncapped memory. `allocated_bytes` is the resident memory gained since opening: it
-may include freed tensors, and the peak is the largest reading, not a high-water mark (a metered profile has one)."""
+"""The plain CPU as a device, with uncapped memory; only a container's limit lowers its capacity. `allocated_bytes` is
+the resident memory gained since opening: it may include freed tensors, and the peak is the largest reading, not a
+high-water mark (a metered profile has one)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,16 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from engine.config.files.cgroups import host_memory_bytes, memory_limit_bytes
 from engine.device.base import GpuReading, LiveTensor, MemoryReading
 from engine.device.host_copies import HostCopy, NoStreams, PlainCopy, Streams
 
 if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
+
+
+ENGINE_BYTES = 512 * 2**20
+"""Of a control group's limit, beyond which the kernel kills: left to the libraries that an engine has loaded."""
 
 
 class CpuDevice:
@@ -36,12 +42,15 @@ class CpuDevice:
         self._process = psutil.Process()
         self._baseline_bytes = self._process.memory_info().rss
         self._peak_bytes = 0
-        total_bytes = psutil.virtual_memory().total
+        total_bytes, limit_bytes = host_memory_bytes(), memory_limit_bytes()
         if capacity_bytes > total_bytes:
+            owner = "this container" if limit_bytes == total_bytes else "this machine"
             self.notices.append(
                 f"the profile allows {capacity_bytes / 2**30:.1f} GiB, "
-                f"but this machine has {total_bytes / 2**30:.1f} GiB of memory"
+                f"but {owner} has {total_bytes / 2**30:.1f} GiB of memory"
             )
+        if limit_bytes is not None:
+            self.capacity_bytes = min(capacity_bytes, max(limit_bytes - ENGINE_BYTES, limit_bytes // 4))
 
     @property
     def available_bytes(self) -> int:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from engine.budget.advise.staged_plan import MERGE_FACTOR
 from engine.budget.architecture.model_folder import refuse_merge_into_quantised
+from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
@@ -43,7 +44,7 @@ def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: boo
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _require_space(base, target.parent)
-        device = CpuDevice(psutil.virtual_memory().total)
+        device = CpuDevice(host_memory_bytes())
         write = partial(_merge, adapter, base, revision, draft, notify, trust_remote_code)
         retry_on_oom(write, "merge", device, _report(notify))
         draft.rename(target)
@@ -95,6 +96,7 @@ def _require_space(base: str, folder: Path) -> None:
     """Raise if host memory or disk is too small for a local base; nothing is checked for a hub id."""
     size_bytes = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))
     free_bytes = psutil.virtual_memory().available
+    free_bytes = min(free_bytes, free_memory_bytes() or free_bytes)
     if size_bytes * MERGE_FACTOR > free_bytes:
         raise MemoryExhaustedError(
             f"merging {base} takes about {size_bytes * MERGE_FACTOR / 2**30:.1f} GiB of host memory, "

@@ -25,6 +25,7 @@ from engine.errors import FULL_DISK, KILLED_CODE, EnvironmentProblem, TunedeckEr
 from engine.journal import control
 from engine.journal.directory import HeldRunDirectory, RunDirectory, read_spec
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
+from engine.journal.host_kills import killed_text
 from engine.journal.liveness import (
     ProcessIdentity,
     clear_engine,
@@ -320,7 +321,7 @@ def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> Tu
     tail = log_tail(directory, start=log_start)
     lines = "\n".join(["", f"last lines of {directory.log}:", *(f"  {line}" for line in tail)]) if tail else ""
     error = TunedeckError(
-        f"the engine {_exit_text(code)}, without recording how the run ended{lines}",
+        f"the engine {killed_text(directory) or _exit_text(code)}, without recording how the run ended{lines}",
         fix=f"continue from the last checkpoint: tunedeck resume {directory.name}",
     )
     error.exit_code = KILLED_CODE if code == -signal.SIGKILL else max(code, 1)

@@ -26,6 +26,7 @@ from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, RunRequests, send_request
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
+from engine.journal.host_kills import killed_text
 from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
@@ -262,5 +263,5 @@ def _outcome_of(directory: RunDirectory, process: subprocess.Popen[bytes] | None
     code = process.returncode if process is not None else -9
     last = log_tail(directory, lines=1)
     said = f"; its last line: {last[0]}" if last else ""
-    reason_text = f"its engine ended without recording why{said}"
+    reason_text = f"its engine {killed_text(directory) or 'ended'} without recording why{said}"
     return _Outcome("failed", KILLED_CODE if code < 0 else max(code, 1), reason_text)

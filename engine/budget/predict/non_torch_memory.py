@@ -7,7 +7,6 @@ memory, the metered device included, have no such memory.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from engine.budget.predict.vision import vision_cost
 from engine.budget.trace.layer import layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.polynomial import BytesPolynomial, shape_of
+from engine.config.files.cgroups import host_memory_bytes
 from engine.config.schema.run import Profile, RunSpec
 
 MIB = 2**20
@@ -87,10 +87,10 @@ def _beside_reserve(profile: Profile, workspace_bytes: int, context_bytes: int, 
 
 
 def host_capacity_bytes(profile: Profile) -> int:
-    """Bytes of host memory of one machine: the profile's value, else that of this machine."""
+    """Bytes of host memory of one machine: the profile's value, else what a process may use on this machine."""
     if profile.device.host_memory_gib is not None:
         return int(profile.device.host_memory_gib * 2**30)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_memory_bytes()
 
 
 def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows: int, length: int) -> dict[str, int]:

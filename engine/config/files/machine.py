@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from engine.config.files.cgroups import host_memory_bytes, memory_limit_bytes
 from engine.config.files.text import visible
 
 
@@ -51,10 +52,6 @@ CUDA_RESERVE_GIB = 1.0
 def detect_device() -> tuple[dict[str, Any], str, str]:
     """A profile's [device] table, its title and its notes, for the first GPU that NVML finds, else for the CPU."""
     return _detect_gpu() or _detect_cpu()
-
-
-def host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def count_devices() -> int:
@@ -136,7 +133,7 @@ def _detect_cpu() -> tuple[dict[str, Any], str, str]:
         "reserve_gib": round(memory_gib * 0.2, 2),
         "host_memory_gib": memory_gib,
     }
-    notes = (
-        "No NVIDIA driver was found. memory_gib: the host's total; a fifth is left to everything else on the machine."
-    )
+    limit = memory_limit_bytes()
+    total = "the host's total" if limit != host_memory_bytes() else "the limit of this container (control group)"
+    notes = f"No NVIDIA driver was found. memory_gib: {total}; a fifth is left to everything else on the machine."
     return device, f"This machine's CPU, {os.cpu_count()} cores", notes

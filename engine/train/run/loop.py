@@ -14,6 +14,7 @@ from engine.batching.micro_batches import costliest_sequences, floor_tokens, lau
 from engine.device.oom import ATTEMPTS
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
+from engine.journal.host_kills import Attempt
 from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator
 from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
@@ -76,6 +77,23 @@ class Training:
             self.journal.write("resumed", step=0, **{"from": "the beginning"})
             return
         self._go_back_to(checkpoint)
+
+    def start_smaller(self, killed: Attempt) -> None:
+        """Learn from an attempt that the kernel killed for host memory, as from an out-of-memory error: begin with half
+        its micro-batch budget. Raises MemoryExhaustedError if that was one sequence already."""
+        budget, failed_bytes = self.context.budget, killed.budget_bytes
+        on_host = self.context.device.kind == "cpu" or self.setup.spec.recipe.train.activation_offload
+        if failed_bytes is None or not on_host:
+            return
+        if failed_bytes <= self.context.cost(1, int(self.context.data.lengths.min())):
+            raise MemoryExhaustedError(
+                "the kernel killed the engine with micro-batches of one sequence: host memory ran out",
+                fix="raise the memory limit of this container or job, lower data.max_length, or turn on "
+                "train.gradient_checkpointing",
+            )
+        budget.cut(failed_bytes, failed_bytes // 2)
+        mib = failed_bytes / 2**20
+        self.journal.warn("host_memory", f"micro-batches begin at half of the {mib:,.1f} MiB that were too much")
 
     def run(self) -> Ending:
         """Train to the end, or until asked to stop. Errors are raised; the caller turns them into exit codes."""

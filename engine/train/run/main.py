@@ -13,10 +13,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.config.files.cgroups import host_memory_bytes, oom_kills
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
@@ -41,6 +43,7 @@ from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, 
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
+from engine.journal.host_kills import Attempt, forget_attempt, killed_attempt, note_attempt
 from engine.journal.liveness import claim
 from engine.journal.writer import Journal, heartbeats
 from engine.launch.followers import run_on_finish, trackers_following
@@ -166,6 +169,7 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
             raise
         traceback.print_exc()
         status, code, error = _describe(failure, start.directory)
+    forget_attempt(start.directory)
     journal.write(
         "run_finished",
         status=status,
@@ -195,6 +199,7 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
 def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[Ending, dict[str, Any]]:
     """How the run ended, and the measured fields of `run_finished`."""
     spec, place, ranks = start.spec, start.directory, start.ranks
+    killed = _note_attempt(start, journal)
     device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
     _write_run_started(start, journal, device)
     with device.activate(), deterministic_kernels(spec.recipe.train.deterministic, device.kind):
@@ -206,7 +211,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
             refuse_shared_cards(device, ranks)
             warm_up(device, ranks.patience_seconds)
             journal.write_notices(device.fit_capacity())
-        setup = set_up(spec, device, journal, report, ranks)
+        setup = set_up(within_container(spec, device), device, journal, report, ranks)
         prove(setup, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
@@ -214,11 +219,44 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         _write_stage_started(training, journal)
         if start.resume:
             training.resume(start.from_step)
+        if killed is not None:
+            training.start_smaller(killed)
+        if ranks.is_rank0:
+            note_attempt(place, Attempt(oom_kills(), setup.context.budget.budget_bytes))
         with frozen_gc(), watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         if ranks.is_rank0:
             calibrate(device, ranks.size, training.probe_memory, journal)
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
+
+
+def _note_attempt(start: RunStart, journal: Journal) -> Attempt | None:
+    """Note for the next attempt that this one begins; returns the last one, on all ranks, if the kernel killed it for
+    host memory. Raises MemoryExhaustedError for the second in a row that did not come to train."""
+    killed = killed_attempt(start.directory) if start.ranks.is_rank0 else None
+    told = start.ranks.broadcast_object(asdict(killed) if killed is not None else None)
+    killed = Attempt(**told) if told is not None else None
+    count = killed.killed_before + 1 if killed is not None and killed.budget_bytes is None else 0
+    if count > 1:
+        raise MemoryExhaustedError(
+            f"the kernel killed the engine {count} times before it came to train: host memory ran out",
+            expected=f"a model, its optimizer state and the libraries in {host_memory_bytes() / 2**30:.3g} GiB",
+            fix="raise the memory limit of this container or job, or train a smaller model",
+        )
+    if killed is not None:
+        journal.warn("host_memory", "the kernel killed the last engine of this run because host memory ran out")
+    if start.ranks.is_rank0:
+        note_attempt(start.directory, Attempt(oom_kills(), None, count))
+    return killed
+
+
+def within_container(spec: RunSpec, device: Device) -> RunSpec:
+    """`spec` with the capacity that a container leaves to a CPU device, so that the plan is made for it."""
+    table = spec.profile.device
+    if device.kind != "cpu" or device.capacity_bytes >= table.capacity_bytes:
+        return spec
+    table = table.model_copy(update={"memory_gib": device.capacity_bytes / 2**30 + table.reserve_gib})
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": table})})
 
 
 def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) -> Device:
