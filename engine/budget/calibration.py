@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.machine import installed
+from engine.config.files.trust import state_folder
 from engine.config.schema.run import Profile
 from engine.journal.directory import write_atomically
-from engine.journal.index import state_folder
 
 BLOCK_BYTES = 512
 """`kMinBlockSize` in `c10/cuda/CUDACachingAllocator.cpp` of torch."""

@@ -21,6 +21,7 @@ from engine.config.files.document import Document, Problem, parse_document, read
 from engine.config.files.find import SpecFile, SpecKind, find_spec_file, make_absolute
 from engine.config.files.machine import installed, working_directory
 from engine.config.files.text import quoted
+from engine.config.files.trust import are_kept
 from engine.config.schema import base
 from engine.config.schema.base import NAME_PATTERN, Table
 from engine.config.schema.recipe import Recipe
@@ -309,14 +310,23 @@ def _versions() -> dict[str, str]:
 def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     """Read a run.toml. Raises SpecError with every problem.
 
-    `own=True` keeps the limits as written, for the user's own run directory only. Of any other file they are dropped: a
-    file may neither allow remote code nor bring a shell command.
+    `own=True`, for a run directory, keeps the limits that this user gave himself (`engine.config.files.trust`). All
+    others are dropped: a file may neither allow remote code nor bring a shell command.
     """
     document = read_document(path)
     spec, problems = check_table(RunSpec, document.data)
     if problems or spec is None:
         raise SpecError(document.render_all(problems))
-    return spec if own else spec.model_copy(update={"limits": Limits()})
+    given = document.data.get("limits", {})
+    if spec.limits == Limits() or (own and are_kept(Path(path), given)):
+        return spec
+    return spec.model_copy(update={"limits": Limits()})
+
+
+def brings_limits(path: Path) -> bool:
+    """Whether a run.toml has limits that this user did not give."""
+    given = read_document(path).data.get("limits", {})
+    return isinstance(given, dict) and any(given.values()) and not are_kept(path, given)
 
 
 def dump_run_spec(spec: RunSpec) -> str:

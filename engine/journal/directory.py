@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import tomli
 
+from engine.config.files.trust import keep_limits
 from engine.errors import EnvironmentProblem
 
 
@@ -343,13 +344,15 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
         runs_dir.mkdir(parents=True, exist_ok=True)
         draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
         _fill(draft, run_toml_text, plan)
-        return _settle(draft, runs_dir / f"{stamp}-{name}")
+        made = _settle(draft, runs_dir / f"{stamp}-{name}")
     except OSError as error:
         raise EnvironmentProblem(
             f"no run directory can be created in {runs_dir}: {error.strerror or error}",
             expected="a writable folder on a disk with room",
             fix="choose another with --runs DIR or $TUNEDECK_RUNS",
         ) from error
+    keep_limits(made.run_toml, run_toml_text)
+    return made
 
 
 def create_stage_directory(
@@ -363,6 +366,13 @@ def create_stage_directory(
     if assembly is not None:
         write_atomically(draft.assembly, json.dumps(assembly, indent=2) + "\n")
     os.rename(draft.path, stage.path)
+    keep_limits(stage.run_toml, run_toml_text)
+
+
+def rewrite_spec(directory: RunDirectory, text: str) -> None:
+    """Replace run.toml by what this user asks for. Raises OSError; EnvironmentProblem as `keep_limits` does."""
+    keep_limits(directory.run_toml, text)
+    write_atomically(directory.run_toml, text)
 
 
 def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None:

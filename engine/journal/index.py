@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
+from engine.config.files.trust import state_folder
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory, decode_json, read_spec
 from engine.journal.liveness import refuse_if_claimed
@@ -73,22 +73,6 @@ LIST_RUNS = "list them: tunedeck runs"
 def runs_folder(given: str | Path | None) -> Path:
     """`given` (the option `--runs`), else $TUNEDECK_RUNS, else ./runs. Absolute."""
     return Path(given or os.environ.get("TUNEDECK_RUNS") or "runs").expanduser().absolute()
-
-
-def state_folder() -> Path:
-    """Where starts are recorded: $TUNEDECK_STATE, else the platform's folder for user state."""
-    given = os.environ.get("TUNEDECK_STATE")
-    if given:
-        return Path(given).expanduser().absolute()
-    return _platform_folder(os.environ.get("HOME"), os.environ.get("XDG_STATE_HOME"))
-
-
-@lru_cache(maxsize=8)
-def _platform_folder(home: str | None, state: str | None) -> Path:
-    """Cached, because every plan asks; the arguments are the variables on which the folder depends."""
-    from platformdirs import user_state_dir
-
-    return Path(user_state_dir("tunedeck", appauthor=False))
 
 
 def record_start(directory: RunDirectory) -> str | None:

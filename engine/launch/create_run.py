@@ -17,7 +17,8 @@ from engine.budget.predict.shards import require_shards
 from engine.config.check.hardware_rules import require_launcher, require_matching_devices
 from engine.config.files.data_files import require_data_files
 from engine.config.files.find import RUN_PREFIX, split_run_reference
-from engine.config.load import Resolved, dump_run_spec, load_run_spec, override, resolve
+from engine.config.files.trust import shared_folder_warning
+from engine.config.load import Resolved, brings_limits, dump_run_spec, load_run_spec, override, resolve
 from engine.config.schema.run import Limits, RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
@@ -160,7 +161,8 @@ def create_run(
 def _create(prepared: PreparedRun, folder: Path) -> tuple[RunDirectory, list[str]]:
     directory = create_run_directory(folder, prepared.spec.name, dump_run_spec(prepared.spec), prepared.plan)
     warning = record_start(directory)
-    return directory, [*prepared.notices, *([warning] if warning else [])]
+    warnings = [warning, shared_folder_warning(folder)]
+    return directory, [*prepared.notices, *(text for text in warnings if text)]
 
 
 def _planned(run: Admitted, folder: Path, *, force: bool) -> tuple[dict[str, Any], list[str]]:
@@ -206,13 +208,11 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     Call it before a run is continued: limits from someone else could contain a shell command (`on_finish`), or allow
     code that comes with a model.
     """
-    spec = load_run_spec(directory.run_toml, own=True)
-    path = directory.path.resolve()
-    if spec.limits == Limits() or any(run.path.resolve() == path for run in recorded_runs()):
+    if not brings_limits(directory.run_toml):
         return None
-    write_atomically(directory.run_toml, dump_run_spec(spec.model_copy(update={"limits": Limits()})))
+    write_atomically(directory.run_toml, dump_run_spec(load_run_spec(directory.run_toml)))
     return (
-        "this run was not started by you on this machine: its limits (--on-finish, --max-hours, --devices, --wait, "
+        "you did not give this run its limits on this machine: they (--on-finish, --max-hours, --devices, --wait, "
         "--force, --trust-remote-code) are left out; give them again if you want them"
     )
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from engine.config.load import brings_limits
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
@@ -136,6 +137,8 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
     while (directory := queue.take_next(own)) is not None:
         _log(f"{directory.name} starts")
         try:
+            if brings_limits(directory.run_toml):
+                _log(f"{directory.name}: its limits and commands are left out, because you did not give them")
             code = start_engine(directory).wait()
             status = summarise(directory).status
         except Exception as error:  # noqa: BLE001  (whatever it is, the runs behind this one must not wait for ever)

@@ -19,7 +19,7 @@ from engine.config.schema.run import RunSpec
 from engine.config.stages import dependants, stage_recipe
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory, rewrite_spec, write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import stage_directories, stage_name
@@ -312,7 +312,7 @@ def change_spec(
     if changes:
         write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
     if changes or spec.limits != load_run_spec(directory.run_toml, own=True).limits:
-        write_atomically(directory.run_toml, dump_run_spec(spec))
+        rewrite_spec(directory, dump_run_spec(spec))
     return [*resolved.notices, *notices, *notices_of(changes), *([_schedule_notice(spec)] if longer else [])]
 
 

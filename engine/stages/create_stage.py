@@ -21,7 +21,7 @@ from engine.device.base import GpuProcess, GpuReading
 from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
 from engine.device.nvml import read_gpus
 from engine.errors import ConfigNotHereError, EnvironmentProblem, UnknownArchitectureError
-from engine.journal.directory import RunDirectory, create_stage_directory, write_atomically
+from engine.journal.directory import RunDirectory, create_stage_directory, rewrite_spec
 from engine.journal.stages import stage_directory
 from engine.launch.simulation import with_simulations
 from engine.model.reference import find_run_weights
@@ -95,7 +95,7 @@ def create_or_update_stage(spec: RunSpec, run: RunDirectory, stage: Stage, direc
     text = dump_run_spec(resolved)
     if directory.exists():
         if load_run_spec(directory.run_toml, own=True) != resolved:
-            write_atomically(directory.run_toml, text)
+            rewrite_spec(directory, text)
         return []
     if stage.kind == "assemble":
         create_stage_directory(directory, text, {}, _assembly(spec, run, stage))

@@ -13,6 +13,7 @@ import tomlkit
 from engine.config.check.notes import refuse_unsupported
 from engine.config.files.document import key_lines
 from engine.config.files.find import SHIPPED_FOLDER, find_spec_file, list_spec_files
+from engine.config.files.trust import keep_limits
 from engine.config.load import dump_run_spec, load_run_spec, load_spec_file, override, resolve
 from engine.config.schema.run import Limits
 from engine.config.sweep import sweep_points
@@ -260,6 +261,7 @@ def test_a_run_spec_survives_being_written_and_read(tmp_path: Path, recipe: str)
     limits = Limits(max_hours=1.5, on_finish="echo 'a\"b'\n", devices=[2], trust_remote_code=True)
     spec = resolve("demo", recipe, ["data.system_prompt=Zeile\teins\u2028\x1b[0m"], limits=limits).spec
     path = put(tmp_path / "run.toml", dump_run_spec(spec))
+    keep_limits(path, path.read_text())
     assert load_run_spec(path, own=True) == spec
 
 

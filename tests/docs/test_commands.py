@@ -176,3 +176,10 @@ def test_other_commands_name_what_exists(command: Command) -> None:
         assert {extra for group in asked for extra in group.split(",")} <= set(extras)
     else:
         pytest.fail(f"{command}: what should be looked at in {command.text}?")
+
+
+def test_every_test_named_on_the_page_of_security_exists() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    files = set(re.findall(r"`(tests/[\w/]+\.py)`", page))
+    written = "\n".join((ROOT / file).read_text() for file in files)
+    assert files and not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in written]

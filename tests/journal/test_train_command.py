@@ -11,9 +11,9 @@ from engine.cli import app
 from engine.config.load import load_run_spec
 from engine.config.schema.run import Limits
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, rewrite_spec
 from engine.journal.events import EventWriter
-from engine.journal.index import list_runs, record_start
+from engine.journal.index import list_runs
 from engine.journal.liveness import claim
 from engine.launch.resume_run import change_spec
 
@@ -117,8 +117,7 @@ on_finish = "echo done"
 
 
 def test_the_limits_of_the_last_start_stay_unless_said_otherwise(ended: RunDirectory) -> None:
-    record_start(ended)
-    ended.run_toml.write_text(SPEC + LIMITS)
+    rewrite_spec(ended, SPEC + LIMITS)
     kept, notices = limits_after(ended, max_hours=5.0)
     assert (kept.max_hours, kept.on_finish) == (5.0, "echo done")
     assert not any("left out" in notice for notice in notices)
@@ -128,12 +127,11 @@ def test_a_run_directory_from_elsewhere_brings_no_command_to_run(ended: RunDirec
     ended.run_toml.write_text(SPEC + LIMITS)
     kept, notices = limits_after(ended, max_hours=5.0)
     assert (kept.max_hours, kept.on_finish) == (5.0, None)
-    assert any("not started by you" in notice for notice in notices)
+    assert any("you did not give this run its limits" in notice for notice in notices)
 
 
 def test_devices_that_the_new_profile_does_not_have_are_left_out_and_said(ended: RunDirectory) -> None:
-    record_start(ended)
-    ended.run_toml.write_text(SPEC + "\n[limits]\ndevices = [3]\n")
+    rewrite_spec(ended, SPEC + "\n[limits]\ndevices = [3]\n")
     kept, notices = limits_after(ended)
     assert kept.devices == []
     assert any("devices of the last start are left out" in notice for notice in notices)

@@ -15,7 +15,7 @@ import pytest
 from engine.config.files.cgroups import _groups
 
 TUNEDECK = Path(__file__).parents[2] / "tunedeck.py"
-LIMIT = 1100 * 2**20
+LIMIT = 800 * 2**20
 
 
 @pytest.fixture
@@ -51,17 +51,17 @@ def inside(
 def test_a_new_profile_has_the_memory_of_its_container(inside: Callable[..., Any], tmp_path: Path) -> None:
     made = inside("profiles", "new", "here", "--detect")
     text = next(tmp_path.rglob("here.toml")).read_text() if made.returncode == 0 else made.stderr
-    assert "memory_gib = 1.07" in text, made
+    assert "memory_gib = 0.78" in text, made
 
 
 def test_an_attempt_after_a_kill_begins_smaller(inside: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text('schema = 1\nkind = "profile"\n[device]\nkind = "cpu"\nmemory_gib = 23.5\n')
-    rows = "".join(json.dumps({"text": f"{number} " * 380}) + "\n" for number in range(1000, 1128))
+    rows = "".join(json.dumps({"text": f"{number} " * 380}) + "\n" for number in range(1000, 1032))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "r.toml").write_text(
         'schema = 1\nkind = "recipe"\n[model]\nid = "builtin:tiny"\n[data]\nmax_length = 2048\n'
         '[[data.sources]]\nname = "s"\npath = "rows.jsonl"\n'
-        "[train]\nbatch_size = 128\nmicro_batch = 128\nmax_steps = 1\n"
+        "[train]\nbatch_size = 32\nmicro_batch = 32\nmax_steps = 1\n"
     )
     died = inside("train", "-p", "./p.toml", "-r", "./r.toml", "--force")
     assert died.returncode == 137 and "killed by the kernel because host memory ran out" in died.stderr, died

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from engine.config.files.find import SpecFile, SpecKind, find_spec_file, list_spec_files
 from engine.config.files.machine import count_devices, detect_device
+from engine.config.files.trust import state_folder
 from engine.config.files.write import write_new_file
 from engine.config.load import load_spec_file
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Device, Profile
 from engine.errors import TunedeckError
-from engine.journal.index import state_folder
 
 SAME_MEMORY = 0.01
 """GPUs whose memory differs by less than this share are the same product: drivers report some MiB more or less."""

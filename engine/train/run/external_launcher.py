@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.config.files.text import visible
 from engine.config.load import load_run_spec
-from engine.config.schema.run import RunSpec
+from engine.config.schema.run import Limits, RunSpec
 from engine.device.oom import beyond_repair
 from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_without_cleanup, set_up_rank_process
 from engine.distributed.ranks import Ranks
@@ -182,9 +182,16 @@ def require_shared(ranks: Ranks, place: RunDirectory, token: str, *, patience_se
     raise problem
 
 
+def _spec_of_rank0(place: RunDirectory, ranks: Ranks) -> RunSpec:
+    """With the limits that rank 0's machine knows of: the record of what its user gave may be there alone."""
+    spec = load_run_spec(place.run_toml, own=True)
+    limits = Limits.model_validate(ranks.broadcast_object(spec.limits.model_dump(mode="json")))
+    return spec.model_copy(update={"limits": limits})
+
+
 def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
     """Rank 0: hold the claim, write the journal and show the run on stdout; returns the exit code."""
-    spec = load_run_spec(place.run_toml, own=True)
+    spec = _spec_of_rank0(place, ranks)
     with _shown(place, as_json), claim(place):
         if task.resume and launcher_rank.may_resume:
             _write_restart(place, launcher_rank)
@@ -205,7 +212,7 @@ def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: 
 
 def _follow(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task) -> int:
     set_up_rank_process(place, ranks.rank)
-    spec = load_run_spec(place.run_toml, own=True)
+    spec = _spec_of_rank0(place, ranks)
     try:
         code = run_other_rank(RunStart(spec, place, ranks, task.resume, task.from_step))
     except Exception as lost:  # raised again: only what a new process can mend is told here
