@@ -29,7 +29,7 @@ from engine.commands import (
     runs,
     train,
 )
-from engine.errors import FULL_DISK, EnvironmentProblem, StoppedError, TunedeckError, UsageError
+from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
 
 app = typer.Typer(
     name="tunedeck",
@@ -113,9 +113,10 @@ def run() -> None:
         _discard_stdout()  # its reader is gone, as after `| head`
         sys.exit(0)
     except Exception as error:  # of any kind: a user gets a sentence, and the traceback with --debug
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
-            _print_full_disk(error)
-            sys.exit(EnvironmentProblem.exit_code)
+        if (problem := disk_problem(error, "standard output")) is not None and not debug:
+            _print_error(problem.render())
+            _discard_stdout()  # what is still buffered cannot be written either
+            sys.exit(problem.exit_code)
         if debug:
             raise
         _print_error(f"unexpected {type(error).__name__}: {error}\nfix: run again with --debug; report the traceback")
@@ -135,13 +136,6 @@ def _run_command(arguments: list[str]) -> int:
         code = StoppedError.exit_code
     sys.stdout.flush()  # an error of this flush can still be reported
     return code
-
-
-def _print_full_disk(error: OSError) -> None:
-    place = error.filename or "standard output"
-    problem = EnvironmentProblem(f"{place} cannot be written: {error.strerror}", fix="make room on that disk")
-    _print_error(problem.render())
-    _discard_stdout()  # what is still buffered cannot be written either
 
 
 def _discard_stdout() -> None:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Numbers of the OSErrors that a full disk or an exhausted quota causes."""
 
+BROKEN_DISK = {errno.EIO, errno.EROFS}
+"""Numbers of the OSErrors of a disk that fails, or that the system has made read-only."""
+
 KILLED_CODE = 137
 """As shells report a run that was stopped by force: 128 + SIGKILL."""
 
@@ -33,6 +36,17 @@ class TunedeckError(Exception):
         if self.fix:
             lines.append(f"fix: {self.fix}")
         return "\n".join(lines)
+
+
+def disk_problem(error: BaseException, default: str) -> EnvironmentProblem | None:
+    """Words for a full, failing or read-only disk; None for any other error. `default` stands for a file whose name
+    the error does not have."""
+    if not isinstance(error, OSError) or error.errno not in FULL_DISK | BROKEN_DISK:
+        return None
+    is_full = error.errno in FULL_DISK
+    verb = "written" if is_full or error.errno == errno.EROFS else "read or written"
+    fix = "make room on that disk" if is_full else "see dmesg: the disk or its connection fails, or is read-only"
+    return EnvironmentProblem(f"{error.filename or default} cannot be {verb}: {error.strerror}", fix=fix)
 
 
 class UsageError(TunedeckError):

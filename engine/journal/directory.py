@@ -38,7 +38,9 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # an interrupt, too, leaves no temporary file
+    except BaseException as error:  # an interrupt, too, leaves no temporary file
+        if isinstance(error, OSError) and error.filename in (None, temporary):
+            error.filename = str(path)
         os.unlink(temporary)
         raise
 

@@ -117,11 +117,20 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
     the process is killed inside the block, its recorded identity is left behind."""
     with _run_lock(directory):
         identity = identify_self()
-        record_engine(directory, identity)
+        if not _is_recorded(directory, identity):
+            record_engine(directory, identity)
         try:
             yield identity
         finally:
             clear_engine(directory)
+
+
+def _is_recorded(directory: RunDirectory, identity: ProcessIdentity) -> bool:
+    """Whoever started this process has recorded it already: on a full disk it need not be written again."""
+    try:
+        return engine_process(directory) == identity
+    except EnvironmentProblem:
+        return False  # a damaged record, which is replaced
 
 
 @contextmanager

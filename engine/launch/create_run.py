@@ -19,7 +19,7 @@ from engine.config.files.data_files import require_data_files
 from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.files.trust import shared_folder_warning
 from engine.config.load import Resolved, brings_limits, dump_run_spec, load_run_spec, override, resolve
-from engine.config.schema.run import Limits, RunSpec
+from engine.config.schema.run import RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run_directory, read_spec, write_atomically

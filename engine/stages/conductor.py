@@ -13,15 +13,16 @@ import os
 import subprocess
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Stage
 from engine.config.schema.run import RunSpec
 from engine.config.stages import enabled_stages, last_training_stage, origins, required_stages
-from engine.errors import KILLED_CODE, StoppedError, TunedeckError
+from engine.errors import KILLED_CODE, StoppedError, TunedeckError, disk_problem
 from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, RunRequests, send_request
 from engine.journal.directory import HeldRunDirectory, RunDirectory
@@ -30,13 +31,15 @@ from engine.journal.host_kills import killed_text
 from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
-from engine.journal.writer import heartbeats
+from engine.journal.writer import Journal, heartbeats, until_there_is_room
 from engine.launch.followers import run_on_finish
 from engine.launch.process import log_tail, start_engine
 from engine.stages.create_stage import create_or_update_stage, read_device_use, wait_until_released
 
 POLL_SECONDS = 0.1
 """Between two looks at the running stage's journal and the requests to the run."""
+
+T = TypeVar("T")
 
 INTERRUPTED = ("stopped", "paused")
 """Statuses of a stage that ended at a user's request: no other stage starts after it."""
@@ -66,6 +69,7 @@ def conduct(directory: Path, *, resume: bool = False) -> int:
 class _Conductor:
     def __init__(self, spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: RunRequests) -> None:
         self._spec, self._run, self._writer, self._requests = spec, run, writer, requests
+        self._journal = Journal(writer)
         self._outcomes: dict[str, _Outcome] = {}
         self._copied = copied_so_far(run)
 
@@ -83,8 +87,10 @@ class _Conductor:
             status, code, reason, error = "failed", failure.exit_code, "", failure.render()
         except OSError as failure:  # a full disk, or an engine that cannot be started: the journal must say so
             traceback.print_exc()
-            status, code, reason, error = "failed", 1, "", str(failure)
-        self._writer.write(
+            problem = disk_problem(failure, str(self._run.path))
+            status, reason = "failed", ""
+            code, error = (problem.exit_code, problem.render()) if problem else (1, str(failure))
+        self._journal.write(
             "run_finished",
             status=status,
             exit_code=code,
@@ -96,7 +102,7 @@ class _Conductor:
         return status, code
 
     def _write_run_started(self, resume: bool) -> None:
-        self._writer.write(
+        self._journal.write(
             "run_started",
             run=self._run.name,
             pid=os.getpid(),
@@ -129,7 +135,7 @@ class _Conductor:
     def _skip(self, number: int, stage: Stage, missing: str) -> None:
         reason = f"it starts from stage {missing}, which {self._outcomes[missing].status}"
         self._outcomes[stage.name] = _Outcome("skipped", 0, reason)
-        self._writer.write(
+        self._journal.write(
             "stage_finished", name=stage.name, number=number, status="skipped", exit_code=0, reason=reason
         )
 
@@ -152,10 +158,10 @@ class _Conductor:
     def _start(self, number: int, stage: Stage, directory: RunDirectory) -> subprocess.Popen[bytes]:
         use = wait_until_released(self._spec, self._run)
         begun = directory.exists()
-        for notice in create_or_update_stage(self._spec, self._run, stage, directory):
+        for notice in self._when_there_is_room(lambda: create_or_update_stage(self._spec, self._run, stage, directory)):
             self._warn("stage", f"{stage.name}: {notice}")
         from_start = not directory.events.exists()
-        self._writer.write(
+        self._journal.write(
             "stage_started",
             name=stage.name,
             number=number,
@@ -173,10 +179,13 @@ class _Conductor:
         for process in use.processes:
             held = f"{(process.used_bytes or 0) / 2**30:.1f} GiB"
             self._warn("device", f"process {process.pid} ({process.name}) holds {held} of the device beside the stage")
-        return start_engine(directory, resume=begun and not from_start)
+        return self._when_there_is_room(lambda: start_engine(directory, resume=begun and not from_start))
+
+    def _when_there_is_room(self, write: Callable[[], T]) -> T:
+        return until_there_is_room(write, self._requests.poll, self._journal.warn_of_full_disk)
 
     def _warn(self, code: str, text: str) -> None:
-        self._writer.write("warning", code=code, text=text, fix="")
+        self._journal.write("warning", code=code, text=text, fix="")
 
     def _follow(self, stage: Stage, directory: RunDirectory, process: subprocess.Popen[bytes] | None) -> _Outcome:
         """Copy the stage's events and pass on requests until its engine has ended; `process` is None for one that an
@@ -185,7 +194,9 @@ class _Conductor:
         asked = False
         while True:
             ended = process.poll() is not None if process is not None else not _engine_lives(directory)
-            copier.copy_new()  # after the look at the process, so that nothing written before its end is missed
+            self._when_there_is_room(
+                copier.copy_new
+            )  # after the look at the process, so that nothing written before its end is missed
             if ended and process is not None and _engine_lives(directory):
                 process = None  # an engine of an earlier conductor was still starting: it holds the claim, follow it
                 continue
@@ -203,7 +214,7 @@ class _Conductor:
     def _finish(self, number: int, stage: Stage, directory: RunDirectory, outcome: _Outcome) -> _Outcome:
         summary = summarise(directory) if directory.exists() else None
         measured = summary.measured if summary is not None else {}
-        self._writer.write(
+        self._journal.write(
             "stage_finished",
             name=stage.name,
             number=number,

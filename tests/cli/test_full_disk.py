@@ -5,6 +5,7 @@ Needs a file system of its own that may be filled, so it runs only where one can
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,7 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import disk_problem
+from engine.journal.checkpoints_on_disk import Checkpoint
+from engine.journal.directory import RunDirectory, write_atomically
 from engine.launch.process import ENTRY_FILE
+from engine.train.run.checkpoint_files import place_result
+from engine.train.run.main import _describe
 from tests.cli.small_recipes import write_profile, write_recipe
 
 
@@ -54,3 +60,38 @@ def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path,
     assert process.returncode == 0
     assert kinds.index("warning") < kinds.index("checkpoint_saved")
     assert len(list(small_disk.glob("runs/*/model/model.safetensors"))) == 1
+
+
+def fill(disk: Path) -> Path:
+    """A file that leaves no room on `disk`."""
+    ballast, room = disk / "ballast", os.statvfs(disk)
+    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
+    return ballast
+
+
+def test_a_small_file_that_finds_no_room_is_named(small_disk: Path) -> None:
+    fill(small_disk)
+    with pytest.raises(OSError) as caught:
+        write_atomically(small_disk / "engine.json", "{}\n")
+    problem = disk_problem(caught.value, "standard output")
+    assert (
+        problem is not None and problem.found == f"{small_disk}/engine.json cannot be written: No space left on device"
+    )
+
+
+def test_a_result_that_finds_no_room_is_an_error_that_a_run_waits_for(small_disk: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "step-00000001" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    fill(small_disk)
+    with pytest.raises(OSError) as caught:
+        place_result(Checkpoint(1, weights.parent), small_disk / "model")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(small_disk / "model")
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC])
+def test_a_failing_disk_is_told_with_its_file(number: int, tmp_path: Path) -> None:
+    status, code, text = _describe(OSError(number, os.strerror(number), "x/weights"), RunDirectory(tmp_path))
+    assert (status, code) == ("failed", 6) and text.startswith("x/weights cannot be")
+    assert "tunedeck resume" in text and "traceback" not in text

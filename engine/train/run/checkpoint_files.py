@@ -23,6 +23,7 @@ from engine.journal.checkpoints_on_disk import (
     find_checkpoints,
     hashes_of,
 )
+from engine.journal.directory import write_atomically
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""
@@ -75,9 +76,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 def mark_best(folder: Path, step: int, metric: str, value: float) -> None:
     """Record the best checkpoint so far. After a crash the file holds either the old or the new record."""
-    draft = folder / f".{BEST}"
-    draft.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", "utf-8")
-    os.replace(draft, folder / BEST)
+    write_atomically(folder / BEST, json.dumps({"step": step, "metric": metric, "value": value}) + "\n")
 
 
 def unmark_best(folder: Path) -> None:
@@ -92,7 +91,14 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
     """Replace `target` by a copy of the checkpoint's weights, completely or not at all; hard-linked where possible."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(checkpoint.weights, draft, copy_function=_share)
+    try:
+        shutil.copytree(checkpoint.weights, draft, copy_function=_share)
+    except shutil.Error as error:  # of each file, with the errors' texts alone
+        shutil.rmtree(draft, ignore_errors=True)
+        number = re.search(r"\[Errno (\d+)\]", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
     _step_aside(target)
     os.rename(draft, target)
     # The replaced result, and drafts of processes that died.

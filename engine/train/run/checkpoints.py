@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
 from engine.journal.control import BY_SIGNAL, RunRequests
 from engine.journal.writer import until_there_is_room
-from engine.train.run.checkpoint_files import forget_after, place_result, prune, size_bytes, write_checkpoint
+from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings
 from engine.train.step.context import TrainingSetup
@@ -31,6 +31,8 @@ RESERVE_BYTES = 12 * 2**20
 and the tokenizer's files come to a few more."""
 NEEDED_BYTES = 4 * 2**20
 """Bytes that must be available when a checkpoint is begun."""
+
+T = TypeVar("T")
 
 
 class EmergencyHostMemory:
@@ -168,8 +170,17 @@ class CheckpointManager:
         chosen = Checkpoint(step, self._directory.checkpoint(step))
         folder = self._directory.adapter if self._context.loaded.kind == "adapter" else self._directory.model
         self._journal.phase("saving", "result")
-        self._ranks.run_on_rank0(lambda: place_result(chosen, folder))
+        self._ranks.run_on_rank0(lambda: self._when_there_is_room(lambda: place_result(chosen, folder)))
         return folder.name
+
+    def mark_best(self, metric: str, value: float) -> None:
+        """Record on disk that this step's checkpoint is the best; waits while the disk is full."""
+        self._when_there_is_room(lambda: mark_best(self._directory.checkpoints, self._state.step, metric, value))
+
+    def _when_there_is_room(self, write: Callable[[], T]) -> T:
+        return until_there_is_room(
+            write, lambda: asked_to_end(self._requests, self._ranks), self._journal.warn_of_full_disk
+        )
 
     def _write_if_possible(self, reason: str) -> bool:
         try:
@@ -182,10 +193,8 @@ class CheckpointManager:
     def _write(self, reason: str) -> bool:
         self._journal.phase("saving")
         began = time.perf_counter()
-        checkpoint = until_there_is_room(
-            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried),
-            lambda: asked_to_end(self._requests, self._ranks),
-            self._journal.warn_of_full_disk,
+        checkpoint = self._when_there_is_room(
+            lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried)
         )
         prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
         self._journal.write(
@@ -213,7 +222,8 @@ class CheckpointManager:
     def _agree_on_the_best(self) -> dict[str, Any]:
         """Make the record on disk equal to the run state; clear both, with a warning, if that checkpoint is damaged."""
         best = self._state.best
-        complaint = agree(self._directory.checkpoints, best, self._setup.spec.recipe.checkpoint.best_metric)
+        metric = self._setup.spec.recipe.checkpoint.best_metric
+        complaint = self._when_there_is_room(lambda: agree(self._directory.checkpoints, best, metric))
         if complaint:
             self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
         return asdict(best)

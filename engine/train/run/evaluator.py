@@ -13,7 +13,6 @@ from engine.evaluate.answers import planned_rows
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.generation import within_positions
 from engine.evaluate.scores import evaluate as score
-from engine.train.run.checkpoint_files import mark_best
 from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.expert_utilisation import ExpertMonitor
 from engine.train.run.run_context import RunContext
@@ -97,7 +96,7 @@ class Evaluator:
         if not self._checkpoints.save_if_possible(f"best {name}"):
             self._state.best = best
         elif self._ranks.is_rank0:
-            mark_best(self._directory.checkpoints, self._state.step, name, value)
+            self._checkpoints.mark_best(name, value)
 
     def _make_context(self) -> EvaluationContext:
         step = self._setup.context

@@ -39,7 +39,7 @@ from engine.distributed.elastic import (
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
 from engine.distributed.votes import LostRankError
 from engine.distributed.warm_up import warm_up
-from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError
+from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError, disk_problem
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
@@ -187,6 +187,9 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
     if isinstance(failure, TunedeckError):
         status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
         return status, failure.exit_code, failure.render()
+    if (problem := disk_problem(failure, str(place.path))) is not None:
+        problem.fix += f"; then go on from the last checkpoint: tunedeck resume {place.name}"
+        return "failed", problem.exit_code, problem.render()
     found = classify(failure)
     status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
     error = TunedeckError(
