@@ -32,7 +32,7 @@ from tui import arguments, keys
 from tui.arguments import Flags
 from tui.screens.base import BaseScreen, creations
 from tui.screens.table import SCREENS, ScreenRow, screen_row
-from tui.terminal import Terminal
+from tui.terminal import Terminal, watch_for_hangup
 from tui.theme import THEMES
 from tui.widgets.key_order import SequentialKeysApp
 
@@ -298,6 +298,7 @@ def run(flags: Flags) -> NoReturn:
     if flags.runs:
         os.environ["TUNEDECK_RUNS"] = str(runs_folder(flags.runs))  # for a recipe's "run:NAME", here and in engines
     app = TunedeckApp(flags)
+    watch_for_hangup()
     app.run()
     from tui.run.engine_processes import running_runs  # slow to import: not before the first paint
 

@@ -8,7 +8,12 @@ Try: `tunedeck`, then look at the title of the terminal's window while a run tra
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import termios
+import threading
+import time
 from collections.abc import Callable, Mapping
 
 from engine.config.files.text import visible
@@ -47,3 +52,26 @@ class Terminal:
         if self._title:
             self._write(RESTORE_TITLE)
             self._title = ""
+
+
+HANGUP_CODE = 128 + signal.SIGHUP
+"""As shells report a process that HUP ended."""
+
+LOOK_SECONDS = 1.0
+
+
+def watch_for_hangup() -> None:
+    """End the console as HUP would, if its terminal is gone and HUP was ignored: the thread that reads keys would find
+    the end of input again and again, and the one that draws has ended."""
+    threading.Thread(target=_end_without_terminal, name="terminal", daemon=True).start()
+
+
+def _end_without_terminal() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        try:
+            termios.tcgetattr(0)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os._exit(HANGUP_CODE)
+            return  # no terminal: the console is served to a browser

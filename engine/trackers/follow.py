@@ -3,9 +3,12 @@ restarts, in a process of its own: a tracker that is slow, hangs or fails neithe
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from engine.config.load import load_run_spec
@@ -55,6 +58,9 @@ def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
 
 POLL_SECONDS = 1.0
 
+CALL_SECONDS = 300.0
+"""A tracker whose package takes longer for one call hangs, and its process is ended."""
+
 
 def forward_all(directory: RunDirectory, name: str) -> int:
     """Forward every event that tracker `name` lacks; returns how many had metrics. Raises EnvironmentProblem if the
@@ -82,7 +88,8 @@ def _follow(
     with locked(directory.trackers / f"{name}.lock", timeout_seconds=lock_seconds):
         record = read_record(directory, name)
         with _failures_recorded(directory, name, record):
-            tracker = open_tracker(directory, name, record.position)
+            with _ended_if_it_hangs(directory, name, record, "starting"):
+                tracker = open_tracker(directory, name, record.position)
             return _Follower(directory, name, record, tracker).run(engine, after)
 
 
@@ -96,6 +103,30 @@ def _failures_recorded(directory: RunDirectory, name: str, record: Record) -> It
         record.error, record.fix = problem.found, problem.fix
         write_record(directory, name, record)
         raise problem from error
+
+
+@contextmanager
+def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing: str) -> Iterator[None]:
+    """End this process, and record why, if the block takes longer than CALL_SECONDS: a package that waits for a network
+    cannot be interrupted in any other way."""
+
+    def end() -> None:
+        slow = f"tracker {name} hung for {CALL_SECONDS:g} s in {doing}, and its process was ended"
+        record.error, record.fix = slow, f"forward what is missing: tunedeck forward {directory.path}"
+        try:
+            write_record(directory, name, record)
+            sys.stderr.write(f"{slow}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+    timer = threading.Timer(CALL_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _problem(directory: RunDirectory, name: str, error: Exception) -> EnvironmentProblem:
@@ -129,7 +160,8 @@ class _Follower:
             if not self._ended:
                 time.sleep(POLL_SECONDS)
         killed = engine is not None and not self._ended
-        position = self._tracker.close(KILLED_CODE if killed else self._exit_code)
+        with self._limited("finishing"):
+            position = self._tracker.close(KILLED_CODE if killed else self._exit_code)
         self._write(self._seq, position)
         return count
 
@@ -152,8 +184,12 @@ class _Follower:
             self._ended = event["seq"] > after
         point = point_of(event)
         if point is not None:
-            self._tracker.forward(point)
+            with self._limited("logging"):
+                self._tracker.forward(point)
         return point is not None
+
+    def _limited(self, doing: str) -> AbstractContextManager[None]:
+        return _ended_if_it_hangs(self._directory, self._name, self._record, doing)
 
     def _remember(self) -> None:
         position = self._tracker.position()

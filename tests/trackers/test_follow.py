@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,32 @@ def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch
     assert "pip install wandb" in caught.value.fix and "trackers.use=[]" in caught.value.fix
     require_trackers(recipe.model_copy(update={"trackers": recipe.trackers.model_copy(update={"use": ["trackio"]})}))
     require_trackers(resolve("demo", "demo").spec.recipe)
+
+
+HANGING = """
+import sys, threading
+from engine.journal.directory import RunDirectory
+from engine.trackers import follow
+
+class Hanging:
+    last_seq = None
+    def __init__(self, run, position): pass
+    def position(self): return {{}}
+    def rewind(self, step): pass
+    def forward(self, point): {forward}
+    def close(self, code): {close}
+
+follow.TRACKER_CLASSES["wandb"] = Hanging
+follow.CALL_SECONDS = 0.2
+follow.forward_all(RunDirectory(__import__("pathlib").Path(sys.argv[1])), "wandb")
+"""
+
+
+@pytest.mark.parametrize("where", ["forward", "close"])
+def test_a_tracker_that_hangs_is_ended_and_says_so(run: RunDirectory, where: str) -> None:
+    bodies = {"forward": "pass", "close": "return {}", where: "threading.Event().wait()"}
+    command = [sys.executable, "-c", HANGING.format(**bodies), str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "tracker wandb hung for 0.2 s" in done.stderr
+    record = read_record(run, "wandb")
+    assert "hung for 0.2 s" in record.error and record.fix.endswith(f"tunedeck forward {run.path}")

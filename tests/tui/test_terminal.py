@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine.journal.summary import summarise
+from engine.launch.process import ENTRY_FILE
 from tests.tui.conftest import Spawn
 from tests.tui.recorded_runs import make_run
 from tests.tui.tmux_terminal import until
 from tui.run.engine_processes import running_runs
 from tui.run.run_ends import RunEnds
-from tui.terminal import RESTORE_TITLE, SAVE_TITLE, Terminal
+from tui.terminal import HANGUP_CODE, RESTORE_TITLE, SAVE_TITLE, Terminal
 
 
 def test_a_title_is_written_when_it_changes_and_put_back_at_the_end() -> None:
@@ -59,3 +64,24 @@ def test_the_end_of_a_run_is_told_once_and_that_of_older_runs_never(runs: Path, 
     until(is_told, lambda: f"the end of {summarise(run)}")
     assert told == ["demo: its engine is gone"]
     assert ends.poll() == []
+
+
+def test_a_console_that_lost_its_terminal_ends_though_hup_is_ignored(runs: Path) -> None:
+    master, slave = pty.openpty()
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    console = subprocess.Popen(
+        [sys.executable, "-c", ignoring, sys.executable, "-P", str(ENTRY_FILE), "--runs", str(runs)],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    try:
+        seen = b""
+        while b"\x1b[?1049h" not in seen:  # it has taken the screen
+            seen += os.read(master, 65536)
+        os.close(master)
+        assert console.wait(60) == HANGUP_CODE
+    finally:
+        console.kill()
+        console.wait()
