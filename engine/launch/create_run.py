@@ -23,7 +23,7 @@ from engine.config.schema.run import RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.directory import RunDirectory, create_run_directory, read_spec, write_atomically
-from engine.journal.index import record_start, recorded_runs, resolve_run
+from engine.journal.index import record_start, resolve_run
 from engine.launch.requirements import require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions

@@ -38,3 +38,13 @@ def test_what_does_not_fit_is_refused_before_it_waits(tunedeck: Tunedeck, tmp_pa
     outcome = tunedeck("queue", "add", "-p", "24gb", "-r", "full", "--set", "model.id=Qwen/Qwen2.5-72B")
     outcome.complains(3, "does not fit")
     assert json.loads(tunedeck("queue", "list", "--json").out)["runs"] == []
+
+
+def test_a_run_that_cannot_be_started_is_said_and_so_is_why_it_cannot_be_resumed(tunedeck: Tunedeck) -> None:
+    run = json.loads(tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--name", "stuck", *SHORT, "--json").out)
+    log = Path(run["path"]) / "engine.log"
+    log.mkdir()
+    outcome = tunedeck("queue", "start")
+    assert outcome.code == 6
+    assert "stuck: failed at step 0" in outcome.out and f"{log} cannot be written: Is a directory" in outcome.out
+    tunedeck("resume", run["path"]).complains(6, f"{log} cannot be written: Is a directory", "fix: move")
