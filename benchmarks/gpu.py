@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.gpu_runs import ROOT, Result, SuiteDevice, kill_engines_in
 from benchmarks.gpu_suites import SUITES, Measurement, measurements_of
 from engine.device.nvml import driver_version
-from engine.journal.directory import write_atomically
+from engine.journal.files import write_atomically
 
 MOST_SECONDS = 7 * 24 * 3600.0
 """The limit if none is given: subprocess takes no infinite one."""

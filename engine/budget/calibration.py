@@ -15,7 +15,7 @@ from typing import Any
 from engine.config.files.machine import installed
 from engine.config.files.trust import state_folder
 from engine.config.schema.run import Profile
-from engine.journal.directory import write_atomically
+from engine.journal.files import write_atomically
 
 BLOCK_BYTES = 512
 """`kMinBlockSize` in `c10/cuda/CUDACachingAllocator.cpp` of torch."""

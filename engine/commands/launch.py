@@ -97,7 +97,7 @@ def _launcher(spec: RunSpec, slurm: bool, skypilot: bool) -> str:
 
 def _write(script: Path, text: str, job: Job) -> None:
     from engine.config.load import dump_run_spec
-    from engine.journal.directory import write_atomically
+    from engine.journal.files import write_atomically
 
     try:
         _refuse_to_replace(script, text)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from engine.journal.directory import RunDirectory, read_table, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import read_table, write_atomically
 
 MANIFEST = "manifest.json"
 BEST = "best"

@@ -14,8 +14,9 @@ from types import FrameType
 from typing import Any
 
 from engine.errors import KILLED_CODE
-from engine.journal.directory import RunDirectory, read_table, write_atomically
+from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, utc_now
+from engine.journal.files import read_table, write_atomically
 
 REQUESTS = ("stop", "pause", "checkpoint")
 

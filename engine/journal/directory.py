@@ -1,118 +1,26 @@
-"""The run directory: the paths inside it, how a new one is created, and small files that are written whole or not at
-all."""
+"""The run directory: the paths inside it, how a new one is created, and its run.toml."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import secrets
 import shutil
-import stat
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import tomli
 
 from engine.config.files.trust import keep_limits
 from engine.errors import EnvironmentProblem
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Raises OSError; no
-    temporary file is left."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    # Unlike those of `tempfile`, readable as the umask says.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:  # an interrupt, too, leaves no temporary file
-        if isinstance(error, OSError) and error.filename in (None, temporary):
-            error.filename = str(path)
-        os.unlink(temporary)
-        raise
-
-
-MOST_BYTES = 64 << 20
-"""Size of the largest file that is read as a whole."""
-
-MOST_DIGITS = 40
-"""Of a whole number in JSON: a longer one is no count, size or seed, and cannot be shown."""
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for what is no regular file: a FIFO would wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_bounded(path: Path) -> bytes:
-    """The content of a small file. Raises OSError if it cannot be read, ValueError if it is larger than MOST_BYTES."""
-    with open_regular(path) as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
-    return data
-
-
-def read_table(path: Path, *, finite: bool = True) -> dict[str, Any]:
-    """The JSON object in a small file. Raises OSError or ValueError for anything else, and if `finite` for NaN."""
-    found = decode_json(read_bounded(path), finite=finite)
-    if not isinstance(found, dict):
-        raise ValueError(f"a table was expected, not {type(found).__name__}")
-    return found
-
-
-def decode_json(data: bytes, *, finite: bool = True) -> Any:
-    """JSON in UTF-8, if `finite` strict. Raises ValueError for anything else, also for numbers that are too large, and
-    nesting that is too deep to be read."""
-    try:
-        return (_STRICT if finite else _WITH_NAN).decode(data.decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _bounded_whole(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def _finite_number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:MOST_DIGITS]} is not finite")
-    return value
-
-
-_STRICT = json.JSONDecoder(parse_int=_bounded_whole, parse_float=_finite_number, parse_constant=_finite_number)
-_WITH_NAN = json.JSONDecoder(parse_int=_bounded_whole)
-
-
-@contextmanager
-def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
-    """Hold the lock file `path` inside the block; a negative timeout waits without a limit. The kernel releases the
-    lock when the process ends for any reason; forked children do not hold it. Raises TimeoutError, or other OSErrors if
-    the file cannot be locked."""
-    from filelock import FileLock  # imported here: it takes longer than most commands that never lock
-
-    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, thread_local=False):
-        yield
+from engine.journal.files import read_bounded, write_atomically
 
 
 @dataclass(frozen=True)

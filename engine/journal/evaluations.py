@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import MOST_DIGITS, RunDirectory, locked, read_bounded, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import MOST_DIGITS, locked, read_bounded, write_atomically
 
 
 @dataclass(frozen=True)

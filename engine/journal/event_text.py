@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.text import visible
-from engine.journal.directory import read_table
+from engine.journal.files import read_table
 
 Event = dict[str, Any]
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from engine.journal.directory import RunDirectory, decode_json, open_regular
+from engine.journal.directory import RunDirectory
+from engine.journal.files import decode_json, open_regular
 
 COMMON = frozenset({"seq", "time", "kind", "stage", "rank", "stage_seq"})
 """Fields that only the writer sets: all but `stage_seq` in every event. In a staged run's journal, `stage` names the

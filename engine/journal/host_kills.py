@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.config.files.cgroups import PROC, memory_limit_bytes, oom_kills
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import write_atomically
 
 
 @dataclass(frozen=True)

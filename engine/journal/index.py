@@ -12,7 +12,8 @@ from pathlib import Path
 
 from engine.config.files.trust import state_folder
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, decode_json, read_spec
+from engine.journal.directory import RunDirectory, read_spec
+from engine.journal.files import decode_json
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import find_stage, stage_directories, stage_name
 

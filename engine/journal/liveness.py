@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory, locked, open_regular, read_table, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import locked, open_regular, read_table, write_atomically
 
 STALE_SECONDS = 15.0
 """Silence after which a run is stale when its process does not exist on this machine and nobody holds its lock: three

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, locked, read_table, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import locked, read_table, write_atomically
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
 from engine.journal.summary import summarise
 

@@ -16,8 +16,9 @@ from typing import Any
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_requested
-from engine.journal.directory import RunDirectory, nested, read_spec_and_problems, read_table
+from engine.journal.directory import RunDirectory, nested, read_spec_and_problems
 from engine.journal.events import FINAL_STATUSES, Event, EventTail, decode_event
+from engine.journal.files import read_table
 from engine.journal.journal_state import JournalState, StageState, plan_digest
 from engine.journal.liveness import (
     REMOTE_STALE_SECONDS,

@@ -22,7 +22,8 @@ from engine.config.load import Resolved, brings_limits, dump_run_spec, load_run_
 from engine.config.schema.run import RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
-from engine.journal.directory import RunDirectory, create_run_directory, read_spec, write_atomically
+from engine.journal.directory import RunDirectory, create_run_directory, read_spec
+from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
 from engine.launch.requirements import require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations

@@ -19,7 +19,8 @@ from engine.config.schema.run import RunSpec
 from engine.config.stages import dependants, stage_recipe
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
-from engine.journal.directory import RunDirectory, rewrite_spec, write_atomically
+from engine.journal.directory import RunDirectory, rewrite_spec
+from engine.journal.files import write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import stage_directories, stage_name

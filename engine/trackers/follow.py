@@ -13,8 +13,9 @@ from typing import Any
 
 from engine.config.load import load_run_spec
 from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError, UsageError
-from engine.journal.directory import RunDirectory, locked
+from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail
+from engine.journal.files import locked
 from engine.journal.liveness import ProcessIdentity, identify, is_alive
 from engine.journal.stages import stage_name
 from engine.trackers.tensorboard_tracker import TensorBoardTracker

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.config.schema.recipe import Recipe
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory
 from engine.journal.events import Event
+from engine.journal.files import write_atomically
 
 
 def missing_trackers(recipe: Recipe) -> list[str]:

@@ -17,7 +17,8 @@ import pytest
 
 from engine.errors import disk_problem
 from engine.journal.checkpoints_on_disk import Checkpoint
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import write_atomically
 from engine.launch.process import ENTRY_FILE
 from engine.train.run.checkpoint_files import place_result
 from engine.train.run.main import _describe

@@ -18,8 +18,9 @@ from engine.budget.calibration import round_to_blocks
 from engine.config.schema.run import RunSpec
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox, RunRequests
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
+from engine.journal.files import write_atomically
 from engine.journal.writer import Journal
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training

@@ -23,7 +23,7 @@ from engine.journal.checkpoints_on_disk import (
     find_checkpoints,
     hashes_of,
 )
-from engine.journal.directory import write_atomically
+from engine.journal.files import write_atomically
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.journal.directory import RunDirectory, write_atomically
+from engine.journal.directory import RunDirectory
+from engine.journal.files import write_atomically
 from engine.journal.writer import Journal, until_there_is_room
 from engine.model.expert_balance import ExpertBalance
 

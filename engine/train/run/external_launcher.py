@@ -30,8 +30,9 @@ from engine.distributed.elastic import BEYOND_REPAIR_CODE, LOST_CODE, exit_witho
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem, TunedeckError
-from engine.journal.directory import HeldRunDirectory, RunDirectory, read_table, write_atomically
+from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventTail, EventWriter, end_of_events
+from engine.journal.files import read_table, write_atomically
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise

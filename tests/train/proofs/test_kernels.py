@@ -15,7 +15,7 @@ import torch
 
 from engine.device.determinism import deterministic_kernels
 from engine.errors import EnvironmentProblem
-from engine.journal.directory import write_atomically
+from engine.journal.files import write_atomically
 from engine.model.adapted_linear import is_ours
 from engine.model.dropout_kernel import kernel_in_use, reference_drop, using
 from engine.train.proofs import kernels, layers
