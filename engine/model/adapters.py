@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -21,12 +21,11 @@ from engine.budget.architecture.families import (
     scan_reason,
     untrained_experts,
 )
-from engine.budget.architecture.parameters import in_vision_encoder
 from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
-from engine.model.trained import select
+from engine.model.trained import head_of, outside_text, select
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
@@ -119,7 +118,7 @@ def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] 
     linears = linear_layers(model)
     experts = fused_experts(model)
     impossible = layers_without_adapter(model, linears)
-    chosen = choose_targets(linears, experts, method, impossible)
+    chosen = choose_targets(linears, experts, method, impossible, outside_text(model))
     expert_names = [name for name in chosen if name in experts]
     if expert_names:
         _refuse_on_experts(method)
@@ -195,7 +194,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer by dotted name, except the output head. GPT-2's Conv1D counts as a linear layer."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     return {
         name: module
         for name, module in model.named_modules()
@@ -217,16 +216,18 @@ def choose_targets(
     experts: dict[str, nn.Parameter],
     method: Method,
     impossible: Mapping[str, str] = MappingProxyType({}),
+    beside_text: Container[str] = (),
 ) -> list[str]:
-    """Dotted names that get adapters, in the model's order; in a vision encoder, only those that the patterns match.
+    """Dotted names that get adapters, in the model's order; of those in `beside_text` (vision and audio encoders), only
+    what the patterns match.
 
     UsageError: a pattern matches nothing, or names a layer in `impossible` ({name: reason}); no layer is left.
     """
     possible = [name for name in linears if name not in impossible]
     if method.targets == "all-linear":
-        chosen = [name for name in possible if not in_vision_encoder(name)]
+        chosen = [name for name in possible if name not in beside_text]
     elif method.targets == "attention":
-        chosen = [name for name in possible if _in_attention(name) and not in_vision_encoder(name)]
+        chosen = [name for name in possible if _in_attention(name) and name not in beside_text]
     else:
         names = [*linears, *experts]
         chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]

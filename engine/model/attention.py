@@ -15,7 +15,6 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import import_utils
 
 from engine.config.attention import (
@@ -30,6 +29,7 @@ from engine.config.attention import (
 from engine.device.base import Device
 from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
+from engine.model.config import model_class
 from engine.model.positions import starts_are_handed_over
 
 NAME = "varlen"
@@ -164,7 +164,7 @@ def choose_attention(
     return ChosenAttention(chosen.name, _notices(chosen.obstacles))
 
 
-def attends_to_later_tokens(model: PreTrainedModel) -> bool:
+def attends_to_later_tokens(model: torch.nn.Module) -> bool:
     """Whether later tokens may influence earlier ones. True unless every attention module declares itself causal; so
     also for models that build position biases from the mask (Bloom)."""
     declared = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
@@ -250,17 +250,9 @@ def _capability(device: Device) -> float:
 
 def _supports(config: PreTrainedConfig, flag: str) -> bool:
     """A class flag such as `_supports_sdpa`; True for remote code, which transformers checks when it loads it."""
-    model_class = _model_class(config)
-    return True if model_class is None else bool(getattr(model_class, flag, False))
+    found = model_class(config)
+    return True if found is None else bool(getattr(found, flag, False))
 
 
 def _attribute(config: PreTrainedConfig, name: str) -> Any:
-    return getattr(_model_class(config), name, None)
-
-
-def _model_class(config: PreTrainedConfig) -> Any:
-    """None for models with remote code."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]
-    return None
+    return getattr(model_class(config), name, None)

@@ -23,7 +23,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine.model.decoder import decoder_of
+from engine.model.trained import decoder_of
 from engine.model.loaded import LoadedModel
 
 BACKENDS = {"cpu": "inductor", "cuda": "inductor", "metered": "aot_eager_decomp_partition"}

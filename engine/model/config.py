@@ -21,13 +21,13 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from engine.budget.architecture.classes import no_class
 from engine.budget.architecture.families import own_code
 from engine.budget.architecture.lookup import builtin_config
 from engine.budget.architecture.support import refuse_unsafe_packing
-from engine.budget.architecture.vision_encoder import VISION_ENCODERS
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import ask_hub
@@ -158,9 +158,28 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+AUTO_CLASSES = (
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+)
+"""The auto classes of models that are trained, with transformers' classes by class of config; the one that keeps all
+weights of a config with several models first."""
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Image-text-to-text for a model with a vision encoder, else causal language model."""
-    return AutoModelForImageTextToText if config.model_type in VISION_ENCODERS else AutoModelForCausalLM
+    """The auto class that opens what `architectures` in config.json names, so that results are of the base's class.
+    Where that names no class of these, such as in a shipped config, the one that keeps vision and audio encoders."""
+    opening = [(auto, mapping[type(config)].__name__) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
+    named = [auto for auto, name in opening if name in (config.architectures or ())]
+    if opening:
+        return [*named, opening[0][0]][0]
+    ways = getattr(config, "auto_map", None) or {}
+    return next((auto for auto, _ in reversed(AUTO_CLASSES) if auto.__name__ in ways), AutoModelForCausalLM)
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class that `auto_class` opens; None for a model with code of its own."""
+    return dict(AUTO_CLASSES)[auto_class(config)].get(type(config), None)
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
@@ -197,13 +216,8 @@ def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedCo
         )
     except HUB_ERRORS as error:
         raise loading_error(error, start.base) from error
-    known = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_ENCODERS)
-    if config.model_type not in known and not getattr(config, "auto_map", None):
-        raise UsageError(
-            f"{start.base} is a {config.model_type!r} model, which is not a causal language model",
-            expected="a model that transformers opens with AutoModelForCausalLM, or one with a known vision encoder",
-            fix="choose another model.id",
-        )
+    if model_class(config) is None and not getattr(config, "auto_map", None):
+        raise no_class(start.base, config.model_type)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.loaded import LoadedModel
 from engine.model.positions import flash_options, separate_documents, takes_starts
+from engine.model.trained import decoder_of, head_of
 
 LOGIT_MULTIPLIERS = {
     "cohere": "logit_scale",
@@ -65,7 +66,7 @@ class OutputHead:
 
 def find_head(model: PreTrainedModel) -> OutputHead:
     """The output head of a transformers model, with its adapters. UsageError: the model names no output embeddings."""
-    project = model.get_output_embeddings()
+    project = head_of(model)
     if project is None:
         raise UsageError(
             f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
@@ -142,13 +143,6 @@ def _by_axis(loaded: LoadedModel, positions_BS: Tensor) -> Tensor:
     if loaded.config.model_type not in POSITIONS_BY_AXIS:
         return positions_BS
     return positions_BS.expand(4, *positions_BS.shape)
-
-
-def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that maps token ids [B, S] to hidden states [B, S, H]."""
-    decoder: torch.nn.Module = model.get_decoder()
-    # Llama 4's text model names no decoder, and gives itself: head and all.
-    return decoder if decoder is not model else cast(torch.nn.Module, getattr(model, "model", model))
 
 
 def autocast(loaded: LoadedModel) -> AbstractContextManager[object]:

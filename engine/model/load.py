@@ -15,7 +15,6 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
-from engine.budget.architecture.parameters import in_vision_encoder
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
@@ -40,7 +39,7 @@ from engine.model.positions import expect_scaled, fix_frequencies, scale_positio
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import StartingWeights, find_starting_weights
 from engine.model.tokenizer import check_vocabulary
-from engine.model.trained import freeze_parameters
+from engine.model.trained import decoder_of, freeze_parameters, outside_text
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -142,7 +141,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         base_exists_elsewhere=not _has_new_weights(spec, settings.start),
         notices=notices,
         positions_scaled=recipe.model.rope_scaling is not None,
-        attends_to_padding=attends_to_later_tokens(base.get_decoder()),
+        attends_to_padding=attends_to_later_tokens(decoder_of(base)),
     )
     loaded.model.train()
     loaded.set_checkpointing(recipe.train.gradient_checkpointing)
@@ -285,8 +284,8 @@ def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel)
                 f"{start.adapter} is an adapter, which full fine-tuning does not go on from",
                 fix='set method.kind = "lora", or merge the adapter first',
             )
-        names = [name for name, _ in model.named_parameters()]
-        unseen = () if image_key(spec.recipe) else [name for name in names if in_vision_encoder(name)]
+        names = dict(model.named_parameters())
+        unseen = () if image_key(spec.recipe) else outside_text(model) & names.keys()
         freeze_parameters(model, method, [*(routers if freezes else ()), *unseen])
         return model, _coverage_of_full(model)
     model.requires_grad_(False)

@@ -1,4 +1,5 @@
-"""Which parameters are trained, by the patterns of a recipe, and in which of the optimizer's parameter groups."""
+"""Which parts of a model compute text; which parameters are trained, by the patterns of a recipe, and in which of the
+optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -7,10 +8,40 @@ from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from engine.config.name_patterns import matches, no_match
 from engine.config.schema.recipe import Method, ParameterGroup, Train
 from engine.errors import UsageError
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that maps token ids [B, S] to hidden states [B, S, H], without output head: also where a model with a
+    vision encoder holds a causal language model, head and all (Llama 4)."""
+    decoder: Any = model.get_decoder()
+    if decoder is model:
+        return getattr(model, "model", model)
+    holds_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
+    return decoder_of(decoder) if holds_head else decoder
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """The module that computes logits; None if the model, or the language model in it, names none."""
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None and isinstance(inner := model.get_decoder(), PreTrainedModel) and inner is not model:
+        head = inner.get_output_embeddings()
+    return head
+
+
+def outside_text(model: PreTrainedModel) -> frozenset[str]:
+    """Dotted names of the modules and parameters that text alone never uses: vision and audio encoders, and what
+    connects them to the decoder. Empty for a model of text alone."""
+    if model.config.get_text_config() is model.config:
+        return frozenset()
+    parts = [part for part in (decoder_of(model), model.get_input_embeddings(), head_of(model)) if part is not None]
+    text = {id(each) for part in parts for each in (*part.modules(), *part.parameters())}
+    everything = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
+    return frozenset(name for name, each in everything if id(each) not in text)
 
 
 def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:

@@ -22,7 +22,8 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_group, to_heads, to_positions
 from engine.distributed.votes import VotedGroup
 from engine.errors import UsageError
-from engine.model.decoder import autocast, decoder_of, hidden_states
+from engine.model.decoder import autocast, hidden_states
+from engine.model.trained import decoder_of
 from engine.model.loaded import LoadedModel, embedding_rows
 
 KERNEL = "tunedeck_slices"

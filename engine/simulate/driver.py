@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
-from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList
+from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from engine.budget.architecture.lookup import find_config
@@ -38,7 +38,7 @@ SIMULATED_TOKENS = 4
 """How many tokens of an answer are simulated: the first two and the last two. The tokens in between are skipped."""
 
 Recorder = TypeVar("Recorder", bound=PhaseRecorder)
-MakeRecorder = Callable[[SimulatedDevice, torch.nn.Module, Callable[[], int]], Recorder]
+MakeRecorder = Callable[[SimulatedDevice, PreTrainedModel, Callable[[], int]], Recorder]
 """Creates a recorder from the device, the base model, and a function that counts the bytes of gradients."""
 
 

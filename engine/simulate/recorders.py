@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from engine.budget.architecture.parameters import in_vision_encoder
+from engine.model.trained import decoder_of
 from engine.simulate.device import SimulatedDevice
 
 EMBEDDING = "forward -1"
@@ -27,15 +28,15 @@ PHASES = (
 """The phases of a step as a plan names them, in the order in which they run."""
 
 
-def decoder_layers(base: nn.Module) -> nn.ModuleList:
-    """Return the decoder's layers: the outermost ModuleList outside of the vision encoder."""
-    return next(m for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and not in_vision_encoder(name))
+def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers: its outermost ModuleList."""
+    return next(module for module in decoder_of(base).modules() if isinstance(module, nn.ModuleList))
 
 
 class PhaseRecorder:
     """Knows which phase of a step runs. Subclasses record its memory in `begin` and `end`."""
 
-    def __init__(self, device: SimulatedDevice, base: nn.Module, gradient_bytes: Callable[[], int]) -> None:
+    def __init__(self, device: SimulatedDevice, base: PreTrainedModel, gradient_bytes: Callable[[], int]) -> None:
         self.device, self.base, self.gradient_bytes = device, base, gradient_bytes
         self._phase = ""
         self.layers = list(decoder_layers(base))
@@ -87,7 +88,7 @@ class PhasePeaks(PhaseRecorder):
     """
 
     def __init__(
-        self, device: SimulatedDevice, base: nn.Module, gradient_bytes: Callable[[], int], ends: Mapping[int, str]
+        self, device: SimulatedDevice, base: PreTrainedModel, gradient_bytes: Callable[[], int], ends: Mapping[int, str]
     ) -> None:
         super().__init__(device, base, gradient_bytes)
         self._peaks: dict[str, tuple[int, int]] = {}
@@ -145,7 +146,7 @@ class PhaseLog(PhaseRecorder):
     entry (`engine.simulate.fit`).
     """
 
-    def __init__(self, device: SimulatedDevice, base: nn.Module, gradient_bytes: Callable[[], int]) -> None:
+    def __init__(self, device: SimulatedDevice, base: PreTrainedModel, gradient_bytes: Callable[[], int]) -> None:
         super().__init__(device, base, gradient_bytes)
         self._segments: list[Segment] = []
         self._held_bytes = 0

@@ -22,7 +22,7 @@ from engine.config.check.notes import refuse_unsupported
 from engine.config.schema.run import RunSpec
 from engine.errors import SpecError
 from engine.model.compiled import BACKENDS, is_compiled
-from engine.model.decoder import decoder_of
+from engine.model.trained import decoder_of
 from engine.train.proofs.prove import PROOFS
 from engine.train.proofs.record import ProofResult
 from engine.train.run import main

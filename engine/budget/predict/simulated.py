@@ -32,7 +32,7 @@ from engine.config.files.machine import installed
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 3
+FORMAT = 4
 """Version of the stored files; a change makes older files unused."""
 UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""

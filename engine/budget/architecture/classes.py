@@ -1,0 +1,91 @@
+"""Whether the installed transformers has a class for a model that can be trained on text, by its config.json. Asked of
+transformers' source files, which are read and not imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UsageError
+
+MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+"""In transformers' `models/auto/modeling_auto.py`: names of classes by model type, in the order in which the engine
+looks for one (`engine.model.config.auto_class`)."""
+ENTRY = re.compile(r"\"([^\"]+)\",\s*\"([^\"]+)\"")
+
+
+def refuse_class(facts: Mapping[str, Any], model: str) -> None:
+    """Raise UsageError if transformers has no class for the config `facts`, or one that does not predict text from text
+    alone. Does nothing for a model with code of its own, or where transformers is not installed."""
+    model_type = str(facts.get("model_type", ""))
+    if facts.get("auto_map") or not _classes():
+        return
+    names = classes_of(model_type)
+    if not names:
+        raise no_class(model, model_type)
+    named = [name for name in names if name in (facts.get("architectures") or ())]
+    reason = why_not_text_alone([*named, names[0]][0], model_type)
+    if reason is not None:
+        raise UsageError(
+            f"{model} is a {model_type!r} model, which {reason}",
+            expected="a model that predicts each token from the text before it",
+            fix="choose another model.id",
+        )
+
+
+def no_class(model: str, model_type: str) -> UsageError:
+    """The error for a model type for which transformers has no class that is trained here."""
+    return UsageError(
+        f"{model} is a {model_type!r} model, which is not a causal language model",
+        expected="a model that transformers opens with AutoModelForCausalLM or AutoModelForImageTextToText",
+        fix="choose another model.id",
+    )
+
+
+def classes_of(model_type: str) -> list[str]:
+    """Names of the classes that open a model type, the one with the most weights first."""
+    return [table[model_type] for table in _classes() if model_type in table]
+
+
+@lru_cache(maxsize=1)
+def _classes() -> list[dict[str, str]]:
+    """MAPPINGS; empty if transformers is not installed, or writes them in another form."""
+    models = _models()
+    text = (models / "auto" / "modeling_auto.py").read_text("utf-8") if models is not None else ""
+    found = [re.search(rf"^{name} = .*?^\)$", text, re.DOTALL | re.MULTILINE) for name in MAPPINGS]
+    return [dict(ENTRY.findall(table.group())) for table in found if table is not None]
+
+
+def _models() -> Path | None:
+    found = find_spec("transformers")
+    return None if found is None or found.origin is None else Path(found.origin).with_name("models")
+
+
+@lru_cache(maxsize=64)
+def why_not_text_alone(name: str, model_type: str) -> str | None:
+    """Why the class `name` of transformers does not predict text from text alone, by the inputs of its `forward`, as
+    the end of a sentence. None if it does, or if its source is not in the folder of its model type."""
+    required, optional = _inputs(name, model_type)
+    needed = [each for each in required if each != "input_ids"]
+    if needed:
+        return f"takes no text alone: it needs {' and '.join(needed)} in every sample"
+    return "is an encoder-decoder, with an input for the answer" if "decoder_input_ids" in optional else None
+
+
+def _inputs(name: str, model_type: str) -> tuple[list[str], list[str]]:
+    """(inputs without a default, inputs with one) of `forward`; empty if it is not found."""
+    models = _models()
+    files = (models / model_type.replace("-", "_")).glob("modeling_*.py") if models is not None else ()
+    sources = (re.split(rf"^class {name}\b", file.read_text("utf-8"), flags=re.MULTILINE) for file in files)
+    for source in (re.split(r"^[^\s()]", found[1], flags=re.MULTILINE)[0] for found in sources if len(found) > 1):
+        for each in ast.walk(ast.parse(f"class {name}{source}")):
+            if isinstance(each, ast.FunctionDef) and each.name == "forward":
+                given = [argument.arg for argument in each.args.args[1:]]
+                split = len(given) - len(each.args.defaults)
+                return given[:split], given[split:]
+    return [], []
