@@ -23,8 +23,8 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine.model.trained import decoder_of
 from engine.model.loaded import LoadedModel
+from engine.model.trained import decoder_of
 
 BACKENDS = {"cpu": "inductor", "cuda": "inductor", "metered": "aot_eager_decomp_partition"}
 """torch's name of the backend that compiles, by kind of device."""

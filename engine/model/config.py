@@ -169,17 +169,26 @@ weights of a config with several models first."""
 def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class that opens what `architectures` in config.json names, so that results are of the base's class.
     Where that names no class of these, such as in a shipped config, the one that keeps vision and audio encoders."""
-    opening = [(auto, mapping[type(config)].__name__) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
-    named = [auto for auto, name in opening if name in (config.architectures or ())]
+    opening = [(auto, _classes_in(mapping, config)) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
+    architectures = config.architectures or ()
+    for auto, classes in opening:
+        if any(each.__name__ in architectures for each in classes):
+            return auto
     if opening:
-        return [*named, opening[0][0]][0]
+        return opening[0][0]
     ways = getattr(config, "auto_map", None) or {}
     return next((auto for auto, _ in reversed(AUTO_CLASSES) if auto.__name__ in ways), AutoModelForCausalLM)
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class that `auto_class` opens; None for a model with code of its own."""
-    return dict(AUTO_CLASSES)[auto_class(config)].get(type(config), None)
+    """The class of transformers that `auto_class` opens; None for a model with code of its own."""
+    mapping = dict(AUTO_CLASSES)[auto_class(config)]
+    return _classes_in(mapping, config)[0] if type(config) in mapping else None
+
+
+def _classes_in(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
+    found = mapping[type(config)]
+    return found if isinstance(found, tuple) else (found,)
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:

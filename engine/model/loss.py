@@ -26,10 +26,10 @@ from engine.errors import UsageError
 from engine.model.chunked import LossSettings, chunked_loss, liger_applies, token_losses
 from engine.model.config import blaming_own_code
 from engine.model.decoder import OutputHead, autocast, decoder_output, eval_mode, find_head
-from engine.model.trained import decoder_of
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
+from engine.model.trained import decoder_of
 
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 

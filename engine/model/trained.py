@@ -3,8 +3,9 @@ optimizer's parameter groups."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn import Parameter
@@ -14,15 +15,19 @@ from engine.config.name_patterns import matches, no_match
 from engine.config.schema.recipe import Method, ParameterGroup, Train
 from engine.errors import UsageError
 
+ENCODER_STATES = ("cross_attention_states", "encoder_hidden_states", "image_hidden_states")
+"""transformers' names for the input of a decoder layer that is an encoder's output."""
+
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that maps token ids [B, S] to hidden states [B, S, H], without output head: also where a model with a
     vision encoder holds a causal language model, head and all (Llama 4)."""
     decoder: Any = model.get_decoder()
     if decoder is model:
-        return getattr(model, "model", model)
-    holds_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
-    return decoder_of(decoder) if holds_head else decoder
+        return cast(nn.Module, getattr(model, "model", model))
+    if isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None:
+        return decoder_of(decoder)
+    return cast(nn.Module, decoder)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
@@ -34,14 +39,25 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
 
 
 def outside_text(model: PreTrainedModel) -> frozenset[str]:
-    """Dotted names of the modules and parameters that text alone never uses: vision and audio encoders, and what
-    connects them to the decoder. Empty for a model of text alone."""
+    """Dotted names of the modules and parameters that text alone never uses: vision and audio encoders, what connects
+    them to the decoder, and its layers that attend to images alone (Mllama). Empty for a model of text alone."""
     if model.config.get_text_config() is model.config:
         return frozenset()
-    parts = [part for part in (decoder_of(model), model.get_input_embeddings(), head_of(model)) if part is not None]
-    text = {id(each) for part in parts for each in (*part.modules(), *part.parameters())}
+    decoder = decoder_of(model)
+    parts = [part for part in (decoder, model.get_input_embeddings(), head_of(model)) if part is not None]
+    text = _within(parts) - _within(layer for layer in decoder.modules() if _attends_to_images_alone(layer))
     everything = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     return frozenset(name for name, each in everything if id(each) not in text)
+
+
+def _within(parts: Iterable[nn.Module]) -> set[int]:
+    return {id(each) for part in parts for each in (*part.modules(), *part.parameters())}
+
+
+def _attends_to_images_alone(layer: nn.Module) -> bool:
+    """Whether `forward` of a layer has no default for the states of an encoder: without images it is not called."""
+    given = inspect.signature(layer.forward).parameters
+    return any(name in given and given[name].default is inspect.Parameter.empty for name in ENCODER_STATES)
 
 
 def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:

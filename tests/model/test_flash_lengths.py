@@ -18,8 +18,8 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from engine.data.batch import Batch, Documents
 from engine.device.host_syncs import host_syncs
 from engine.model.decoder import hidden_states
-from engine.model.trained import decoder_of
 from engine.model.loaded import LoadedModel
+from engine.model.trained import decoder_of
 from tests.model.samples import load_family
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "mixtral", "olmo2", "cohere")

@@ -21,9 +21,9 @@ from engine.device.host_syncs import host_syncs
 from engine.errors import UsageError
 from engine.model.attention import attention_needs, register_varlen, varlen_attention
 from engine.model.decoder import hidden_states
-from engine.model.trained import decoder_of
 from engine.model.loaded import LoadedModel
 from engine.model.positions import separate_documents
+from engine.model.trained import decoder_of
 from tests.model.samples import FAMILIES, load_family
 
 REAL = varlen.varlen_attn
