@@ -200,9 +200,11 @@ def _generate_exactly(base: torch.nn.Module, count: int) -> Iterator[None]:
 
 
 def _lengthen(cache: Cache, length: int) -> None:
-    """Lengthen the KV cache to `length` tokens; in layers with a sliding window, only to the size of the window."""
+    """Lengthen the KV cache to `length` tokens; in layers with a sliding window, only to the size of the window. Layers
+    with a state of one size, and layers without images to attend to (Mllama), stay as they are."""
     for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
+        if not isinstance(layer, DynamicLayer) or layer.keys is None:
+            continue
         extra = length - layer.get_seq_length()
         keys, values = (old.new_empty((*old.shape[:-2], extra, old.shape[-1])) for old in _keys_and_values(layer))
         layer.update(keys, values)

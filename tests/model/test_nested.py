@@ -1,0 +1,181 @@
+"""Models whose config nests the language model beside a vision encoder are loaded, trained on text and saved in the
+class that their config names: adapters, merged models and full models open on it, with every tensor of the base."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from engine.budget.advise.gate import problems_with_model
+from engine.budget.architecture.classes import why_not_text_alone
+from engine.errors import UsageError
+from engine.export.merge import merge
+from engine.model.decoder import find_head, hidden_states
+from engine.model.loaded import LoadedModel
+from engine.model.loss import make_loss
+from engine.model.trained import outside_text
+from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec
+from tests.nested_models import NESTED, write_nested
+
+FIVE = ("qwen3_5", "llama4", "mllama", "mistral3", "qwen3_vl")
+"""Those whose results are opened; the others differ from these in names only."""
+
+
+class Saved(NamedTuple):
+    """A base, and what training made of it: an adapter and a full model, both moved at random."""
+
+    base: Path
+    adapter: LoadedModel
+    full: LoadedModel
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.set_num_threads(1)
+    return {family: write_nested(tmp_path_factory.mktemp(family), family) for family in NESTED}
+
+
+@pytest.fixture(scope="module", params=FIVE)
+def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
+    base = bases[request.param]
+    adapter, full = (load(run_spec(str(base), method={"kind": kind})) for kind in ("lora", "full"))
+    for loaded, name in ((adapter, "adapter"), (full, "full")):
+        disturb(loaded)
+        loaded.save(base / name)
+    return Saved(base, adapter, full)
+
+
+def published(folder: Path) -> Any:
+    """The model in a folder as transformers opens it, without the engine; fails if a weight is missing or left over."""
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    return model
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's weight file by the names that they have there."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+
+
+def named_class(folder: Path) -> tuple[str, list[str]]:
+    config = json.loads((folder / "config.json").read_text())
+    return config["model_type"], config["architectures"]
+
+
+def test_an_adapter_opens_on_the_published_class_with_our_logits(saved: Saved) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        opened = PeftModel.from_pretrained(published(saved.base), saved.base / "adapter")
+    ours = logits_of(saved.adapter.model, batch_of())
+    torch.testing.assert_close(logits_of(opened, batch_of()), ours, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(logits_of(published(saved.base), batch_of()), ours, atol=1e-3)
+
+
+def test_a_merged_model_has_the_class_and_every_tensor_of_its_base(saved: Saved, tmp_path: Path) -> None:
+    merge(saved.base / "adapter", tmp_path / "merged", lambda text: None)
+    before, after = tensors(saved.base), tensors(tmp_path / "merged")
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
+    assert named_class(tmp_path / "merged") == named_class(saved.base)
+    ours = logits_of(saved.adapter.model, batch_of())
+    torch.testing.assert_close(logits_of(published(tmp_path / "merged"), batch_of()), ours, rtol=1e-4, atol=1e-5)
+
+
+def test_full_fine_tuning_on_text_saves_the_whole_model_with_its_vision_encoder_as_it_was(saved: Saved) -> None:
+    before, after = tensors(saved.base), tensors(saved.base / "full")
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
+    assert named_class(saved.base / "full") == named_class(saved.base)
+    assert torch.equal(logits_of(published(saved.base / "full"), batch_of()), logits_of(saved.full.model, batch_of()))
+    kept = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    frozen = sum(not parameter.requires_grad for parameter in saved.full.model.parameters())
+    assert len(kept) == frozen > 0
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_text_alone_trains_what_text_uses_and_nothing_else(bases: dict[str, Path], family: str) -> None:
+    """Of Mllama's decoder, text uses no layer of cross-attention."""
+    for kind in ("lora", "full"):
+        loaded = load(run_spec(str(bases[family]), method={"kind": kind}))
+        disturb(loaded)
+        make_loss(loaded, implementation="chunked", label_smoothing=0.0, chunk_tokens=5, device=cpu())(
+            batch_of()
+        ).backward()
+        learning = dict(loaded.trainable())
+        assert learning and all(each.grad is not None and bool(each.grad.any()) for each in learning.values())
+        assert all(each.grad is None for each in loaded.model.parameters() if not each.requires_grad)
+        assert not any("vision" in name or "visual" in name or "projector" in name for name in learning)
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_the_loss_is_computed_from_the_logits_of_the_whole_class(bases: dict[str, Path], family: str) -> None:
+    loaded, batch = load(run_spec(str(bases[family]))), batch_of()
+    assert type(loaded.base).__name__ in named_class(bases[family])[1]
+    loaded.model.eval()
+    with torch.no_grad():
+        ours = find_head(loaded.base).logits(hidden_states(loaded, batch))
+    seen = batch.attention_mask_BS == 1
+    torch.testing.assert_close(ours[seen], logits_of(loaded.model, batch)[seen], rtol=1e-5, atol=1e-6)
+
+
+def test_patterns_reach_into_the_vision_encoder(bases: dict[str, Path]) -> None:
+    targets = ["model.visual.blocks.*.attn.qkv", "model.language_model.**.q_proj"]
+    adapted = load(run_spec(str(bases["qwen3_vl"]), method={"targets": targets})).coverage.adapted
+    assert adapted == {"attn.qkv": 2, "self_attn.q_proj": 2}
+    method = {"kind": "full", "train_only": ["model.vision_tower"]}
+    learning = dict(load(run_spec(str(bases["internvl"]), method=method)).trainable())
+    assert learning and all(name.startswith("model.vision_tower.") for name in learning)
+
+
+def test_a_nested_config_that_names_a_text_class_stays_a_text_model(bases: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((bases["qwen3_5"] / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(run_spec(str(tmp_path), tokenizer="builtin:bytes", init="random"))
+    assert type(loaded.base).__name__ == "Qwen3_5ForCausalLM"
+    assert not outside_text(loaded.base)
+
+
+def test_a_config_without_a_class_keeps_the_vision_encoder(bases: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((bases["llama4"] / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(run_spec(str(tmp_path), tokenizer="builtin:bytes", init="random"))
+    assert type(loaded.base).__name__ == "Llama4ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("blip", "takes no text alone: it needs pixel_values in every sample"),
+        ("florence2", "is an encoder-decoder"),
+        ("clip", "is not a causal language model"),
+    ],
+)
+def test_a_class_that_cannot_learn_from_text_is_refused_by_its_files(
+    model_type: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (problem,) = problems_with_model(run_spec(str(tmp_path)).recipe)
+    assert words in problem and "choose another model.id" in problem
+
+
+def test_check_and_load_refuse_a_model_that_predicts_no_text_in_the_same_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    spec = run_spec(str(tmp_path), tokenizer="builtin:bytes")
+    with pytest.raises(UsageError) as refusal:
+        load(spec)
+    assert problems_with_model(spec.recipe) == [f"{refusal.value.found}; {refusal.value.fix}"]
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_the_files_of_a_class_that_takes_text_tell_nothing_against_it(bases: dict[str, Path], family: str) -> None:
+    assert problems_with_model(run_spec(str(bases[family])).recipe) == []
+    model_type, (name,) = named_class(bases[family])
+    assert why_not_text_alone(name, model_type) is None
