@@ -71,8 +71,24 @@ NESTED: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", **TEXT}, "vision_config": VISION, "image_token_id": 999,
         "scale_factor": 2,
     },
+    "cohere2_vision": {
+        "text_config": {
+            "model_type": "cohere2", **TEXT, "logit_scale": 0.25, "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        "image_token_id": 999,
+    },
 }  # fmt: skip
-"""Configs by model type. Ministral 3 is a `mistral3` whose text config has another model type (MINISTRAL3)."""
+"""Configs by model type. Command A Vision (`cohere2_vision`) does not scale its logits, as its text class does."""
+NEEDS_IMAGES: dict[str, Any] = {
+    **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}, "cross_layer_interval": 1,
+    "vision_config": {
+        "embed_dim": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    },
+}  # fmt: skip
+"""A config of `idefics`, whose forward raises an error without images, which its signature does not tell."""
 
 
 def write_nested(folder: Path, family: str, **changes: Any) -> Path:
@@ -82,7 +98,7 @@ def write_nested(folder: Path, family: str, **changes: Any) -> Path:
 
     from engine.model.tokenizer import byte_tokenizer
 
-    config = AutoConfig.for_model(family, **{**NESTED[family], **changes})
+    config = AutoConfig.for_model(family, **{**NESTED.get(family, {}), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -25,7 +25,7 @@ from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
-from engine.model.trained import head_of, outside_text, select
+from engine.model.trained import language_model, outside_text, select
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
@@ -194,7 +194,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer by dotted name, except the output head. GPT-2's Conv1D counts as a linear layer."""
-    head = head_of(model)
+    head = language_model(model).get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()

@@ -20,22 +20,18 @@ ENCODER_STATES = ("cross_attention_states", "encoder_hidden_states", "image_hidd
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module that maps token ids [B, S] to hidden states [B, S, H], without output head: also where a model with a
-    vision encoder holds a causal language model, head and all (Llama 4)."""
+    """The module that maps token ids [B, S] to hidden states [B, S, H], without output head."""
+    inner = language_model(model)
+    decoder: Any = inner.get_decoder()
+    # Llama 4's language model names no decoder, and gives itself: head and all.
+    return cast(nn.Module, decoder if decoder is not inner else getattr(inner, "model", inner))
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, or a causal language model that it holds with its head, beside a vision encoder (Llama 4)."""
     decoder: Any = model.get_decoder()
-    if decoder is model:
-        return cast(nn.Module, getattr(model, "model", model))
-    if isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None:
-        return decoder_of(decoder)
-    return cast(nn.Module, decoder)
-
-
-def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """The module that computes logits; None if the model, or the language model in it, names none."""
-    head: nn.Module | None = model.get_output_embeddings()
-    if head is None and isinstance(inner := model.get_decoder(), PreTrainedModel) and inner is not model:
-        head = inner.get_output_embeddings()
-    return head
+    holds_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
+    return language_model(decoder) if holds_head and decoder is not model else model
 
 
 def outside_text(model: PreTrainedModel) -> frozenset[str]:
@@ -44,7 +40,8 @@ def outside_text(model: PreTrainedModel) -> frozenset[str]:
     if model.config.get_text_config() is model.config:
         return frozenset()
     decoder = decoder_of(model)
-    parts = [part for part in (decoder, model.get_input_embeddings(), head_of(model)) if part is not None]
+    ends = model.get_input_embeddings(), language_model(model).get_output_embeddings()
+    parts = [decoder, *(end for end in ends if end is not None)]
     text = _within(parts) - _within(layer for layer in decoder.modules() if _attends_to_images_alone(layer))
     everything = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     return frozenset(name for name, each in everything if id(each) not in text)

@@ -18,12 +18,12 @@ from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture.classes import why_not_text_alone
 from engine.errors import UsageError
 from engine.export.merge import merge
-from engine.model.decoder import find_head, hidden_states
+from engine.model.decoder import find_head, hidden_states, require_own_logits
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
 from engine.model.trained import outside_text
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec
-from tests.nested_models import NESTED, write_nested
+from tests.nested_models import NEEDS_IMAGES, NESTED, write_nested
 
 FIVE = ("qwen3_5", "llama4", "mllama", "mistral3", "qwen3_vl")
 """Those whose results are opened; the others differ from these in names only."""
@@ -55,7 +55,8 @@ def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
 
 def published(folder: Path) -> Any:
     """The model in a folder as transformers opens it, without the engine; fails if a weight is missing or left over."""
-    model, report = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    found: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = found
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     return model
 
@@ -118,11 +119,25 @@ def test_text_alone_trains_what_text_uses_and_nothing_else(bases: dict[str, Path
 def test_the_loss_is_computed_from_the_logits_of_the_whole_class(bases: dict[str, Path], family: str) -> None:
     loaded, batch = load(run_spec(str(bases[family]))), batch_of()
     assert type(loaded.base).__name__ in named_class(bases[family])[1]
+    require_own_logits(loaded)
     loaded.model.eval()
     with torch.no_grad():
         ours = find_head(loaded.base).logits(hidden_states(loaded, batch))
     seen = batch.attention_mask_BS == 1
     torch.testing.assert_close(ours[seen], logits_of(loaded.model, batch)[seen], rtol=1e-5, atol=1e-6)
+
+
+def test_a_class_that_needs_images_is_refused_by_a_row_of_text(tmp_path: Path) -> None:
+    loaded = load(run_spec(str(write_nested(tmp_path, "idefics", **NEEDS_IMAGES))))
+    with pytest.raises(UsageError, match="IdeficsForVisionText2Text computes nothing from text alone"):
+        require_own_logits(loaded)
+
+
+def test_a_head_that_changes_logits_in_an_unknown_way_is_refused(bases: dict[str, Path]) -> None:
+    loaded = load(run_spec(str(bases["mistral3"])))
+    loaded.base.register_forward_hook(lambda module, given, made: made.__setitem__("logits", made.logits.tanh()))
+    with pytest.raises(UsageError, match="Mistral3ForConditionalGeneration changes its logits by"):
+        require_own_logits(loaded)
 
 
 def test_patterns_reach_into_the_vision_encoder(bases: dict[str, Path]) -> None:

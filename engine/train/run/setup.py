@@ -25,6 +25,7 @@ from engine.device.oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.writer import Journal
 from engine.model.config import model_config_dict
+from engine.model.decoder import require_own_logits
 from engine.model.load import LoadedModel
 from engine.model.packing import require_known_family, require_separation
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -74,8 +75,7 @@ def set_up(
     strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
     strategy.loaded.images = images
     _tell_loading(strategy.loaded, journal)
-    if recipe.data.packing:
-        _require_separation(strategy.loaded, spec, ranks)
+    _try_model(strategy.loaded, spec, ranks)
     pad_id = int(tokenizer.pad_token_id)
     context = _step_context(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
     device.release_cached()
@@ -100,10 +100,15 @@ def _tell_loading(loaded: LoadedModel, journal: Journal) -> None:
         journal.warn("model", notice)
 
 
-def _require_separation(loaded: LoadedModel, spec: RunSpec, ranks: Ranks) -> None:
+def _try_model(loaded: LoadedModel, spec: RunSpec, ranks: Ranks) -> None:
+    """Raise UsageError if the model as loaded does not compute what training relies on. Sharded weights cannot be run
+    before the first step."""
     if ranks.size > 1 and spec.profile.parallel.strategy == "sharded":
-        require_known_family(loaded.config.get_text_config().model_type)
-    else:
+        if spec.recipe.data.packing:
+            require_known_family(loaded.config.get_text_config().model_type)
+        return
+    require_own_logits(loaded)
+    if spec.recipe.data.packing:
         require_separation(loaded)
 
 
