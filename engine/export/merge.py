@@ -20,7 +20,7 @@ from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.model.config import HUB_ERRORS, auto_class, loading_error
+from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
 Notify = Callable[[str], None]
@@ -72,9 +72,8 @@ def _merge(
     notify("writing")
     merged.save_pretrained(draft)
     AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(draft)
-    processor = adapter / "preprocessor_config.json"
-    if processor.is_file():
-        shutil.copy2(processor, draft)
+    for path in processor_files(str(adapter), None) or processor_files(base, revision):
+        shutil.copyfile(path, draft / path.name)
 
 
 def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -191,6 +191,19 @@ def _classes_in(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def processor_files(model: str, revision: str | None) -> list[Path]:
+    """The files of a model's image processor that are on this machine; `model`: a folder or hub id."""
+    if not model or model.startswith(BUILTIN_PREFIX):
+        return []
+    if Path(model).is_dir():
+        return [path for name in PROCESSOR_FILES if (path := Path(model, name)).is_file()]
+    cached = (try_to_load_from_cache(model, name, revision=revision) for name in PROCESSOR_FILES)
+    return [Path(path) for path in cached if isinstance(path, str)]
+
+
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json (for an earlier run, its base's), without the recipe's rotary scaling."""
     start = find_starting_weights(spec.recipe.model)

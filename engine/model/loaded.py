@@ -7,6 +7,7 @@ the tokenizer. A base model that exists nowhere else (built-in, or random) is sa
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from engine.device.base import Device
 from engine.distributed.weight_exchange import own_rows
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
-from engine.model.config import auto_class
+from engine.model.config import auto_class, processor_files
 from engine.model.dropout import follow_checkpoints
 from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
 from engine.model.precision import Precision
@@ -170,6 +171,9 @@ class LoadedModel:
         self.tokenizer.save_pretrained(folder)
         if self.images is not None:
             self.images.processor.save_pretrained(folder)
+        elif self.kind == "model":
+            for path in processor_files(self.base.name_or_path or "", getattr(self.config, "_commit_hash", None)):
+                shutil.copyfile(path, folder / path.name)
 
     def _save_adapter(self, model: PeftModel, folder: Path) -> Hashes:
         config, hashes = model.peft_config[ADAPTER], Hashes()

@@ -46,6 +46,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module", params=FIVE)
 def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
     base = bases[request.param]
+    (base / "preprocessor_config.json").write_text("{}")
     adapter, full = (load(run_spec(str(base), method={"kind": kind})) for kind in ("lora", "full"))
     for loaded, name in ((adapter, "adapter"), (full, "full")):
         disturb(loaded)
@@ -86,6 +87,7 @@ def test_a_merged_model_has_the_class_and_every_tensor_of_its_base(saved: Saved,
     before, after = tensors(saved.base), tensors(tmp_path / "merged")
     assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
     assert named_class(tmp_path / "merged") == named_class(saved.base)
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
     ours = logits_of(saved.adapter.model, batch_of())
     torch.testing.assert_close(logits_of(published(tmp_path / "merged"), batch_of()), ours, rtol=1e-4, atol=1e-5)
 
@@ -94,6 +96,7 @@ def test_full_fine_tuning_on_text_saves_the_whole_model_with_its_vision_encoder_
     before, after = tensors(saved.base), tensors(saved.base / "full")
     assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
     assert named_class(saved.base / "full") == named_class(saved.base)
+    assert (saved.base / "full" / "preprocessor_config.json").is_file()
     assert torch.equal(logits_of(published(saved.base / "full"), batch_of()), logits_of(saved.full.model, batch_of()))
     kept = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     frozen = sum(not parameter.requires_grad for parameter in saved.full.model.parameters())
