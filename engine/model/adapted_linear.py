@@ -78,7 +78,7 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, dropped: Tensor | None, a_RI: Tensor, b_OR: Tensor, base: nn.Module, scaling: float
     ) -> Tensor:
         inputs_TI = (x if dropped is None else dropped).reshape(-1, x.shape[-1])
-        output = cast(Tensor, base(x))
+        output = cast(Tensor, base(x)).contiguous()
         low_rank_TR = inputs_TI @ a_RI.to(x.dtype).t()
         output.view(-1, output.shape[-1]).addmm_(low_rank_TR, b_OR.to(x.dtype).t(), alpha=scaling)
         ctx.save_for_backward(inputs_TI, low_rank_TR, a_RI, b_OR)

@@ -30,8 +30,9 @@ from engine.model.trained import language_model, outside_text, select
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
     """{dotted name: reason} for those of `linears` that cannot have an adapter. These are routers, which return more
-    than one tensor; layers that peft takes for fused experts by their names; and layers whose weights a Mamba layer's
-    kernels read directly."""
+    than one tensor; layers that peft takes for fused experts by their names; layers whose weights a Mamba layer's
+    kernels read directly; and layers that do not compute x·Wᵀ, such as the grouped ones of DeepSeek V4, to whose output
+    peft cannot add."""
     model_type = str(model.config.get_text_config().model_type)
     experts, routers = names_of_experts(model_type), router_modules(model)
     reasons: dict[str, str] = {}
@@ -43,6 +44,8 @@ def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> di
             reasons[name] = expert_reason(model_type)
         elif last in SCAN_WEIGHTS and _scans(model.get_submodule(parent)):
             reasons[name] = scan_reason(model_type)
+        elif not _is_matrix_product(model.get_submodule(name)):
+            reasons[name] = f"{type(model.get_submodule(name)).__name__} is no plain matrix product, which peft expects"
     return reasons
 
 
@@ -63,6 +66,21 @@ def router_parameters(model: PreTrainedModel) -> list[str]:
 
 def router_modules(model: PreTrainedModel) -> set[str]:
     return {name.rpartition(".")[0] for name in router_parameters(model)}
+
+
+def _is_matrix_product(module: nn.Module) -> bool:
+    """Whether a linear layer computes [rows, outputs] from [rows, inputs]: tried where its class has a forward of its
+    own. Quantised weights are not tried: their kernels need a GPU."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return True
+    if type(module.weight) is not nn.Parameter:
+        return True
+    with torch.no_grad():
+        try:
+            made = module(module.weight.new_zeros((2, module.in_features)))
+        except (RuntimeError, LookupError):
+            return False
+    return isinstance(made, torch.Tensor) and made.shape == (2, module.out_features)
 
 
 def _scans(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from engine.config.attention import (
 from engine.device.base import Device
 from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.config import model_class
+from engine.model.config import layer_configs, model_class
 from engine.model.positions import starts_are_handed_over
 
 NAME = "varlen"
@@ -235,12 +235,16 @@ def _no_flash(asked: str, found: dict[str, Obstacle], device: Device) -> Environ
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Values per attention head of the decoder; 0 for a model without attention heads, such as Mamba."""
-    text = config.get_text_config()
-    own, heads = getattr(text, "head_dim", None), getattr(text, "num_attention_heads", None)
+    """Values per attention head of the decoder, of the widest where layers differ (Gemma 4); 0 for a model without
+    attention heads, such as Mamba."""
+    return max(_head_dim(layer) for layer in layer_configs(config.get_text_config()))
+
+
+def _head_dim(layer: PreTrainedConfig) -> int:
+    own, heads = getattr(layer, "head_dim", None), getattr(layer, "num_attention_heads", None)
     if own or not heads:
         return int(own or 0)
-    return int(text.hidden_size) // int(heads)
+    return int(layer.hidden_size) // int(heads)
 
 
 def _capability(device: Device) -> float:

@@ -204,6 +204,12 @@ def processor_files(model: str, revision: str | None) -> list[Path]:
     return [Path(path) for path in cached if isinstance(path, str)]
 
 
+def layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config of each layer where layers differ in a key: transformers refuses to read such a key of `text` itself.
+    Elsewhere `text`, for all layers."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+
+
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json (for an earlier run, its base's), without the recipe's rotary scaling."""
     start = find_starting_weights(spec.recipe.model)

@@ -143,7 +143,8 @@ def _bytes_of(entry: FileTensor, tensor: Tensor) -> memoryview:
         raise ValueError(f"{entry} was to be written, not {tensor.dtype} {tuple(tensor.shape)}")
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def _header(entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:

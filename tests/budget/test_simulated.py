@@ -14,16 +14,17 @@ from typer.testing import CliRunner, Result
 from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
+from engine.budget.architecture.facts import from_config
 from engine.budget.predict.prediction import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation
 from engine.cli import app
 from engine.commands.background import simulation
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
-from engine.errors import NotSimulatedError, UsageError
+from engine.errors import NotSimulatedError, UnknownArchitectureError, UsageError
 from engine.simulate.curves import simulate_curves
 from engine.simulate.step import simulate_step
-from tests.budget.metered_step import folder_of, run_spec
+from tests.budget.metered_step import MISTRAL, folder_of, measured_step, run_spec
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 OPT: dict[str, Any] = {
@@ -52,6 +53,11 @@ FAMILIES: list[dict[str, Any]] = [
         "head_dim": 32, "n_groups": 1, "chunk_size": 64, "pad_token_id": 0,
     },
 ]  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", **NARROW, "vocab_size": 1000, "vocab_size_per_layer_input": 1000,
+    "hidden_size_per_layer_input": 8, "global_head_dim": 64, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "use_double_wide_mlp": True,
+}  # fmt: skip
 KEPT = {"batch_size": 8, "gradient_checkpointing": False}
 TABLES: dict[str, Any] = {"method": {"kind": "full"}, "train": KEPT, "model": {"dtype": "float32"}}
 
@@ -115,6 +121,25 @@ def test_the_loss_of_a_large_vocabulary_takes_one_chunk_of_logits(
         found = simulate_step(spec, rows=rows, length=length)
         predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3), (rows, length)
+
+
+@pytest.mark.parametrize("method", [{"kind": "lora"}, {"kind": "full"}], ids=lambda method: method["kind"])
+def test_layers_of_different_sizes_are_planned_as_they_are_measured(method: dict[str, Any], tmp_path: Path) -> None:
+    """Gemma 4: wider heads in some layers, keys and values of other layers, an embedding for each layer."""
+    train = {"batch_size": 8, "gradient_checkpointing": method["kind"] == "lora"}
+    spec = run_spec(folder_of(GEMMA4, tmp_path), method=method, train=train, data={"max_length": 512})
+    predictor = SimulatedPredictor(spec, simulate_curves(spec))
+    static_bytes, peak_bytes = measured_step(spec, 4, 300, micro_batches=2)
+    predicted = predictor.predict_shape(MicroBatchShape(4, 300, 4 * 299 - 1, True))
+    assert predictor.static_bytes == pytest.approx(static_bytes, rel=5e-3)
+    assert predicted.peak_bytes == pytest.approx(peak_bytes, rel=5e-3)
+
+
+def test_a_known_family_whose_layers_differ_is_simulated() -> None:
+    config = {**MISTRAL, "per_layer_config": {"1": {"intermediate_size": 64}}}
+    with pytest.raises(UnknownArchitectureError, match="layers of this mistral model differ"):
+        from_config(config)
+    assert from_config({**MISTRAL, "per_layer_config": {}}) == from_config(MISTRAL)
 
 
 def test_a_run_is_compared_with_its_simulation(opt: Path, tmp_path: Path) -> None:

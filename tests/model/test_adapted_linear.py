@@ -71,6 +71,21 @@ def test_outputs_and_gradients_are_those_of_peft(kind: str, config: dict[str, An
     torch.testing.assert_close(run(model, inputs()), theirs, rtol=1e-5, atol=1e-4)
 
 
+class Turned(nn.Linear):
+    """A linear layer whose output is a view with other strides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def test_a_base_whose_output_is_not_contiguous_computes_what_peft_computes() -> None:
+    torch.manual_seed(2)
+    model = adapted(Turned(INPUTS, OUTPUTS))
+    theirs = run(model, inputs())
+    compute_in_input_dtype(model)
+    torch.testing.assert_close(run(model, inputs()), theirs, rtol=1e-5, atol=1e-4)
+
+
 def test_half_precision_is_as_exact_as_fp32_adapters_and_gradients_are_fp32() -> None:
     """Both the engine's layer and peft's, which multiplies the adapters in fp32, are compared with the same layer in
     fp32."""

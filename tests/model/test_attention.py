@@ -100,6 +100,13 @@ def test_the_best_of_several_is_chosen_and_any_can_be_named(tmp_path: Path) -> N
     assert with_sinks["name"] == "eager"
 
 
+def test_the_widest_heads_of_a_model_whose_layers_differ_decide(tmp_path: Path) -> None:
+    install(tmp_path, "flash-attn", "def flash_attn_varlen_func(q, k, v): pass\n")
+    chosen, named = choose(tmp_path, ("auto", "gemma4_text", 8.0), ("flash_attention_2", "gemma4_text", 8.0))
+    assert chosen["name"] == "sdpa"
+    assert "gemma4_text has 512" in named["error"]
+
+
 def test_a_package_built_for_another_torch_is_passed_over_and_said(tmp_path: Path) -> None:
     install(tmp_path, "flash-attn", "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEab')")
     chosen, named = choose(tmp_path, ("auto", "llama", 8.0), ("flash_attention_2", "llama", 8.0))

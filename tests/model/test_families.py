@@ -51,6 +51,25 @@ ODD: dict[str, dict[str, Any]] = {
     "jamba": {**SIZES, **JAMBA, "num_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2},
     "deepseek_v2": {**SIZES, **MOE, **LATENT, **DEEPSEEK, "num_key_value_heads": 4},
     "phimoe": {**SIZES, **MOE, "num_key_value_heads": 2},
+    "deepseek_v4": {
+        **SIZES,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_mult": 2,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "index_topk": 16,
+        "sliding_window": 16,
+        "mlp_layer_types": ["moe", "moe"],
+        "layer_types": ["sliding_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
     "llama4_text": {**SIZES, **MOE, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48},
     "recurrent_gemma": {**SIZES, "num_key_value_heads": 2, "lru_width": 32, "block_types": ["recurrent", "attention"]},
     "xglm": {**IDS, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "dropout": 0.0},
@@ -63,6 +82,7 @@ LEFT_OUT = {
     "deepseek_v2": {
         f"{block}.{name}" for block in ("mlp", "shared_experts") for name in ("gate_proj", "up_proj", "down_proj")
     },
+    "deepseek_v4": {"self_attn.o_a_proj"},
     "phimoe": {"mlp.router"},
     "llama4_text": {"feed_forward.router"},
 }

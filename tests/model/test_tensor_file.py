@@ -25,14 +25,15 @@ from tests.model.samples import load_family
 
 
 def samples() -> dict[str, Tensor]:
-    """A tensor of each dtype, a scalar, an empty one and a transposed one."""
+    """A tensor of each dtype, a scalar, an empty one, a transposed one and one of stride 0."""
     drawn = torch.Generator().manual_seed(0)
     found = {
         f"{dtype}": torch.randint(0, 2, (3, 5), generator=drawn).to(dtype)
         for dtype in DTYPES
         if dtype not in (torch.uint16, torch.uint32, torch.uint64)
     }
-    return {**found, "scalar": torch.tensor(7.5), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
+    shapes = {"scalar": torch.tensor(7.5), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
+    return {**found, **shapes, "strideless": torch.tensor(2.5).expand(1)}
 
 
 def write(path: Path, tensors: dict[str, Tensor], **named: Any) -> str:

@@ -109,8 +109,12 @@ EXPERT_LAYOUTS: dict[Layout, tuple[str, str]] = {
 """Layouts of mixtures, and the config keys of their number of experts and of the experts' width."""
 
 
+NO_PLAN = "train without a plan: micro-batches start small and what fits is learned during the run"
+
+
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Read a parsed config.json. Raises UnknownArchitectureError for an unknown family."""
+    """Read a parsed config.json. Raises UnknownArchitectureError for an unknown family, and for a config that gives
+    each layer values of its own."""
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
@@ -121,7 +125,13 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         raise UnknownArchitectureError(
             f"no memory model for model_type {model_type!r}",
             expected=f"one of {', '.join(sorted({'gpt2', *FAMILIES, *VISION_ENCODERS}))}",
-            fix="train without a plan: micro-batches start small and what fits is learned during the run",
+            fix=NO_PLAN,
+        )
+    if any((config.get("per_layer_config") or {}).values()):
+        raise UnknownArchitectureError(
+            f"the layers of this {model_type} model differ in size (per_layer_config)",
+            expected="layers of one size",
+            fix=NO_PLAN,
         )
     stated = {key: value for key, value in config.items() if value is not None}
     return _from_llama_like(model_type, family, {**family.defaults, **stated})
