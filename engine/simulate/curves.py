@@ -1,7 +1,8 @@
 """Simulates a run's step at a few small shapes, and finds from these the memory of every shape.
 
-Three shapes are simulated, or eight where these are too few (`engine.simulate.fit`). If all layers of a model are
-alike, models of two and of three layers are simulated, and every level is extrapolated linearly to the model's depth.
+Three shapes are simulated, or eight where these are too few (`engine.simulate.fit`). Of layers that are alike one is
+run, beside the first and the last layer of the model, and what is recorded of it stands for all of them (`LayerStack`).
+Where that does not add up, all layers are run.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -10,25 +11,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.budget.architecture.families import SEQUENTIAL_FAMILIES
 from engine.budget.architecture.lookup import find_config
 from engine.budget.predict.inference import evaluates, generates
 from engine.config.schema.run import RunSpec
 from engine.simulate.batch import StepShape
-from engine.simulate.device import SimulatedDevice
-from engine.simulate.driver import SimulatedRun, on_meta, simulated_run
+from engine.simulate.driver import SimulatedRun, simulated_run
 from engine.simulate.fit import FEW_SHAPES, curves_of, deciding_levels, shapes_of
-from engine.simulate.recorders import PhaseLog, Segment, decoder_layers
+from engine.simulate.recorders import EMBEDDING, LOSS, PhaseLog, Segment, decoder_layers
 
-DEPTHS = (2, 3)
-"""How many layers are simulated of a model whose layers are alike."""
 LENGTH_STEP = 128
 """Simulated lengths are multiples of this, so that few tensors are rounded up to whole blocks of memory."""
 SEQUENTIAL_STEP = 8
@@ -36,9 +37,7 @@ SEQUENTIAL_STEP = 8
 take long to simulate."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-FEWEST_LAYERS = 5
-"""Models of fewer layers are simulated with all their layers."""
+
 NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
 """Attributes in which a layer keeps its own number."""
 
@@ -50,13 +49,10 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
     Raises UsageError for a run that `train` would refuse.
     """
     began, facts = time.perf_counter(), find_config(spec.recipe.model.id, spec.recipe.model.revision)
-    depth, sizes = depth_of(spec, facts), _sizes(spec, facts)
+    sizes = _sizes(spec, facts)
     with _collected_by_hand():
-        if depth is None:
-            document = _document(spec, facts, sizes, ends_only=False)
-        else:
-            shallow, deep = (_document(spec, at_depth(facts, each), sizes, ends_only=True) for each in DEPTHS)
-            document = _continued(shallow, deep, depth)
+        document = _document(spec, facts, sizes, few_layers=True) or _document(spec, facts, sizes, few_layers=False)
+    assert document is not None
     for curves in document["passes"].values():
         for curve in curves.values():
             curve["sizes"] = deciding_levels(np.array(curve["sizes"])).round(4).tolist()
@@ -99,60 +95,99 @@ def _sizes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _document(
-    spec: RunSpec, facts: dict[str, Any], sizes: tuple[list[int], list[int]], *, ends_only: bool
-) -> dict[str, Any]:
+    spec: RunSpec, facts: dict[str, Any], sizes: tuple[list[int], list[int]], *, few_layers: bool
+) -> dict[str, Any] | None:
     """Simulate the steps of the model with the config `facts` at several shapes; returns static memory and offloaded
     optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
-    pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes."""
-    shapes = shapes_of(sizes)
+    pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes.
+
+    With `few_layers`, None if all layers have to be run.
+    """
     with simulated_run(spec, PhaseLog, facts) as run:
-        passes = _fitted(lambda shape: _training(run, shape), ("first", "later"), shapes, ends_only)
-        document: dict[str, Any] = {"static": run.static_components(), "host": run.host_components()}
-        document["gradients"] = run.gradient_bytes()
-        run.optimizer_step()
-        document["update"] = run.recorder.take_peak()
-        run.end_training()
-        if evaluates(spec.recipe):
-            passes |= _fitted(lambda shape: _evaluation(run, shape), ("evaluate",), shapes, ends_only)
-        document["generate"] = _generation(run, sizes) if generates(spec.recipe) else None
+        stack = LayerStack(run.loaded.base)
+        if not few_layers:
+            return _document_of(run, stack, sizes)
+        for ends in OWN_LAYERS:
+            stack.choose(ends)
+            if stack.is_whole:
+                return None
+            try:
+                return _document_of(run, stack, sizes)
+            except StackError:
+                run.recorder.take()
+            except STRANGE_ERRORS:
+                return None
+    return None
+
+
+def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[list[int], list[int]]) -> dict[str, Any]:
+    recipe, shapes = run.spec.recipe, shapes_of(sizes)
+    stack.gradient_bytes = run.make_gradients()
+    run.loaded.model.zero_grad(set_to_none=True)  # of all layers, while it has them
+    with stack.only_chosen():
+        passes = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), shapes)
+    if not stack.is_whole:
+        run.make_gradients()
+    document: dict[str, Any] = {"static": run.static_components(), "host": run.host_components()}
+    document["gradients"] = run.gradient_bytes()
+    run.optimizer_step()
+    document["update"] = run.recorder.take_peak()
+    run.end_training()
+    if evaluates(recipe):
+        with stack.only_chosen():
+            passes |= _fitted(lambda shape: _evaluation(run, stack, shape), ("evaluate",), shapes)
+    document["generate"] = _generation(run, stack, sizes) if generates(recipe) else None
     return document | {"passes": passes}
 
 
 def _fitted(
-    simulate: Callable[[StepShape], list[list[Segment]]],
-    names: tuple[str, ...],
-    shapes: list[StepShape],
-    ends_only: bool,
+    simulate: Callable[[StepShape], list[list[Segment]]], names: tuple[str, ...], shapes: list[StepShape]
 ) -> dict[str, Any]:
     """Return the curves of the passes `names`, of which `simulate` returns what is recorded for a shape."""
     found = [simulate(shape) for shape in shapes[:FEW_SHAPES]]
-    curves = [curves_of(each, shapes[:FEW_SHAPES], ends_only=ends_only) for each in zip(*found, strict=True)]
+    curves = [curves_of(each, shapes[:FEW_SHAPES]) for each in zip(*found, strict=True)]
     if None in curves:
         found += [simulate(shape) for shape in shapes[FEW_SHAPES:]]
-        curves = [curves_of(each, shapes, ends_only=ends_only) for each in zip(*found, strict=True)]
+        curves = [curves_of(each, shapes) for each in zip(*found, strict=True)]
     return dict(zip(names, curves, strict=True))
 
 
-def _training(run: SimulatedRun[PhaseLog], shape: StepShape) -> list[list[Segment]]:
+def _training(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) -> list[list[Segment]]:
     """Simulate a micro-batch that makes the gradients and one that adds to them."""
     run.loaded.model.zero_grad(set_to_none=True)
-    recorded = []
+    recorded: list[list[Segment]] = []
+    more = Held(0, 0)
     for _ in range(2):
         gc.collect(0)
+        before_bytes = run.device.memory().allocated_bytes
         run.micro_batch(shape)
-        recorded.append(run.recorder.take())
+        segments, more = stack.spliced(run.recorder.take(), more, run.gradient_bytes())
+        made_bytes = run.device.memory().allocated_bytes - before_bytes + more.level
+        if not (stack.is_whole or recorded or made_bytes == stack.gradient_bytes):
+            raise StackError
+        recorded.append(segments)
     return recorded
 
 
-def _evaluation(run: SimulatedRun[PhaseLog], shape: StepShape) -> list[list[Segment]]:
+def _evaluation(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) -> list[list[Segment]]:
     gc.collect(0)
     run.evaluate(shape)
-    return [run.recorder.take()]
+    return [stack.spliced(run.recorder.take(), Held(0, 0), 0)[0]]
 
 
-def _generation(run: SimulatedRun[PhaseLog], sizes: tuple[list[int], list[int]]) -> list[float]:
+def _generation(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[list[int], list[int]]) -> list[float]:
     """Simulate the generation of answers; returns the coefficients of its peak in bytes: fixed, per row, per prompt
-    token and per row × prompt length²."""
+    token and per row × prompt length². A layer that is left out adds what one more of its kind adds."""
+    with stack.only_chosen():
+        few = _generated(run, sizes)
+    total = few
+    for layer, times in stack.left_out.items():
+        with stack.only_chosen(layer):
+            total = total + times * (_generated(run, sizes) - few)
+    return [float(each) for each in total]
+
+
+def _generated(run: SimulatedRun[PhaseLog], sizes: tuple[list[int], list[int]]) -> NDArray[np.float64]:
     rows, lengths = sizes
     shapes = [(1, lengths[0]), (rows[0], lengths[0]), (rows[0], lengths[1]), (rows[0], lengths[2])]
     peaks = []
@@ -161,70 +196,132 @@ def _generation(run: SimulatedRun[PhaseLog], sizes: tuple[list[int], list[int]])
         run.generate(rows=count, prompt=prompt)
         peaks.append(run.recorder.take_peak())
     units = np.array([(1, count, count * prompt, count * prompt**2) for count, prompt in shapes], dtype=float)
-    return [float(each) for each in np.linalg.solve(units, np.array(peaks, dtype=float))]
+    solved: NDArray[np.float64] = np.linalg.solve(units, np.array(peaks, dtype=float))
+    return solved
 
 
-def _continued(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Extrapolate two documents (`_document`) linearly to a model of `depth` layers: `shallow` is of a model
-    of DEPTHS[0] layers, `deep` of one of DEPTHS[1] layers."""
-    times = depth - DEPTHS[1]
-
-    def on(low: Any, high: Any) -> Any:
-        return high + times * (high - low)
-
-    passes: dict[str, dict[str, Any]] = {}
-    for name, curves in deep["passes"].items():
-        passes[name] = {}
-        for phase, curve in curves.items():
-            other = shallow["passes"][name][phase]
-            low, high = (np.array(each["sizes"]) for each in (other, curve))
-            if low.shape != high.shape:
-                low, high = low.max(axis=0, keepdims=True), high.max(axis=0, keepdims=True)
-            passes[name][phase] = {"gradients": on(other["gradients"], curve["gradients"]), "sizes": on(low, high)}
-    generated = deep["generate"]
-    if generated is not None:
-        generated = [on(low, high) for low, high in zip(shallow["generate"], generated, strict=True)]
-    return {
-        "static": {name: on(shallow["static"][name], size) for name, size in deep["static"].items()},
-        "host": {name: on(shallow["host"][name], size) for name, size in deep["host"].items()},
-        "gradients": on(shallow["gradients"], deep["gradients"]),
-        "update": on(shallow["update"], deep["update"]),
-        "passes": passes,
-        "generate": generated,
-    }
+OWN_LAYERS = (1, 2)
+"""How many layers at the end are run in any case: what all layers add to (Gemma 4: embeddings of each layer) the last
+one allocates, and at once or only in the phase of the one before it."""
 
 
-def depth_of(spec: RunSpec, facts: dict[str, Any]) -> int | None:
-    """The number of a model's layers; None if they are not all alike, if there are fewer than FEWEST_LAYERS, or if not
-    exactly one key of the config (`facts`) gives their number."""
-    place = _depth_place(facts)
-    if place is None or place[0][place[1]] < FEWEST_LAYERS:
-        return None
-    layers = list(decoder_layers(on_meta(spec, SimulatedDevice(like_a_card=True), facts).base))
-    kinds = {tuple(_outline(layer)) for layer in layers}
-    return len(layers) if len(kinds) == 1 and len(layers) == place[0][place[1]] else None
+class StackError(Exception):
+    """Raised if what the layers that are run record does not add up to what all layers hold."""
 
 
-def at_depth(facts: dict[str, Any], depth: int) -> dict[str, Any]:
-    """A copy of the config `facts` with `depth` layers; lists with an entry per layer are shortened. Requires that
-    `depth_of` found the model's depth."""
-    place = _depth_place(facts)
-    assert place is not None
-    table, key = place
-    layers = table[key]
-    changed = {
-        name: value[:depth] if isinstance(value, list) and len(value) == layers else value
-        for name, value in table.items()
-    } | {key: depth}
-    return changed if table is facts else {**facts, "text_config": changed}
+STRANGE_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What a model whose layers were taken out may raise: its own code may count on all of them."""
 
 
-def _depth_place(facts: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """Return (table, key): the table of the config `facts` that contains the number of layers, and its key there; None
-    unless exactly one of DEPTH_KEYS is set."""
-    table = facts.get("text_config") or facts
-    keys = [key for key in DEPTH_KEYS if isinstance(table.get(key), int)]
-    return (table, keys[0]) if len(keys) == 1 else None
+class Held(NamedTuple):
+    """What all layers hold between two passes beyond those that are run, in bytes: everything, and gradients."""
+
+    level: int
+    gradients: int
+
+
+class LayerStack:
+    """The decoder layers of a model, of which some stand for others: all of them, until `choose` is called."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._layers, self._text = decoder_layers(base), base.config.get_text_config()
+        self._every = list(self._layers)
+        self._stands_for = list(range(len(self._every)))
+        """By layer, the number of the layer that is run in its place."""
+        self.left_out: dict[int, int] = {}
+        """How many layers are left out, by the number of one of them that stands for those of its kind."""
+        self.gradient_bytes = 0
+        """What the gradients of all layers take."""
+
+    def choose(self, ends: int) -> None:
+        """Leave out layers like another one. The first and the last `ends` layers are run in any case: they free or
+        keep tensors of the embedding and of the output head."""
+        self._stands_for = list(range(len(self._every)))
+        first: dict[tuple[Any, ...], int] = {}
+        left_out: dict[int, list[int]] = {}
+        for number in range(1, len(self._every) - ends):
+            kind = (*_outline(self._every[number]), *(str(values[number]) for values in self._by_layer().values()))
+            self._stands_for[number] = chosen = first.setdefault(kind, number)
+            if chosen != number:
+                left_out.setdefault(chosen, []).append(number)
+        self.left_out = {numbers[0]: len(numbers) for numbers in left_out.values()}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are run."""
+        return not self.left_out
+
+    def _by_layer(self) -> dict[str, list[Any]]:
+        """The lists in the model's config that have an entry for each layer."""
+        table = vars(self._text).items()
+        return {key: value for key, value in table if isinstance(value, list) and len(value) == len(self._every)}
+
+    @contextmanager
+    def only_chosen(self, more: int | None = None) -> Iterator[None]:
+        """Inside the block, the model has the layers that are run alone, and one more (`more`), numbered without
+        gaps."""
+        numbers = sorted({*self._stands_for, *([] if more is None else [more])})
+        lists, renumbered = self._by_layer(), []
+        for place, number in enumerate(numbers):
+            for module in self._every[number].modules():
+                renumbered += [(module, key, place, number) for key in NUMBERS if vars(module).get(key) == number]
+        try:
+            self._set([self._every[number] for number in numbers])
+            for key, values in lists.items():
+                setattr(self._text, key, [values[number] for number in numbers])
+            for module, key, place, _ in renumbered:
+                setattr(module, key, place)
+            yield
+        finally:
+            self._set(self._every)
+            for key, values in lists.items():
+                setattr(self._text, key, values)
+            for module, key, _, number in renumbered:
+                setattr(module, key, number)
+
+    def _set(self, layers: list[nn.Module]) -> None:
+        del self._layers[:]
+        self._layers.extend(layers)
+
+    def spliced(self, found: list[Segment], more: Held, gradients_after: int) -> tuple[list[Segment], Held]:
+        """Return what running all layers would have recorded, and what these hold afterwards. `found` was recorded of
+        those that are run; `more` is what all layers held before.
+
+        Raises StackError if something was allocated between two phases, or if layers ran in another order.
+        """
+        if [each.phase for each in found] != self._phases(found, sorted(set(self._stands_for))):
+            raise StackError
+        if any(other.log[0] != sum(each.log) for each, other in pairwise(found)):
+            raise StackError
+        ends = [*(each.gradient_bytes for each in found[1:]), gradients_after]
+        recorded = {
+            each.phase: (each.log[1:], end - each.gradient_bytes) for each, end in zip(found, ends, strict=True)
+        }
+        level, gradients = found[0].log[0] + more.level, found[0].gradient_bytes + more.gradients
+        segments = []
+        for phase in self._phases(found, range(len(self._every))):
+            changes, made_bytes = recorded[self._source(phase)]
+            segments.append(Segment(phase, gradients, [level, *changes]))
+            level, gradients = level + sum(changes), gradients + made_bytes
+        return segments, Held(level - sum(found[-1].log), gradients - gradients_after)
+
+    def _source(self, phase: str) -> str:
+        """The phase whose record stands for `phase`."""
+        kind, _, number = phase.partition(" ")
+        return f"{kind} {self._stands_for[int(number)]}" if number and phase != EMBEDDING else phase
+
+    @staticmethod
+    def _phases(found: list[Segment], numbers: Sequence[int]) -> list[str]:
+        """The phases of a pass through the layers `numbers`, of those kinds that are in `found`."""
+        recorded = {each.phase.partition(" ")[0] for each in found}
+        backward = [f"backward {number}" for number in reversed(numbers)]
+        return [
+            EMBEDDING,
+            *(f"forward {number}" for number in numbers),
+            LOSS,
+            *(backward if "backward" in recorded else []),
+            *(["embedding_backward"] if "embedding_backward" in recorded else []),
+        ]
 
 
 def _outline(layer: nn.Module) -> Iterator[tuple[Any, ...]]:

@@ -89,6 +89,14 @@ class SimulatedRun(Generic[Recorder]):
     def _state_bytes(self) -> int:
         return bytes_of(tensor for _, tensor in state_tensors(self.guard.optimizer, self.loaded.trainable()))
 
+    def make_gradients(self) -> int:
+        """Give every trained parameter a new gradient; returns the device bytes that all of them take."""
+        self.loaded.model.zero_grad(set_to_none=True)
+        before_bytes = self.device.memory().allocated_bytes
+        for _, parameter in self.loaded.trainable():
+            parameter.grad = torch.empty_like(parameter)
+        return self.device.memory().allocated_bytes - before_bytes
+
     def gradient_bytes(self) -> int:
         return bytes_of(self._gradients())
 
@@ -143,7 +151,7 @@ class SimulatedRun(Generic[Recorder]):
         tokens are simulated; in between, the cache is extended without running the model.
         """
         tokens = self.spec.recipe.generate.max_new_tokens
-        cache = DynamicCache(config=self.loaded.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=self.loaded.base.config.get_text_config(decoder=True))
         skips = tokens > SIMULATED_TOKENS
         with torch.no_grad():
             for length, count in ((prompt, 2), (prompt + tokens - 2, 2)) if skips else ((prompt, tokens),):
@@ -203,7 +211,7 @@ def _lengthen(cache: Cache, length: int) -> None:
     """Lengthen the KV cache to `length` tokens; in layers with a sliding window, only to the size of the window. Layers
     with a state of one size, and layers without images to attend to (Mllama), stay as they are."""
     for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or layer.keys is None:
+        if not isinstance(layer, DynamicLayer) or not layer.is_initialized or layer.keys is None:
             continue
         extra = length - layer.get_seq_length()
         keys, values = (old.new_empty((*old.shape[:-2], extra, old.shape[-1])) for old in _keys_and_values(layer))

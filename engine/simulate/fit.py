@@ -38,6 +38,8 @@ PAIRS = (
 )  # fmt: skip
 """Terms of one tensor, as in rows × (length + 3)."""
 BLOCK_BYTES = round_to_blocks(1)
+BLOCK_LEVELS = 1024
+"""Levels that are compared at once, which bounds the memory that it takes."""
 
 
 def shapes_of(sizes: tuple[list[int], list[int]]) -> list[StepShape]:
@@ -55,9 +57,9 @@ def shapes_of(sizes: tuple[list[int], list[int]]) -> list[StepShape]:
     return [StepShape(*place, chunk + last, chunk) for place, (chunk, last) in shapes]
 
 
-def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape], *, ends_only: bool) -> dict[str, Any] | None:
+def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dict[str, Any] | None:
     """Fit the allocated bytes of each phase of a plan as a function of a micro-batch's shape. `found` has what was
-    recorded for each of `shapes`; `ends_only` leaves layers out (`_phases`).
+    recorded for each of `shapes`.
 
     Returns {phase: {"gradients": bytes of gradients when it begins, "sizes": Sizes}}; None if FEW_SHAPES are too few.
     """
@@ -67,7 +69,7 @@ def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape], *, ends_o
         return None
     layers = 1 + max(int(each.phase.split()[1]) for each in found[0] if each.phase.startswith("forward"))
     curves: dict[str, Any] = {}
-    for name, phases in _phases({each.phase for each in found[0]}, layers, ends_only):
+    for name, phases in _phases({each.phase for each in found[0]}, layers):
         there = [each for each in found[0] if each.phase in phases]
         sizes = np.vstack([tried[phase] for phase in phases]) if few else _solved_sizes(found, shapes, phases)
         gradients = next(each.gradient_bytes for each in there if each.phase == phases[-1])
@@ -148,17 +150,12 @@ def _of_any_chunks(sizes: Sizes) -> Sizes:
     return np.column_stack([sizes[:, :-2], np.minimum(first, last), np.abs(first - last)])
 
 
-def _phases(recorded: set[str], layers: int, ends_only: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield each phase of a plan with the recorded phases that it consists of. With `ends_only`, which suits a model
-    whose layers are all alike, only the last layer's forward pass and the first and last layer's backward pass are
-    included: these have the peak."""
-    last = layers - 1
-    forward = [EMBEDDING, *(f"forward {n}" for n in range(layers) if n == last or not ends_only)]
-    between = [f"backward {n}" for n in range(last - 1, 0, -1) if not ends_only]
+def _phases(recorded: set[str], layers: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield each phase of a plan with the recorded phases that it consists of."""
     parts = {
-        "forward": forward,
+        "forward": [EMBEDDING, *(f"forward {number}" for number in range(layers))],
         LOSS: [LOSS],
-        "layer_first": [f"backward {last}", *between],
+        "layer_first": [f"backward {number}" for number in range(layers - 1, 0, -1)],
         "layer_last": ["backward 0"],
         "embedding_backward": ["embedding_backward"],
     }
@@ -179,6 +176,11 @@ def deciding_levels(sizes: Sizes) -> Sizes:
         for share in (0.02, 0.2, 0.6, 1.0)
         for chunk in (128, 4096, 1 << 40)
     ]
-    best = np.unique((np.array(grid, dtype=float) @ sizes.T).argmax(axis=1))
-    chosen: Sizes = sizes[best]
+    values = np.array(grid, dtype=float)
+    best: list[Sizes] = []  # of each block of levels, then of those
+    for start in range(0, len(sizes), BLOCK_LEVELS):
+        part = sizes[start : start + BLOCK_LEVELS]
+        best.append(part[np.unique((values @ part.T).argmax(axis=1))])
+    left = np.vstack(best)
+    chosen: Sizes = left[np.unique((values @ left.T).argmax(axis=1))]
     return chosen

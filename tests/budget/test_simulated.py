@@ -22,7 +22,9 @@ from engine.commands.background import simulation
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError, UsageError
-from engine.simulate.curves import simulate_curves
+from engine.simulate.curves import LayerStack, _document, simulate_curves
+from engine.simulate.driver import simulated_run
+from engine.simulate.recorders import PhaseLog
 from engine.simulate.step import simulate_step
 from tests.budget.metered_step import MISTRAL, folder_of, measured_step, run_spec
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
@@ -92,8 +94,8 @@ def kept() -> set[Path]:
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 300), (4, 64)])
 def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt: Path, rows: int, length: int) -> None:
-    """The stored simulations have two and three layers, and 64 and 80 targets. The step here has five layers, and
-    nearly all of its tokens are targets."""
+    """The stored simulation has run three of five layers, with other numbers of targets. The step here has five layers,
+    and nearly all of its tokens are targets."""
     spec = run_spec(opt, **TABLES)
     found, predictor = simulate_step(spec, rows=rows, length=length), find_predictor(spec)
     predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
@@ -133,6 +135,28 @@ def test_layers_of_different_sizes_are_planned_as_they_are_measured(method: dict
     predicted = predictor.predict_shape(MicroBatchShape(4, 300, 4 * 299 - 1, True))
     assert predictor.static_bytes == pytest.approx(static_bytes, rel=5e-3)
     assert predicted.peak_bytes == pytest.approx(peak_bytes, rel=5e-3)
+
+
+GENERATING: dict[str, Any] = {
+    "data": {"max_length": 512, "validation": {"fraction": 0.1}},
+    "generate": {"samples": 2, "max_new_tokens": 32},
+}
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_one_layer_of_a_kind_stands_for_all(kind: str, tmp_path: Path) -> None:
+    """SmolLM3: every fourth layer has no rotary positions. The first and the last layer are run in any case."""
+    config = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 9}
+    spec = run_spec(folder_of(config, tmp_path), method={"kind": kind}, train={"batch_size": 4}, **GENERATING)
+    with simulated_run(spec, PhaseLog) as run:
+        stack = LayerStack(run.loaded.base)
+        stack.choose(1)
+        assert stack.left_out == {2: 4, 7: 1}
+    sizes = [2, 4], [128, 256, 384]
+    few, every = (_document(spec, config, sizes, few_layers=few) for few in (True, False))
+    assert few is not None and every is not None
+    assert few.pop("generate") == pytest.approx(every.pop("generate"), rel=1e-3, abs=4096)
+    assert str(few) == str(every)
 
 
 def test_a_known_family_whose_layers_differ_is_simulated() -> None:
