@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from engine.budget.architecture.families import SEQUENTIAL_FAMILIES
 from engine.budget.architecture.lookup import find_config
 from engine.budget.predict.inference import evaluates, generates
+from engine.budget.predict.simulated import shortest_window
 from engine.config.schema.run import RunSpec
 from engine.simulate.batch import StepShape
 from engine.simulate.driver import SimulatedRun, simulated_run
@@ -35,7 +36,6 @@ LENGTH_STEP = 128
 SEQUENTIAL_STEP = 8
 """Simulated lengths are multiples of this for families that compute one token after the other: long sequences would
 take long to simulate."""
-WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "idx")
@@ -83,7 +83,7 @@ def _sizes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
     text = facts.get("text_config") or facts
     if text.get("model_type") in SEQUENTIAL_FAMILIES:
         return [2, 4], [SEQUENTIAL_STEP, 2 * SEQUENTIAL_STEP, 3 * SEQUENTIAL_STEP]
-    window = min([int(text[key]) for key in WINDOWS if isinstance(text.get(key), int)], default=0)
+    window = shortest_window(facts)
     positions = min([int(text[key]) for key in POSITIONS if isinstance(text.get(key), int)], default=1 << 30)
     reached = 0 < window < spec.recipe.data.max_length
     before = -(-window // LENGTH_STEP) * LENGTH_STEP if reached else 0

@@ -16,7 +16,7 @@ from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.prediction import MicroBatchShape
-from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation
+from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation, simulation_key
 from engine.cli import app
 from engine.commands.background import simulation
 from engine.config.load import resolve
@@ -138,8 +138,9 @@ def test_layers_of_different_sizes_are_planned_as_they_are_measured(method: dict
 
 
 GENERATING: dict[str, Any] = {
-    "data": {"max_length": 512, "validation": {"fraction": 0.1}},
-    "generate": {"samples": 2, "max_new_tokens": 32},
+    "data": {"max_length": 512, "valid_fraction": 0.1},
+    "eval": {"samples": 2},
+    "generate": {"max_new_tokens": 32},
 }
 
 
@@ -157,6 +158,15 @@ def test_one_layer_of_a_kind_stands_for_all(kind: str, tmp_path: Path) -> None:
     assert few is not None and every is not None
     assert few.pop("generate") == pytest.approx(every.pop("generate"), rel=1e-3, abs=4096)
     assert str(few) == str(every)
+
+
+def test_a_window_that_sequences_reach_makes_another_simulation_also_where_the_text_model_is_nested(
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "gemma4", "text_config": {**GEMMA4, "sliding_window": 64}}
+    folder = folder_of(config, tmp_path)
+    short, longer, long = (simulation_key(run_spec(folder, data={"max_length": each})) for each in (64, 65, 900))
+    assert short != longer == long
 
 
 def test_a_known_family_whose_layers_differ_is_simulated() -> None:

@@ -32,10 +32,12 @@ from engine.config.files.machine import installed
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 4
+FORMAT = 5
 """Version of the stored files; a change makes older files unused."""
 UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
+WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
+"""Keys of a config with the number of tokens that a layer looks back; longer sequences run other operations."""
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "kernels")
 MODEL_KEYS = {"dtype", "attention", "attention_dropout", "quantize"}
 TRAIN_KEYS = {
@@ -47,6 +49,12 @@ def units_of(rows: int, length: int, targets: int, chunk: int) -> tuple[int, ...
     """The values of UNITS for a micro-batch of `rows` sequences padded to `length` tokens, of which `targets` count in
     the loss; the loss is computed for `chunk` targets at a time."""
     return 1, rows, length, rows * length, rows * length**2, length**2, targets, chunk
+
+
+def shortest_window(facts: Mapping[str, Any]) -> int:
+    """The smallest window in tokens of the model with the config `facts`; 0 if none is stated."""
+    text = facts.get("text_config") or facts
+    return min([int(text[key]) for key in WINDOWS if isinstance(text.get(key), int)], default=0)
 
 
 def simulation_key(spec: RunSpec) -> str:
@@ -65,8 +73,7 @@ def simulation_key(spec: RunSpec) -> str:
         "device": [spec.profile.device.kind, spec.profile.device.compute_capability],
     }
     facts = find_config(model.id, model.revision)
-    window = facts.get("sliding_window")
-    reached = isinstance(window, int) and recipe.data.max_length > window
+    reached = 0 < shortest_window(facts) < recipe.data.max_length
     parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
