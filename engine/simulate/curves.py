@@ -107,17 +107,13 @@ def _document(
         stack = LayerStack(run.loaded.base)
         if not few_layers:
             return _document_of(run, stack, sizes)
-        for ends in OWN_LAYERS:
-            stack.choose(ends)
-            if stack.is_whole:
-                return None
-            try:
-                return _document_of(run, stack, sizes)
-            except StackError:
-                run.recorder.take()
-            except STRANGE_ERRORS:
-                return None
-    return None
+        stack.choose()
+        if stack.is_whole:
+            return None
+        try:
+            return _document_of(run, stack, sizes)
+        except (StackError, *STRANGE_ERRORS):
+            return None
 
 
 def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[list[int], list[int]]) -> dict[str, Any]:
@@ -200,11 +196,6 @@ def _generated(run: SimulatedRun[PhaseLog], sizes: tuple[list[int], list[int]]) 
     return solved
 
 
-OWN_LAYERS = (1, 2)
-"""How many layers at the end are run in any case: what all layers add to (Gemma 4: embeddings of each layer) the last
-one allocates, and at once or only in the phase of the one before it."""
-
-
 class StackError(Exception):
     """Raised if what the layers that are run record does not add up to what all layers hold."""
 
@@ -233,13 +224,13 @@ class LayerStack:
         self.gradient_bytes = 0
         """What the gradients of all layers take."""
 
-    def choose(self, ends: int) -> None:
-        """Leave out layers like another one. The first and the last `ends` layers are run in any case: they free or
-        keep tensors of the embedding and of the output head."""
+    def choose(self) -> None:
+        """Leave out layers like another one. The first and the last layer are run in any case: they free or keep
+        tensors of the embedding and of the output head."""
         self._stands_for = list(range(len(self._every)))
         first: dict[tuple[Any, ...], int] = {}
         left_out: dict[int, list[int]] = {}
-        for number in range(1, len(self._every) - ends):
+        for number in range(1, len(self._every) - 1):
             kind = (*_outline(self._every[number]), *(str(values[number]) for values in self._by_layer().values()))
             self._stands_for[number] = chosen = first.setdefault(kind, number)
             if chosen != number:
