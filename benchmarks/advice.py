@@ -58,7 +58,7 @@ MOST_SETS = 3000
 
 @dataclass(frozen=True)
 class Question:
-    """The arguments of one call of `tunedeck fit`: profile, recipe and overrides."""
+    """The arguments of one call of `tunedeck advise`: profile, recipe and overrides."""
 
     profile: str
     recipe: str

@@ -76,14 +76,17 @@ def _add(*commands: Callable[..., None]) -> None:
 
 
 # In the order of `tunedeck --help`.
-_add(plan.plan, plan.fit, train.train, train.resume, runs.stop, runs.pause, runs.checkpoint, runs.wait)
+_add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, runs.checkpoint, runs.wait)
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(background.forward, export.merge, data.data)
+_add(background.sync, export.merge, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)
+# Old names.
+app.command("fit", hidden=True)(plan.fit)
+app.command("forward", hidden=True)(background.forward)
 # Processes that other commands start.
 app.command("_engine", hidden=True)(train.engine_process)
 app.command("_assemble", hidden=True)(train.assembler_process)

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 from contextlib import redirect_stdout
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.commands.shared import RunArgument, RunsOption, find_run, importing, print_line
+from engine.commands.shared import RunArgument, RunsOption, find_run, importing, print_line, print_progress
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ ToOption = Annotated[
 ]
 
 
-def forward(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None:
-    """Forward what an experiment tracker does not have of a run yet. While a run trains this is done by itself."""
+def sync(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None:
+    """Send an experiment tracker what it does not have of a run yet. While a run trains this is done by itself."""
     from engine.journal.stages import stage_directories
     from engine.trackers.follow import forward_all
 
@@ -73,7 +74,14 @@ def forward(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> N
     for part in stage_directories(directory) or [directory]:
         for name in names:
             count = forward_all(part, name)
-            print_line(f"{part.name}: {count} event{'s' * (count != 1)} forwarded to {name}")
+            print_line(f"{part.name}: {count} event{'s' * (count != 1)} sent to {name}")
+
+
+@wraps(sync)
+def forward(**options: Any) -> None:
+    """Old name of `sync`."""
+    print_progress("tunedeck: forward is now called sync: tunedeck sync with the same arguments")
+    sync(**options)
 
 
 def _trackers_of(directory: RunDirectory) -> list[str]:
@@ -85,7 +93,7 @@ def _trackers_of(directory: RunDirectory) -> list[str]:
         raise UsageError(
             f"the recipe of {directory.name} names no tracker",
             expected="trackers.use in the recipe, or --to",
-            fix=f"tunedeck forward {directory.name} --to tensorboard",
+            fix=f"tunedeck sync {directory.name} --to tensorboard",
         )
     return names
 

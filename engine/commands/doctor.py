@@ -115,7 +115,8 @@ def _python() -> Finding:
 
 
 def _versions() -> list[Finding]:
-    from engine.launch.requirements import INSTALL_COMMAND, TRAINING_PACKAGES
+    from engine.config.files.machine import install_command
+    from engine.launch.requirements import TRAINING_PACKAGES
 
     findings = []
     for package in (*TRAINING_PACKAGES, *CONSOLE_PACKAGES):
@@ -123,7 +124,7 @@ def _versions() -> list[Finding]:
         if version:
             findings.append(Finding(package, "ok", version))
         else:
-            fix = INSTALL_COMMAND if package in TRAINING_PACKAGES else f"pip install {package}"
+            fix = install_command("train" if package in TRAINING_PACKAGES else "", [package])
             findings.append(Finding(package, "missing", "not installed", fix))
     for package, purpose in OPTIONAL.items():
         version = _version(package)

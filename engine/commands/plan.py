@@ -1,11 +1,12 @@
-"""`tunedeck plan` and `tunedeck fit`: print how much memory a run needs, and the cheapest changes that make it fit."""
+"""`tunedeck plan` and `tunedeck advise`: how much memory a run needs, and the cheapest changes that make it fit."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -245,7 +246,7 @@ def _exactly(spec: RunSpec, as_json: bool) -> None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def fit(
+def advise(
     profile: ProfileOption,
     recipe: RecipeOption,
     overrides: OverridesOption = None,
@@ -255,7 +256,7 @@ def fit(
 ) -> None:
     """Rank changes that make a run fit, or use the memory left. Of a sweep, for its largest run. Exit code 3 when no
     change makes it fit."""
-    from engine.budget.advise.search import advise
+    from engine.budget.advise import search
     from engine.errors import UsageError
     from engine.launch.simulation import with_simulations
 
@@ -263,12 +264,12 @@ def fit(
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(
-            "this recipe has stages, and fit looks at one of them",
+            "this recipe has stages, and advise looks at one of them",
             expected="--stage NAME, without --write",
-            fix=f"tunedeck fit with --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
+            fix=f"add --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
         )
     spec = _of_stage(spec, stage)
-    advice = with_simulations(lambda: advise(spec), print_progress)
+    advice = with_simulations(lambda: search.advise(spec), print_progress)
     if write is not None:
         _write(advice, recipe, overrides or [], write)
     if as_json:
@@ -277,6 +278,13 @@ def fit(
         _print_advice(advice, spec, write)
     if advice.plan.verdict == "does_not_fit" and not advice.suggestions:
         raise typer.Exit(DoesNotFitError.exit_code)
+
+
+@wraps(advise)
+def fit(**options: Any) -> None:
+    """Old name of `advise`."""
+    print_progress("tunedeck: fit is now called advise: tunedeck advise with the same arguments")
+    advise(**options)
 
 
 def _admitted(profile: str, recipe: str, overrides: Sequence[str]) -> list[Admitted]:

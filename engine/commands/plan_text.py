@@ -150,7 +150,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         )
         lines.append(f"{start} {changes}; what is learned stays the same")
     if planned.verdict == "does_not_fit":
-        lines.append("see what would help: tunedeck fit with the same arguments")
+        lines.append("see what would help: tunedeck advise with the same arguments")
     return lines
 
 

@@ -105,7 +105,7 @@ def show(
         print_json(document | ({"oom": _oom_document(reader, summary.oom_reports)} if oom else {}))
         return
     rows = result_rows(summary) + checkpoint_rows(summary.checkpoints, best, learned)
-    print_rows(rows + detail_rows(summary) + next_steps(summary))
+    print_rows(rows + detail_rows(summary) + next_steps(summary, shown=True))
 
 
 def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
 
+from engine.config.files.data_files import LOADERS, suffix_of
 from engine.errors import UsageError
 
 COMMANDS = {
-    "start": "train -p demo -r demo", "run": "train -p demo -r demo", "demo": "train -p demo -r demo",
-    "finetune": "train -p demo -r demo", "fine-tune": "train -p demo -r demo", "sft": "train -p demo -r demo",
+    "start": "train", "run": "train", "demo": "train -p demo -r demo", "finetune": "train", "fine-tune": "train",
+    "sft": "train", "dpo": "train",
     "help": "--help", "version": "--version", "ls": "runs", "list": "runs", "ps": "runs", "status": "runs",
     "logs": "log last", "tail": "log last -f", "follow": "watch last", "attach": "watch last", "kill": "stop last",
     "cancel": "stop last", "info": "show last", "continue": "resume last", "evaluate": "eval last",
     "test": "eval last", "generate": "eval last", "chat": "eval last", "infer": "eval last",
-    "init": "recipes new my-recipe", "new": "recipes new my-recipe", "config": "recipes list",
-    "profile": "profiles list", "recipe": "recipes list", "estimate": "plan -p demo -r demo",
-    "env": "doctor", "gpus": "doctor", "check": "plan -p demo -r demo", "dataset": "data -r demo",
+    "push": "show last", "upload": "show last", "publish": "show last", "export": "show last", "delete": "rm last",
+    "remove": "rm last", "mv": "rename last NAME", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
+    "config": "recipes list",
+    "profile": "profiles list", "recipe": "recipes list", "estimate": "plan",
+    "env": "doctor", "gpus": "doctor", "check": "plan", "dataset": "data",
 }  # fmt: skip
 """Words that people try as a command, and the command that does it."""
 
@@ -30,16 +36,37 @@ OPTIONS = {
 }  # fmt: skip
 """Other tools' options and ours. The value is appended to a word that ends in "=", else follows as a word."""
 
-CALLS_WITH_A_RECIPE = ("train", "plan", "fit", "data")
+CALLS_WITH_A_RECIPE = ("train", "plan", "advise", "fit", "data")
+
+COMMANDS_OF_GROUPS = ("list", "show", "check", "new", "export", "import", "schema")
+
+NEAR_ENOUGH = 0.75
+"""How alike a misspelled command and a known one must be (0 to 1): "push" is not a misspelled "pause"."""
+
+
+WHAT_EXISTS = {
+    **dict.fromkeys(
+        ("push", "upload", "publish", "export"),
+        "show prints the result's folder, and hf upload REPO FOLDER sends it",
+    ),
+    **dict.fromkeys(("chat", "infer", "generate"), "answers to the evaluation data: there is no chat"),
+    "dpo": "supervised fine-tuning: training on preferences does not exist",
+}
+"""Said beside the command that is nearest to something that does not exist."""
 
 
 def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
     """The error for a message of the parser; `command` is the command that refused `arguments`."""
     meant = right_command(message, arguments)
     near = re.search(r" Did you mean '(.*)'\?", message)
-    if near and meant and near[1] not in shlex.split(meant):
+    if near and near[1] not in shlex.split(meant or ""):
         message = message.replace(near[0], "")  # a similar spelling misleads where the word means something else
-    return UsageError(re.sub(r" \(Possible options: .*\)", "", message), fix=meant or f"{command} --help")
+    unknown = re.match(r"No such command '(.+?)'\.", message)
+    return UsageError(
+        re.sub(r" \(Possible options: .*\)", "", message),
+        expected=WHAT_EXISTS.get(unknown[1], "") if unknown else "",
+        fix=meant or f"{command} --help",
+    )
 
 
 def right_command(message: str, arguments: Sequence[str]) -> str | None:
@@ -52,6 +79,8 @@ def right_command(message: str, arguments: Sequence[str]) -> str | None:
         or _stray_argument(message, words)
         or _missing_file(message, words)
     )
+    if meant and meant[0] in CALLS_WITH_A_RECIPE:
+        meant = _with_files(meant)
     return shlex.join(["tunedeck", *meant]) if meant else None
 
 
@@ -59,13 +88,27 @@ def _other_command(message: str, words: list[str]) -> list[str] | None:
     found = re.match(r"No such command '(.+?)'\.", message)
     if found is None:
         return None
-    near = re.search(r"Did you mean '(.+?)'", message)
-    if len(words) > 1 and words[0] in COMMANDS and found[1] == words[0] and words[0] not in ("help", "version"):
-        word = COMMANDS[words[0]].split()[0]
-        return [word, *words[1:]]
     if found[1] in COMMANDS and words[:1] == [found[1]]:
-        return COMMANDS[found[1]].split()
-    return [near[1] if word == found[1] else word for word in words] if near else None
+        return _called_with(COMMANDS[found[1]].split(), words[1:])
+    near = re.search(r"Did you mean '(.+?)'", message)
+    if near is None or SequenceMatcher(None, found[1], near[1]).ratio() < NEAR_ENOUGH:
+        return None
+    return [near[1] if word == found[1] else word for word in words]
+
+
+def _called_with(meant: list[str], given: list[str]) -> list[str]:
+    """The command `meant` with the words that were given to the one that does not exist."""
+    if meant[0] in CALLS_WITH_A_RECIPE:
+        return [*meant, *given]
+    if meant[0] in ("recipes", "profiles") and given[:1] and given[0] in COMMANDS_OF_GROUPS:
+        return [meant[0], *given]
+    if not given or given[0].startswith("-") or meant[-1] in ("--help", "--version", "runs", "doctor", "list"):
+        return meant
+    if meant[0] == "show":
+        return ["show", given[0]]  # not the name of a repository
+    if meant[:2] == ["recipes", "new"]:
+        return [*meant[:2], *given]
+    return [meant[0], *given, *(word for word in meant[2:] if word == "-f" and "-f" not in given)]
 
 
 def _other_option(message: str, words: list[str]) -> list[str] | None:
@@ -109,22 +152,40 @@ def _stray_argument(message: str, words: list[str]) -> list[str] | None:
     at = next((index for index in range(len(words) - 1, 0, -1) if words[index] == stray), 0)
     if at > 1 and words[at - 2] == "--set" and "=" not in words[at - 1]:
         return [*words[: at - 1], f"{words[at - 1]}={stray}", *words[at + 1 :]]
-    if at and not _gives_recipe(words):
-        return _with_files([*words[:at], "-r", *words[at:]])
+    if at and (suffix_of(Path(stray)) in LOADERS or not _gives_recipe(words)):
+        return [*words[:at], *_given_as(stray), *words[at + 1 :]]
     return None
 
 
 def _missing_file(message: str, words: list[str]) -> list[str] | None:
     if not re.match(r"Missing option '-[pr]'", message):
         return None
-    return _with_files(words)
+    at = next((at for at in range(1, len(words)) if _is_stray_file(words, at)), None)
+    if at is None:
+        return words
+    return [*words[:at], *_given_as(words[at]), *words[at + 1 :]]
+
+
+def _is_stray_file(words: list[str], at: int) -> bool:
+    return not words[at - 1].startswith("-") and not words[at].startswith("-") and os.path.isfile(words[at])
+
+
+def _given_as(file: str) -> list[str]:
+    """The option for a file that was given without one: data by their suffix, else a recipe."""
+    if suffix_of(Path(file)) in LOADERS:
+        return ["--set", f"data.sources.0.path={file}"]
+    return ["-r", file]
 
 
 def _with_files(words: list[str]) -> list[str]:
-    """With `-p demo` and `-r demo` where no profile or recipe is given."""
+    """With `-p` and `-r` where no profile or recipe is given: the user's own, else the demo's."""
+    if "--run-spec" in words:
+        return words
+    from engine.launch.requirements import own_profile, own_recipe
+
     if not any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words) and words[0] != "data":
-        words = [*words, "-p", "demo"]
-    return words if _gives_recipe(words) else [*words, "-r", "demo"]
+        words = [*words, "-p", own_profile() or "demo"]
+    return words if _gives_recipe(words) else [*words, "-r", own_recipe() or "demo"]
 
 
 def _gives_recipe(words: Sequence[str]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.config.check.aliases import WITHOUT_PREFERENCES
 from engine.config.schema.data import IMAGE_FORMATS, Source
 from engine.data.conversations import conversation
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
@@ -187,6 +189,14 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
             fix=f'say which: format = "{fitting[0]}"',
         )
     wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
+    if {"chosen", "rejected"} <= set(columns):
+        column = 'prompt = "prompt", completion = "chosen"' if "prompt" in columns else 'messages = "chosen"'
+        option = shlex.quote(f"data.sources.{source.name}.columns={{{column}}}")
+        return DataError(
+            f"{found}: preference pairs, and {WITHOUT_PREFERENCES}",
+            expected=needs,
+            fix=f"add --set {option}; the chosen answers are imitated",
+        )
     return DataError(
         f"{found}, and fit {wanted}",
         expected=needs,

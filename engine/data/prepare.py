@@ -4,6 +4,7 @@ off the validation data, packs rows and reports."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
 from engine.data.store import COLUMN_DTYPES, ROWS_PER_REASON, SourceCount, StoreWriter, cached_store, hash_text
-from engine.data.tokenise import Results, Tokeniser, tokenise_rows
+from engine.data.tokenise import TOO_LONG, Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
 from engine.errors import DataError
 
@@ -160,7 +161,7 @@ def _prepare_sources(
             raise DataError(
                 f"no sample of the {part} data is left; dropped: {drops}",
                 expected="at least one sample with a token to learn",
-                fix="look at them with `tunedeck data`; raise data.max_length, or check the columns and the loss mask",
+                fix=_way_to_keep(writer.counts, tokeniser.system_prompt),
             )
 
     store = cached_store(entry, build, notify)
@@ -202,6 +203,21 @@ def _count_left_out(counts: Sequence[SourceCount], opened: Sequence[_Opened]) ->
                 count.dropped[reason] = count.dropped.get(reason, 0) + number
                 places = count.dropped_at.get(reason, []) + screened.places(reason)
                 count.dropped_at[reason] = places[:ROWS_PER_REASON]
+
+
+def _way_to_keep(counts: Sequence[SourceCount], system_prompt: str | None) -> str:
+    """What would keep the samples that were dropped for the most frequent reason."""
+    reasons: Counter[str] = Counter()
+    for count in counts:
+        reasons.update(count.dropped)
+    reason = reasons.most_common(1)[0][0]
+    if reason.startswith(TOO_LONG):
+        return "add --set data.over_length=truncate; or raise data.max_length"
+    if "chat template" in reason and "system" in reason.lower():
+        if system_prompt is not None:
+            return "add --set data.system_prompt=; no system turn is added then"
+        return "write the system turn's text into the user's first turn, or set another model.chat_template"
+    return "correct these rows, or name other columns in the source"
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:

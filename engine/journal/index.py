@@ -234,6 +234,9 @@ def _at_path(path: Path) -> RunDirectory:
     directory = RunDirectory(path.resolve())
     if directory.exists():
         return directory
+    run = RunDirectory(directory.path.parent)
+    if run.exists() and (stage := find_stage(run, path.name)) is not None:
+        return stage
     raise UsageError(
         f"{path} is not a run" + (": it has no run.toml" if path.is_dir() else ": no such folder"),
         expected="a run directory, such as runs/20261120T205800Z-demo",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import EnvironmentProblem
+from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
 from engine.journal.files import locked, open_regular, read_table, write_atomically
 
@@ -160,7 +161,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
         raise EnvironmentProblem(
             f"another engine works on run {directory.name}{who}",
             expected="one engine per run",
-            fix=f"stop it first: tunedeck stop {directory.name}",
+            fix=_way_past_engine(directory),
         ) from error
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in NO_FILE_LOCKS:
@@ -170,6 +171,12 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
         ) from error
     with lock:
         yield
+
+
+def _way_past_engine(directory: RunDirectory) -> str:
+    if was_requested(directory, "stop") or was_requested(directory, "pause"):
+        return f"it is ending: tunedeck wait {directory.name}, then the same command again"
+    return f"stop it first: tunedeck stop {directory.name}"
 
 
 def _holder(directory: RunDirectory) -> str:

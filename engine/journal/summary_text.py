@@ -183,7 +183,8 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
     return rows
 
 
-def next_steps(summary: RunSummary) -> Rows:
+def next_steps(summary: RunSummary, *, shown: bool = False) -> Rows:
+    """The commands to type next. `shown`: without the one that shows the run."""
     run = clean(summary.run)
     commands = {
         "done": [f"tunedeck show {run}", f"tunedeck eval {run}"],
@@ -191,5 +192,9 @@ def next_steps(summary: RunSummary) -> Rows:
         "stopped": [f"tunedeck resume {run}", f"tunedeck show {run}"],
         "oom": [f"tunedeck show {run} --oom"],
         "failed": [f"tunedeck log {run}"],
+        "running": [f"tunedeck watch {run}"],
+        "queued": ["tunedeck queue list"],
+        "stale": [f"tunedeck resume {run}"],
     }.get(summary.status, [f"tunedeck show {run}"])
+    commands = [command for command in commands if not shown or command != f"tunedeck show {run}"]
     return [("next" if index == 0 else "", command) for index, command in enumerate(commands)]

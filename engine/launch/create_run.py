@@ -25,7 +25,7 @@ from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectu
 from engine.journal.directory import RunDirectory, create_run_directory, read_spec
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
-from engine.launch.requirements import require_device, require_hub, require_training_packages
+from engine.launch.requirements import own_profile, own_recipe, require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions
 from engine.trackers.tracker import require_trackers
@@ -48,12 +48,17 @@ def resolve_start(options: StartOptions) -> Resolved:
         raise UsageError(
             f"missing: {' and '.join(missing)}",
             expected="a profile and a recipe, or --run-spec FILE",
-            fix="tunedeck train -p demo -r demo",
+            fix="add " + " ".join(_own_files(options)),
         )
     else:
         resolved = resolve(profile, recipe, overrides, name=name, limits=limits)
     require_matching_devices(resolved.spec)
     return resolved
+
+
+def _own_files(options: StartOptions) -> list[str]:
+    profile = [] if options.profile else ["-p", own_profile() or "demo"]
+    return profile + ([] if options.recipe else ["-r", own_recipe() or "demo"])
 
 
 def fetch_config(spec: RunSpec) -> tuple[list[str], bool]:
@@ -233,11 +238,11 @@ def _does_not_fit(plan: Plan, spec: RunSpec) -> DoesNotFitError:
         label.removeprefix("shipped:") for label in (spec.provenance.profile_file, spec.provenance.recipe_file)
     )
     overrides = [part for text in spec.provenance.set_ for part in ("--set", text)]
-    fit = shlex.join(["tunedeck", "fit", "-p", profile, "-r", recipe, *overrides])
+    advise = shlex.join(["tunedeck", "advise", "-p", profile, "-r", recipe, *overrides])
     return DoesNotFitError(
         f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
         f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
-        fix=f"{fit}; --force trains anyway",
+        fix=f"{advise}; --force trains anyway",
     )
 
 

@@ -20,7 +20,9 @@ from engine.config.files.caches import (
     has_weights,
     offline_variable,
 )
+from engine.config.files.document import read_document
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, list_spec_files, split_run_reference
+from engine.config.files.machine import install_command, working_directory
 from engine.config.load import load_run_spec, load_spec_file
 from engine.config.schema.data import Source
 from engine.config.schema.recipe import Model, Recipe
@@ -32,8 +34,6 @@ from engine.journal.stages import result_run
 
 TRAINING_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 
-INSTALL_COMMAND = "pip install 'tunedeck[train]'"
-
 
 def missing_packages() -> list[str]:
     return [name for name in TRAINING_PACKAGES if find_spec(name) is None]
@@ -43,7 +43,8 @@ def require_training_packages() -> None:
     missing = missing_packages()
     if missing:
         raise EnvironmentProblem(
-            f"this needs {', '.join(missing)}, which a light installation of Tunedeck leaves out", fix=INSTALL_COMMAND
+            f"this needs {', '.join(missing)}, which a light installation of Tunedeck leaves out",
+            fix=install_command("train", missing),
         )
 
 
@@ -67,6 +68,34 @@ def require_device(spec: RunSpec) -> None:
             f"profile {name!r} is for a GPU, and torch {torch}, which is installed here, was built without CUDA",
             fix="install a build of torch with CUDA: https://pytorch.org/get-started",
         )
+
+
+def own_profile() -> str | None:
+    """The first of the user's own profiles whose device this machine has."""
+    for file in list_spec_files("profile"):
+        try:
+            profile = load_spec_file("profile", file) if file.origin != "shipped" else None
+        except SpecError:
+            continue
+        if isinstance(profile, Profile):
+            gpus = count_gpus() if profile.device.kind == "cuda" else None
+            if gpus is None or gpus >= profile.device.count:
+                return file.name
+    return None
+
+
+def own_recipe() -> str | None:
+    """The first of the user's own recipes by name, else the only recipe file of the working directory."""
+    named = [file.name for file in list_spec_files("recipe") if file.origin != "shipped"]
+    if named:
+        return named[0]
+    here = []
+    for path in sorted(working_directory().glob("*.toml")):
+        try:
+            here += [path.name] if read_document(path).data.get("kind") == "recipe" else []
+        except SpecError:
+            continue
+    return here[0] if len(here) == 1 else None
 
 
 def count_gpus() -> int | None:

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.files.machine import install_command
 from engine.config.schema.run import RunSpec
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UsageError
@@ -252,7 +253,8 @@ def _expect_safetensors(start: StartingWeights) -> None:
 def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsAndBytesConfig:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(
-            'model.quantize = "nf4" needs bitsandbytes, which is not installed', fix='pip install "tunedeck[cuda]"'
+            'model.quantize = "nf4" needs bitsandbytes, which is not installed',
+            fix=install_command("cuda", ["bitsandbytes"]),
         )
     from bitsandbytes import supported_torch_devices
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.files.machine import install_command
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
@@ -39,7 +40,7 @@ def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> I
     if key is None:
         return None
     if importlib.util.find_spec("PIL") is None:
-        raise EnvironmentProblem(f"{key}: Pillow is not installed", fix='pip install "tunedeck[vision]"')
+        raise EnvironmentProblem(f"{key}: Pillow is not installed", fix=install_command("vision", ["pillow"]))
     start = find_starting_weights(spec.recipe.model)
     config = load_config(start, spec.limits.trust_remote_code)
     if config.model_type not in (*PATCH_MODELS, *SQUARE_MODELS):

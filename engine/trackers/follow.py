@@ -131,7 +131,7 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
 
 
 def _problem(directory: RunDirectory, name: str, error: Exception) -> EnvironmentProblem:
-    again = f"then forward what is missing: tunedeck forward {directory.path}"
+    again = f"then send what is missing: tunedeck sync {directory.path}"
     if isinstance(error, ModuleNotFoundError):
         missing = f"tracker {name} is not installed: {error}"
         return EnvironmentProblem(missing, fix=f"{install_command([name])}; {again}")

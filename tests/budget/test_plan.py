@@ -260,7 +260,7 @@ def test_fit_writes_a_recipe_that_fits(tmp_path: Path) -> None:
     target = tmp_path / "smaller.toml"
     sets = ["--set", "model.id=Qwen/Qwen2.5-7B"]
     assert json.loads(invoke("plan", "-p", "24gb", "-r", "full", *sets, "--json").stdout)["verdict"] == "does_not_fit"
-    result = invoke("fit", "-p", "24gb", "-r", "full", *sets, "--write", str(target))
+    result = invoke("advise", "-p", "24gb", "-r", "full", *sets, "--write", str(target))
     assert result.exit_code == 0, result.output
     assert json.loads(invoke("plan", "-p", "24gb", "-r", str(target), "--json").stdout)["verdict"] == "fits"
     assert "# " in target.read_text()

@@ -97,7 +97,7 @@ def test_a_plan_says_where_the_disk_of_the_runs_is_too_small(tmp_path: Path, mon
     assert "checkpoint.keep" in shown.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "fit", "train"])
+@pytest.mark.parametrize("command", ["plan", "advise", "train"])
 def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(tmp_path: Path, command: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     sets = ["--set", f"model.id={tmp_path}", "--set", "data.packing=true"]

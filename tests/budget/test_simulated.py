@@ -205,13 +205,13 @@ def test_plan_simulates_unasked_and_then_remembers(shallow: Path) -> None:
 
 
 def test_fit_simulates_what_it_tries(shallow: Path) -> None:
-    found = invoke("fit", shallow, "train.micro_batch=auto")
+    found = invoke("advise", shallow, "train.micro_batch=auto")
     document = json.loads(found.stdout)
     assert document["plan"]["predictor"] == "simulated"
     assert ["data.max_length"] in [list(each["changes"]) for each in document["room"]]
 
 
-@pytest.mark.parametrize("command", ["plan", "fit", "train"])
+@pytest.mark.parametrize("command", ["plan", "advise", "train"])
 def test_what_is_refused_is_refused_before_anything_is_simulated(
     command: str, shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

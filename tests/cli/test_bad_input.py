@@ -21,7 +21,7 @@ DEMO = ("-p", "demo", "-r", "demo")
 SHARDS = ("-p", "demo-2", "-r", "demo", "--set", "parallel.strategy=sharded")
 
 ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no profile, no recipe": (("train",), ("-p PROFILE and -r RECIPE", "fix: tunedeck train -p demo -r demo")),
+    "no profile, no recipe": (("train",), ("-p PROFILE and -r RECIPE", "fix: add -p demo -r demo")),
     "no recipe": (("train", "-p", "demo"), ("-r RECIPE",)),
     "plan without a profile": (("plan",), ("'--profile'", "fix: tunedeck plan -p demo -r demo")),
     "unknown command": (("frobnicate",), ("frobnicate", "fix: tunedeck --help")),

@@ -66,7 +66,7 @@ def test_detached_runs_are_told_in_one_json_document_and_can_be_waited_for(tuned
     "arguments",
     [
         ("plan", "-p", "demo", "-r", "demo", "--json"),
-        ("fit", "-p", "demo", "-r", "demo", "--json"),
+        ("advise", "-p", "demo", "-r", "demo", "--json"),
         ("profiles", "list", "--json"),
         ("profiles", "show", "demo", "--json"),
         ("recipes", "schema"),
@@ -85,7 +85,8 @@ def test_nothing_but_text_goes_into_a_pipe(tunedeck: Tunedeck, tmp_path: Path, m
     recipe = write_recipe(tmp_path)
     commands = [
         ("train", "-p", write_profile(tmp_path), "-r", recipe), ("show", "last"), ("runs",), ("log", "last"),
-        ("data", "-r", recipe, "--show", 3), ("plan", "-p", "demo", "-r", "demo"), ("fit", "-p", "demo", "-r", "demo"),
+        ("data", "-r", recipe, "--show", 3), ("plan", "-p", "demo", "-r", "demo"),
+        ("advise", "-p", "demo", "-r", "demo"),
         ("profiles", "list"), ("recipes", "show", "demo"), ("doctor",),
     ]  # fmt: skip
     for command in commands:

@@ -37,17 +37,17 @@ class Wrong(NamedTuple):
 USAGE: dict[str, Wrong] = {
     "command of another tool": Wrong("finetune -p mine -r my.toml", 2, ("fix: tunedeck train -p mine -r my.toml",)),
     "start for train": Wrong("start -p mine -r my.toml", 2, ("No such command 'start'", "tunedeck train")),
-    "run for train": Wrong("run", 2, ("No such command 'run'.\n", "tunedeck train -p demo -r demo")),
+    "run for train": Wrong("run", 2, ("No such command 'run'.\n", "tunedeck train -p mine -r demo")),
     "misspelled command": Wrong("trian -p mine -r my.toml", 2, ("Did you mean 'train'", "fix: tunedeck train -p mine")),
     "misspelled command of a group": Wrong("profiles lst", 2, ("fix: tunedeck profiles list",)),
     "help as a command": Wrong("help", 2, ("fix: tunedeck --help",)),
     "version as a command": Wrong("version", 2, ("fix: tunedeck --version",)),
     "ls for runs": Wrong("ls", 2, ("fix: tunedeck runs",)),
-    "recipe without -r": Wrong("train my.toml", 2, ("fix: tunedeck train -r my.toml -p demo",)),
+    "recipe without -r": Wrong("train my.toml", 2, ("fix: tunedeck train -r my.toml -p mine",)),
     "recipe behind a profile": Wrong("train -p mine my.toml", 2, ("fix: tunedeck train -p mine -r my.toml",)),
-    "neither profile nor recipe": Wrong("plan", 2, ("'--profile'", "fix: tunedeck plan -p demo -r demo")),
+    "neither profile nor recipe": Wrong("plan", 2, ("'--profile'", "fix: tunedeck plan -p mine -r demo")),
     "no recipe": Wrong("plan -p mine", 2, ("'--recipe'", "fix: tunedeck plan -p mine -r demo")),
-    "train without anything": Wrong("train", 2, ("-p PROFILE and -r RECIPE", "fix: tunedeck train -p demo -r demo")),
+    "train without anything": Wrong("train", 2, ("-p PROFILE and -r RECIPE", "fix: add -p mine -r demo")),
     "option --lr": Wrong("train -p mine -r my.toml --lr 1e-3", 2, ("--set train.learning_rate=0.001",)),
     "option --epochs": Wrong("train --epochs=2 -p mine -r my.toml", 2, ("--set train.epochs=2",)),
     "option --per-device-train-batch-size": Wrong(
@@ -93,7 +93,7 @@ USAGE: dict[str, Wrong] = {
         "plan -p mine -r ./profiles/hardware/mine.toml", 2, ('"profile", a file for -p',), "plan -p mine -r my.toml"
     ),
     "YAML as a recipe": Wrong(
-        "plan -p mine -r ./axolotl.yml", 2, ("axolotl.yml:1", "not TOML"), "plan -p mine -r my.toml"
+        "plan -p mine -r ./axolotl.yml", 2, ("YAML of another tool", "tunedeck recipes new"), "plan -p mine -r my.toml"
     ),
     "keys of another tool": Wrong(
         "plan -p mine -r theirs.toml", 2, ("train.micro_batch = 4", "method.rank = 8"), "plan -p mine -r my.toml"
@@ -103,7 +103,7 @@ USAGE: dict[str, Wrong] = {
     "no GPU": Wrong("train -p 24gb -r my.toml", 6, ("for a GPU, and this machine finds none", "fix: use -p mine")),
     "too few GPUs": Wrong("train -p 4xh100 -r my.toml", 6, ("for 4 GPUs", "fix: use -p mine")),
     "model that is too large": Wrong(
-        "train -p mine -r full --set model.id=Qwen/Qwen2.5-1.5B", 3, ("does not fit", "fix: tunedeck fit -p ")
+        "train -p mine -r full --set model.id=Qwen/Qwen2.5-1.5B", 3, ("does not fit", "fix: tunedeck advise -p ")
     ),
     "model that is not here": Wrong(
         "plan -p mine -r lora --set model.id=nobody/nothing", 6, ("nobody/nothing", "hf download"),
@@ -151,7 +151,7 @@ def right_command(wrong: Wrong, block: str) -> list[str]:
     fix = block.partition("fix: ")[2].strip()
     if "tunedeck " in fix:
         right = shlex.split(re.split(r"[;,]", fix.partition("tunedeck ")[2])[0])
-    elif found := re.match(r"add (--set .*?)(?:;|, )", fix):
+    elif found := re.match(r"add (-.*?)(?:;|, |$)", fix):
         right = [*typed, *shlex.split(found[1])]
     elif found := re.match(r"(?:use )?(-[pr]) (\S+?)(?:,|$)", fix):
         at = typed.index(found[1])

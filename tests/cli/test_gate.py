@@ -80,7 +80,7 @@ CASES = {
 COMMANDS = {
     "check": ("recipes", "check", "RECIPE"),
     "plan": ("plan", "-p", "PROFILE", "-r", "RECIPE"),
-    "fit": ("fit", "-p", "PROFILE", "-r", "RECIPE"),
+    "advise": ("advise", "-p", "PROFILE", "-r", "RECIPE"),
     "train": ("train", "-p", "PROFILE", "-r", "RECIPE"),
     "queue": ("queue", "add", "-p", "PROFILE", "-r", "RECIPE"),
     "launch": ("launch", "-p", "PROFILE", "-r", "RECIPE", "--slurm"),

@@ -56,7 +56,7 @@ def test_plan_and_fit_look_at_the_point_with_the_least_memory_left(tunedeck: Tun
     lines = tunedeck("plan", *choice).out.splitlines()
     assert [line.split()[-1] for line in lines] == ["demo-micro_batch=8", "demo-micro_batch=2", "demo-micro_batch=8"]
     assert all("GiB left" in line for line in lines[:2]) and "least memory" in lines[2]
-    fitted = tunedeck("fit", *choice)
+    fitted = tunedeck("advise", *choice)
     assert fitted.code == 0 and "demo-micro_batch=8" in fitted.err
 
 

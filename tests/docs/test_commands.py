@@ -31,7 +31,7 @@ LABELS = {"sh", "text", "toml", "json"}
 """What a block may be labelled with; only "sh" is for commands."""
 
 RUN = (
-    "runs", "show", "watch", "wait", "eval last", "eval slow", "merge last", "compare", "plan", "fit", "queue add",
+    "runs", "show", "watch", "wait", "eval last", "eval slow", "merge last", "compare", "plan", "advise", "queue add",
     "queue list", "recipes", "profiles", "doctor", "log last",
 )  # fmt: skip
 """Beginnings of commands that are run."""

@@ -80,7 +80,7 @@ def test_check_plan_and_train_say_the_same(tmp_path: Path) -> None:
         for command in (
             ["recipes", "check", str(tmp_path / "mine.toml")],
             ["plan", *chosen],
-            ["fit", *chosen],
+            ["advise", *chosen],
             ["train", *chosen, "--runs", str(tmp_path / "runs")],
         )
     ]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from engine.launch.requirements import INSTALL_COMMAND, TRAINING_PACKAGES
+from engine.config.files.machine import install_command
+from engine.launch.requirements import TRAINING_PACKAGES
 from tests.package.conftest import Distributions, Installation, install
 from tests.package.test_wheel import OPEN_LAUNCH, run
 
@@ -74,7 +75,7 @@ def test_what_trains_says_what_to_install_and_leaves_nothing_behind(
     assert (done.returncode, done.stdout) == (6, "")
     first, fix = done.stderr.splitlines()
     assert first.startswith("tunedeck: this needs torch, ")
-    assert fix.strip() == f"fix: {INSTALL_COMMAND}"
+    assert fix.strip() == f"fix: {install_command('train', TRAINING_PACKAGES)}"
     assert not list(tmp_path.iterdir())
 
 
@@ -82,4 +83,4 @@ def test_doctor_says_what_is_missing(light: Installation, tmp_path: Path) -> Non
     done = run(light.command, "doctor", "--json", cwd=tmp_path, TUNEDECK_STATE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert (found["torch"]["state"], found["torch"]["fix"]) == ("missing", INSTALL_COMMAND)
+    assert (found["torch"]["state"], found["torch"]["fix"]) == ("missing", install_command("train", ["torch"]))

@@ -111,7 +111,7 @@ def test_a_failure_is_recorded_with_what_to_do(run: RunDirectory, monkeypatch: p
     with pytest.raises(EnvironmentProblem, match="wandb login"):
         forward_all(run, "wandb")
     record = read_record(run, "wandb")
-    assert "No API key" in record.error and f"tunedeck forward {run.path}" in record.fix
+    assert "No API key" in record.error and f"tunedeck sync {run.path}" in record.fix
     monkeypatch.delenv("WANDB_LOOK_ALIKE")
     assert forward_all(run, "wandb") == 3 and read_record(run, "wandb").error == ""
 

@@ -54,4 +54,4 @@ def test_killed_and_resumed_every_event_is_forwarded_once_and_a_failing_tracker_
     assert any("session_log" in record for record in records_of_tensorboard(run))
     warnings = [event for event in read_events(run.events) if event["kind"] == "warning" and event["code"] == "tracker"]
     assert warnings and all("No API key" in event["text"] for event in warnings)
-    assert all(f"tunedeck forward {run.path}" in event["fix"] for event in warnings)
+    assert all(f"tunedeck sync {run.path}" in event["fix"] for event in warnings)

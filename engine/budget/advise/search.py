@@ -133,7 +133,7 @@ class Suggestion:
         return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
 
     def as_json(self) -> dict[str, Any]:
-        """An entry of what `tunedeck fit --json` prints."""
+        """An entry of what `tunedeck advise --json` prints."""
         return {
             "changes": {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()},
             "peak_bytes": self.plan.peak_bytes,
@@ -156,7 +156,7 @@ class Advice:
     room: list[Suggestion]
 
     def as_json(self) -> dict[str, Any]:
-        """As `tunedeck fit --json` prints it."""
+        """As `tunedeck advise --json` prints it."""
         return {
             "plan": self.plan.as_json(),
             "suggestions": [suggestion.as_json() for suggestion in self.suggestions],

@@ -115,6 +115,12 @@ def _config_file(model: str, revision: str | None) -> Path | None:
     if os.path.isdir(local):
         refuse_without_config(Path(local))
         return Path(local, "config.json")
+    if os.path.isfile(local):
+        raise UsageError(
+            f"model.id = {model!r} is a file",
+            expected="a model's folder or hub id",
+            fix=f"data belong in a source: --set data.sources.0.path={model} in place of model.id",
+        )
     if os.path.isabs(local) or model.startswith("."):
         raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
     return _cached_config(model, revision)

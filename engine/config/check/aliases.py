@@ -229,6 +229,11 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 """The stage in the name of a DeepSpeed configuration file, such as ds_z3_config.json or zero2_torch_compile.json."""
 
 
+PREFERENCE_METHODS = ("dpo", "orpo", "simpo", "kto", "ipo", "ppo", "grpo", "rlhf", "reward")
+
+WITHOUT_PREFERENCES = "answers are imitated, and training on preferences or rewards does not exist"
+
+
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:
     """Translate another tool's key to (the tool, "our.key = value"); None if no known tool has this key."""
     folded = key.lower().replace("-", "_")

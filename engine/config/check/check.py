@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from engine.config.check.aliases import CHOICE_ALIASES, translate_key
+from engine.config.check.aliases import CHOICE_ALIASES, PREFERENCE_METHODS, WITHOUT_PREFERENCES, translate_key
 from engine.config.check.hardware_rules import problems_of_profile
 from engine.config.check.overrides import resolve_key
 from engine.config.check.rules import problems_of_recipe
@@ -189,6 +189,8 @@ def _choice(model: type[Table], data: Data, place: Place, value: Any) -> str:
     )
     if bare == "method.kind" and value.lower() == "qlora":
         return f'{allowed}; QLoRA is method.kind = "lora" with model.quantize = "nf4"'
+    if bare == "method.kind" and value.lower() in PREFERENCE_METHODS:
+        return f"{allowed}: {WITHOUT_PREFERENCES}"
     meant = CHOICE_ALIASES.get(bare, {}).get(value.lower()) or closest_match(value, words)
     return f"{allowed}; did you mean {quoted(meant)}?" if meant else allowed
 

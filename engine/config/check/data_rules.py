@@ -3,6 +3,7 @@ at all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from engine.config.files.document import Place, Problem, Problems
@@ -36,6 +37,9 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
             yield Problem((*place, "config"), "config without hub", "only a data set on the hub has configurations")
         if source.hub is not None and source.hub.startswith((".", "/", "~")):
             yield Problem((*place, "hub"), f"{quoted(source.hub)} is a path", "a file or folder goes in path")
+        elif source.hub is not None and os.path.isfile(source.hub):
+            allowed = f"path = {quoted(source.hub)} is for files, without hub"
+            yield Problem((*place, "hub"), f"{quoted(source.hub)} is a file here", allowed)
         if source.path is not None and not source.path.strip():
             yield Problem((*place, "path"), "an empty path", 'a file, folder or glob is needed, such as "train.jsonl"')
 

@@ -89,13 +89,24 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
                 [f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"],
                 fix=f"-{kind[0]} {shlex.quote(visible(text.removesuffix(path.name) + near))}" if near else "",
             )
+        if kind == "recipe" and path.suffix in (".yml", ".yaml"):
+            raise _other_format(text)
         folder = Path(os.path.abspath(path.parent))
         named = folder.resolve() in [known.resolve() for known in search_path(kind, cwd).values()]
         return SpecFile(path, "path", cwd if named else folder)
     for origin, folder in search_path(kind, cwd).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
             return SpecFile(folder / f"{text}.toml", _origin(origin, folder), cwd)
+    if kind == "recipe" and (cwd / text).is_file() and Path(text).suffix in (".yml", ".yaml"):
+        raise _other_format(text)
     raise SpecError([_unknown(kind, text, cwd)], fix=_other_file(kind, text, cwd))
+
+
+def _other_format(text: str) -> SpecError:
+    return SpecError(
+        [f"{visible(text)} is YAML of another tool, and recipes are TOML"],
+        fix="tunedeck recipes new my-recipe; copy its values there: recipes check names our key for each",
+    )
 
 
 def _other_file(kind: SpecKind, text: str, cwd: Path) -> str:

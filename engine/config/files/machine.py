@@ -6,8 +6,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import requires as metadata_requires
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,22 @@ def installed(package: str) -> str:
     # Its property `version` parses all of the metadata, the package's whole description included.
     metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
     return metadata.partition("\nVersion: ")[2].partition("\n")[0].strip()
+
+
+def install_command(extra: str, names: Sequence[str]) -> str:
+    """The pip command for packages of Tunedeck's extra, in the versions that it asks for, without Tunedeck's own name,
+    which no package index needs to know."""
+    wanted = dict.fromkeys(names, "")
+    try:
+        known = metadata_requires("tunedeck") or []
+    except PackageNotFoundError:  # a copy of the files that was not installed
+        known = []
+    for line in known:
+        requirement, _, condition = line.partition(";")
+        name = re.split(r"[<>=!~ \[(]", requirement.strip())[0]
+        if name in wanted and f'"{extra}"' in condition.replace("'", '"'):
+            wanted[name] = requirement.strip().removeprefix(name).strip(" ()")
+    return shlex.join(["pip", "install", *(name + version for name, version in wanted.items())])
 
 
 def older(found: str, release: str) -> bool:

@@ -118,7 +118,7 @@ def rewrite_text(
         if kind_of_table(override.key[0]) == kind or in_recipe:
             problems += _problem_of(set_value(document, override.key, override.value, FROM_COMMAND_LINE))
     for key, value in changes.items():
-        problems += _problem_of(set_value(document, tuple(key.split(".")), value, "fit"))
+        problems += _problem_of(set_value(document, tuple(key.split(".")), value, "advise"))
     if problems:
         raise SpecError(problems)
     moved = target.absolute().parent != Path(source_file.path).absolute().parent

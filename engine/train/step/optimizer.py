@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from engine.config.check.notes import warmup_steps_of
+from engine.config.files.machine import install_command
 from engine.config.schema.recipe import Train
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem
@@ -85,7 +86,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optim
     except ImportError as missing:
         raise EnvironmentProblem(
             'train.optimizer = "adamw_8bit" needs bitsandbytes, which is not installed',
-            fix='pip install "tunedeck[cuda]", or set train.optimizer = "adamw"',
+            fix=f'{install_command("cuda", ["bitsandbytes"])}, or set train.optimizer = "adamw"',
         ) from missing
     betas = (train.betas[0], train.betas[1])
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=train.peak_learning_rate, betas=betas, eps=train.eps)

@@ -1,0 +1,221 @@
+"""Every command that an error suggests is typed in the state that suggests it, and does what the error says.
+
+A row is a state, the command that fails in it, and words of the answer to the suggested command. Typical mistakes of a
+new user have rows of their own in test_first_hour.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from engine.config.files.machine import install_command
+from engine.journal.control import send_request
+from engine.journal.events import EventWriter
+from engine.journal.liveness import claim
+from tests.cli.conftest import Tunedeck
+from tests.cli.small_recipes import GOOD_DATA, make_run, write_profile, write_recipe
+from tests.tui.recorded_stages import make_staged_run
+
+State = Callable[[Path], None]
+
+
+def own_files(folder: Path) -> None:
+    (folder / "profiles" / "hardware").mkdir(parents=True)
+    write_profile(folder / "profiles" / "hardware", name="mine")
+    write_recipe(folder, name="r")
+    (folder / "d").mkdir()
+    (folder / "d" / "rows.jsonl").write_text(GOOD_DATA)
+    (folder / "axolotl.yml").write_text("base_model: Qwen/Qwen2.5-0.5B\nlora_r: 8\n")
+
+
+def preferences(folder: Path) -> None:
+    own_files(folder)
+    row = {"prompt": "1 plus 1 is ", "chosen": "2", "rejected": "3"}
+    (folder / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+
+
+def chosen_conversations(folder: Path) -> None:
+    own_files(folder)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    write_recipe(
+        folder, ('tokenizer = "builtin:bytes"', f'tokenizer = "builtin:bytes"\nchat_template = "{template}"'), name="r"
+    )
+    turns = [{"role": "user", "content": "1 plus 1"}, {"role": "assistant", "content": "2"}]
+    (folder / "data.jsonl").write_text(f"{json.dumps({'chosen': turns, 'rejected': turns})}\n" * 8)
+
+
+def no_system_role(folder: Path) -> None:
+    own_files(folder)
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    tokenizer = 'tokenizer = "builtin:bytes"'
+    system = ("max_length = 64", 'max_length = 64\nsystem_prompt = "Add."')
+    write_recipe(folder, (tokenizer, f'{tokenizer}\nchat_template = "{template}"'), system, name="r")
+    turns = [{"role": "user", "content": "1 plus 1"}, {"role": "assistant", "content": "2"}]
+    (folder / "data.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+
+
+def too_long(folder: Path) -> None:
+    own_files(folder)
+    row = {"prompt": "1", "completion": "2" * 100}
+    (folder / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+
+
+def finished_run(folder: Path) -> None:
+    run = make_run(folder, write_recipe(folder))
+    with EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+        writer.write("run_finished", status="done", exit_code=0, result="model")
+
+
+def waiting_run(folder: Path) -> None:
+    make_run(folder, write_recipe(folder))
+
+
+class Row(NamedTuple):
+    """A state, a command that fails in it, words of its error, and words of what the suggested command prints."""
+
+    state: State
+    typed: str
+    words: tuple[str, ...]
+    answer: tuple[str, ...]
+
+
+ROWS = {
+    "data FILE": Row(own_files, "data d/rows.jsonl", ("-r r.toml",), ("8 sequences",)),
+    "data RECIPE": Row(own_files, "data r.toml", ("-r r.toml",), ("8 sequences",)),
+    "a file behind a recipe": Row(own_files, "data -r r.toml d/rows.jsonl", ("--set",), ("8 sequences",)),
+    "plan FILE": Row(own_files, "plan d/rows.jsonl", ("-p mine -r r.toml",), ("on profile mine",)),
+    "push RUN": Row(finished_run, "push last", ("No such command 'push'.\n", "hf upload"), ("status", "done")),
+    "push RUN REPO": Row(finished_run, "push last me/model", ("fix: tunedeck show last",), ("status", "done")),
+    "no profile": Row(own_files, "plan -r r.toml", ("-r r.toml -p mine",), ("on profile mine",)),
+    "no profile of a start": Row(own_files, "queue add -r r.toml", ("fix: add -p mine",), ("is number 1",)),
+    "nothing of a start": Row(own_files, "queue add", ("fix: add -p mine -r r.toml",), ("is number 1",)),
+    "--config without -p": Row(own_files, "plan --config r.toml", ("-r r.toml -p mine",), ("on profile mine",)),
+    "--config with -p": Row(own_files, "plan --config r.toml -p demo", ("-p demo",), ("on profile demo",)),
+    "YAML as a recipe": Row(
+        own_files, "plan -p mine -r axolotl.yml", ("YAML of another tool",), ("wrote profiles/recipes",)
+    ),
+    "YAML by its path": Row(
+        own_files, "plan -p mine -r ./axolotl.yml", ("YAML of another tool",), ("wrote profiles/recipes",)
+    ),
+    "preference pairs": Row(preferences, "data -r r.toml", ("preference pairs", "does not exist"), ("8 sequences",)),
+    "preferred conversations": Row(chosen_conversations, "data -r r.toml", ("preference pairs",), ("8 sequences",)),
+    "a template without a system role": Row(
+        no_system_role, "data -r r.toml", ("System role not supported", "data.system_prompt="), ("8 sequences",)
+    ),
+    "samples that are too long": Row(too_long, "data -r r.toml", ("longer than data.max_length",), ("8 sequences",)),
+    "a stage for advise": Row(own_files, "advise -p 80gb -r expert-merge", ("add --stage",), ("recipe expert-merge",)),
+    "a run that waits": Row(waiting_run, "stop last", ("is queued",), ("queued",)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDECK_CONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def suggested(typed: str, block: str) -> list[str]:
+    """The words of the command that the block's fix says to type, or of the refused one with what it says to add."""
+    fix = block.partition("fix: ")[2].strip()
+    if "tunedeck " in fix:
+        return shlex.split(re.split(r"[;,]", fix.partition("tunedeck ")[2])[0])
+    option = re.match(r"add (-.*?)(?:; |$)", fix)
+    assert option is not None, fix
+    return [*shlex.split(typed), *shlex.split(option[1])]
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_a_suggested_command_does_what_the_error_says(tunedeck: Tunedeck, tmp_path: Path, row: Row) -> None:
+    row.state(tmp_path)
+    refused = tunedeck(*shlex.split(row.typed))
+    refused.complains(refused.code, *row.words)
+    assert refused.code in (2, 3, 5)
+    answer = tunedeck(*suggested(row.typed, refused.err))
+    assert answer.code == 0, answer.err
+    assert all(word in answer.out for word in row.answer), answer.out
+
+
+def test_packages_to_install_are_named_with_the_versions_that_are_needed() -> None:
+    command = shlex.split(install_command("train", ["torch", "peft"]))
+    assert command[:2] == ["pip", "install"]
+    assert [re.split("[<>=,]", word)[0] for word in command[2:]] == ["torch", "peft"]
+    assert all(">=" in word for word in command[2:]), "the requirements of the extra"
+    assert install_command("cuda", ["bitsandbytes"]) == "pip install bitsandbytes"
+
+
+def test_a_run_that_is_stopping_is_waited_for_and_not_stopped_by_force(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    run = make_run(tmp_path, write_recipe(tmp_path))
+    with claim(run), EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+        tunedeck("resume", "last").complains(6, f"fix: stop it first: tunedeck stop {run.name}")
+        send_request(run, "stop")
+        refused = tunedeck("resume", "last")
+        refused.complains(6, f"tunedeck wait {run.name}", "the same command again")
+        writer.write("run_finished", status="stopped", exit_code=130, result=None)
+    assert tunedeck(*suggested("", refused.err)).code == 130
+
+
+def test_a_shown_run_suggests_something_else(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    shown = tunedeck("show", "last").out
+    following = [line.partition("tunedeck ")[2] for line in shown.splitlines() if "  tunedeck " in line]
+    assert following and not any(line.startswith("show") for line in following), shown
+    assert "tunedeck queue list" not in shown
+
+
+def test_a_waiting_run_suggests_the_queue(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    waiting_run(tmp_path)
+    assert "tunedeck queue list" in tunedeck("show", "last").out
+    assert tunedeck("queue", "list").code == 0
+
+
+def test_a_method_of_preferences_is_told_what_exists(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    own_files(tmp_path)
+    refused = tunedeck("plan", "-p", "mine", "-r", "r.toml", "--set", "method.kind=dpo")
+    refused.complains(2, '"lora", "full" is allowed', "training on preferences or rewards does not exist")
+
+
+def test_data_given_as_a_model_go_into_a_source(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    own_files(tmp_path)
+    given = ("plan", "-p", "mine", "-r", "r.toml", "--set")
+    tunedeck(*given, "model.id=d/rows.jsonl").complains(
+        2, "is a file", "--set data.sources.0.path=d/rows.jsonl in place"
+    )
+    assert tunedeck(*given, "data.sources.0.path=d/rows.jsonl").code == 0
+
+
+def test_a_file_given_as_a_data_set_of_the_hub_goes_into_path(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    own_files(tmp_path)
+    hub = ("--set", "data.sources.main.hub=d/rows.jsonl", "--set", "data.sources.main.path=")
+    refused = tunedeck("data", "-r", "r.toml", *hub)
+    refused.complains(2, '"d/rows.jsonl" is a file here', "path = ")
+    assert "download" not in refused.err
+    assert tunedeck("data", "-r", "r.toml", "--set", "data.sources.main.path=d/rows.jsonl").code == 0
+
+
+def test_old_names_say_the_new_one_and_work(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    own_files(tmp_path)
+    old, new = (tunedeck(name, "-p", "mine", "-r", "r.toml") for name in ("fit", "advise"))
+    assert (old.code, old.out) == (new.code, new.out)
+    assert "fit is now called advise" in old.err and new.err == ""
+    assert "forward is now called sync" in tunedeck("forward", "last").err
+    assert not re.search(r"^  (fit|forward) ", tunedeck("--help").out, re.MULTILINE)
+
+
+def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    run = make_staged_run(tmp_path / "runs")
+    by_name, by_path = (tunedeck("show", f"{place}/expert-qmsum", "--json") for place in (run.name, f"runs/{run.name}"))
+    assert by_path.code == 0, by_path.err
+    assert by_path.out == by_name.out
+    tunedeck("show", f"runs/{run.name}/nothing").complains(2, "is not a run")
