@@ -22,8 +22,8 @@ REMEDY_TEXTS = {
     "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
     "learned; {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
-    "stop": "every remedy is used; the run stops after a checkpoint",
-    "give_up": "every remedy is used; the run stops after a checkpoint",
+    "stop": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
+    "give_up": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
 }
 """{what} is an entry of RETRIED_PARTS, {size} how a cut is described."""
 

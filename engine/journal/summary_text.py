@@ -85,14 +85,13 @@ Rows = list[tuple[str, str]]
 
 def result_rows(summary: RunSummary) -> Rows:
     total = f" of {summary.max_steps:,}" if summary.max_steps else ""
-    backoffs = {0: "never", 1: "once, survived"}.get(summary.backoffs, f"{summary.backoffs} times, survived")
     rows = [
         ("run", clean(summary.run)),
         ("status", status_text(summary)),
         *_stage_rows(summary),
         ("steps", f"{summary.step:,}{total}"),
         *_score_rows(summary.metrics),
-        ("out of memory", backoffs),
+        ("out of memory", ooms_text(summary)),
         ("samples lost", f"{summary.samples_lost:,}"),
         *_memory_rows(summary),
     ]
@@ -101,6 +100,14 @@ def result_rows(summary: RunSummary) -> Rows:
     if summary.result:
         rows.append(("result", clean(Path(summary.path) / str(summary.result))))
     return rows
+
+
+def ooms_text(summary: RunSummary) -> str:
+    """How often memory ran out, and whether the run survived it."""
+    if not summary.backoffs:
+        return "never"
+    times = f"{summary.backoffs} time{'s' * (summary.backoffs > 1)}"
+    return f"{times}, the last one ended the run" if summary.status == "oom" else f"{times}, survived"
 
 
 def status_text(summary: RunSummary) -> str:

@@ -218,4 +218,4 @@ def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: P
     by_name, by_path = (tunedeck("show", f"{place}/expert-qmsum", "--json") for place in (run.name, f"runs/{run.name}"))
     assert by_path.code == 0, by_path.err
     assert by_path.out == by_name.out
-    tunedeck("show", f"runs/{run.name}/nothing").complains(2, "is not a run")
+    tunedeck("show", f"runs/{run.name}/nothing").complains(2, "has no stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,9 +18,11 @@ from engine.journal.event_text import (
     format_share,
 )
 from engine.journal.events import EVENT_KINDS
-from engine.journal.summary_text import Progress
+from engine.journal.summary import summarise
+from engine.journal.summary_text import Progress, result_rows
 from engine.launch.resume_run import find_changes, makes_longer, notices_of, refused_changes
 from tests.journal.event_fields import backoff_fields, step_fields
+from tests.tui.recorded_runs import make_run
 
 
 def event(kind: str, **fields: object) -> dict[str, object]:
@@ -71,7 +74,7 @@ def test_the_plan_of_a_run_of_an_earlier_version_is_readable() -> None:
         ({"sequences_after": 1}, "with at most 1 sequence at a time"),
         ({"sequences_before": 8}, "with fewer than 8 sequences at a time"),
         ({"sequences_before": 1}, "in smaller micro-batches"),
-        ({"remedy": "stop"}, "every remedy is used"),
+        ({"remedy": "stop"}, "no remedy that backoff.ladder allows is left"),
         ({"phase": "evaluation"}, "the evaluation is redone"),
         ({"requested_bytes": None}, "(230 MiB held)"),
         ({"failed_rank": 2}, "on rank 2"),
@@ -175,3 +178,11 @@ def test_what_resume_may_change(changes: dict[str, object], is_refused: bool, is
 )
 def test_resume_refuses_what_reaches_back_and_what_nobody_has_decided_on(key: str) -> None:
     assert refused_changes({f"recipe.{key}": (0, 1)}) != []
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("done", "1 time, survived"), ("oom", "1 time, the last one ended the run"), ("queued", "never")],
+)
+def test_a_run_that_memory_ended_did_not_survive_it(tmp_path: Path, status: str, words: str) -> None:
+    assert ("out of memory", words) in result_rows(summarise(make_run(tmp_path, status=status)))

@@ -15,6 +15,7 @@ from textual.content import Content
 from engine.journal.directory import read_spec
 from engine.journal.event_text import clean, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary
+from engine.journal.summary_text import ooms_text
 from tui.run.listing import nested
 from tui.run.log_tail import LogLine
 from tui.run.ranks import ranks_in_brief
@@ -120,8 +121,7 @@ def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_rank
     if with_ranks and step.get("ranks"):
         rows.append(("ranks", ranks_in_brief(watch)))
     if watch.summary is not None:
-        times = watch.summary.backoffs
-        rows.append(("out of memory", f"{times} {'time' if times == 1 else 'times'}, survived" if times else "never"))
+        rows.append(("out of memory", ooms_text(watch.summary)))
         rows.append(("samples lost", f"{watch.summary.samples_lost:,}"))
     return [_row(name, value) for name, value in rows]
 

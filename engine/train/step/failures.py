@@ -135,10 +135,13 @@ def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
             f"host memory ran out in {failure.phase}{where}: {failure.text}",
             fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
         )
-    length = f" of {oom.micro_batch.length} tokens" if oom.micro_batch else ""
+    held = ""
+    if oom.micro_batch:
+        sequences = "one sequence" if oom.rows == 1 else f"{oom.rows} sequences"
+        held = f" with {sequences} of {oom.micro_batch.length} tokens"
     co_tenants = f", and {oom.elsewhere_bytes / 2**20:.1f} MiB by other processes" if oom.elsewhere_bytes > 0 else ""
     return MemoryExhaustedError(
-        f"out of memory in {failure.phase}{where} with one sequence{length} and every remedy used "
+        f"out of memory in {failure.phase}{where}{held}, and no remedy that backoff.ladder allows is left "
         f"({failure.allocated_bytes / 2**20:.1f} of {oom.capacity_bytes / 2**20:.1f} MiB held{co_tenants})",
         fix=advice or "a profile with more memory",
     )

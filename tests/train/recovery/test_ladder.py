@@ -9,7 +9,7 @@ import pytest
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.device.oom import OutOfMemory
-from engine.train.step.failures import RankOom
+from engine.train.step.failures import RankOom, memory_exhausted
 from engine.train.step.ladder import RUNGS, SETTING_OF_REMEDY, BackoffContext, MemorySettings, choose
 
 SETTINGS = MemorySettings(1000, False, 1024, False, False, None)
@@ -91,3 +91,9 @@ def test_sequences_get_shorter_by_a_quarter_and_not_without_end() -> None:
     assert RUNGS["max_length"](context(rows=1)) == replace(SETTINGS, max_length=75)
     assert RUNGS["max_length"](context(rows=1, length=20)) == replace(SETTINGS, max_length=16)
     assert RUNGS["max_length"](context(rows=1, length=16)) is None
+
+
+def test_the_last_word_counts_the_sequences_and_blames_the_ladder() -> None:
+    many, one = (memory_exhausted(context(rows=rows).oom, "").found for rows in (64, 1))
+    assert "with 64 sequences of 100 tokens, and no remedy that backoff.ladder allows is left" in many
+    assert "with one sequence of 100 tokens" in one
