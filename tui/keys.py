@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 KEYS: tuple[Key, ...] = (
     Key(EVERYWHERE, "question_mark,f1", "help", "help", "what the keys do here"),
-    Key(EVERYWHERE, "escape", "back", "back", "back; leave a field or a filter"),
+    Key(EVERYWHERE, "escape", "back", "back", "back; discard what is typed; leave a filter"),
     Key(EVERYWHERE, "q", "leave", "quit", "leave the console; training goes on"),
     Key(EVERYWHERE, "colon", "palette", "", "find a screen or an action by name (also ctrl+p)"),
     Key(EVERYWHERE, "ctrl+z", "suspend", "", "put the console into the background; fg in the shell brings it back"),

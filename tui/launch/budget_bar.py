@@ -35,11 +35,41 @@ def budget_lines(
     known."""
     status = status_line(evaluated, width, fix, ascii_only=look.ascii_only)
     if last_valid.plan is None:
-        return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 2), status]
+        wrapped = _wrapped_status(evaluated, width, height - 1, fix, look)
+        return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 1 - len(wrapped)), *wrapped]
     lines = _plan_lines(last_valid.plan, _device_words(last_valid.spec), needs, width, height - 1, look)
     if evaluated.plan is None:
-        lines = [Content.styled(line.plain, "$muted") for line in lines]
+        lines = [
+            Content.styled(line.plain, "$muted") for line in [_of_earlier_values(evaluated, last_valid), *lines[1:]]
+        ]
     return [*lines, *[Content("")] * (height - len(lines) - 1), status]
+
+
+def _wrapped_status(evaluated: EvaluatedChoice, width: int, height: int, fix: str, look: Look) -> list[Content]:
+    """The whole status line in at most `height` lines of `width` cells."""
+    whole = status_line(evaluated, 10**6, fix, ascii_only=look.ascii_only)
+    return list(whole.wrap(width))[:height]
+
+
+def _of_earlier_values(evaluated: EvaluatedChoice, last_valid: EvaluatedChoice) -> Content:
+    """In place of the verdict: what the plan is of, as it is not of the values that are written."""
+    key = next((problem.row for problem in evaluated.problems if problem.row), "")
+    value = _value_of(last_valid.spec, key)
+    of = f"{key.rpartition('.')[2].replace('_', '-')} {visible(value)}" if value else "earlier values"
+    return Content(f"plan of {of}, not of what is written")
+
+
+def _value_of(spec: RunSpec | None, key: str) -> str:
+    """The value of a recipe's or profile's key as text; empty where the key names no single value."""
+    if spec is None or not key:
+        return ""
+    for table in (spec.recipe, spec.profile):
+        node: object = table
+        for part in key.split("."):
+            node = getattr(node, part, None)
+        if isinstance(node, (str, int, float)):
+            return str(node)
+    return ""
 
 
 def _plan_lines(plan: Plan, device: str, needs: Needs, width: int, height: int, look: Look) -> list[Content]:
@@ -100,6 +130,8 @@ def next_step(evaluated: EvaluatedChoice) -> str:
     plan, split = evaluated.plan, evaluated.batch_split
     if evaluated.to_simulate is not None:
         return f"{evaluated.unplanned} no closed form for this family: its plan is there in some seconds"
+    if evaluated.lacks_config:
+        return f"s asks the hub for the model first and starts if it has it: {visible(evaluated.unplanned)}"
     if plan is None or split is None:
         return f"s starts with small micro-batches and learns what fits; no plan: {visible(evaluated.unplanned)}"
     if plan.verdict == "does_not_fit":

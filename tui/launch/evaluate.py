@@ -21,6 +21,7 @@ from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.staged_plan import RunFacts, StagedPlan, StagePlan, find_run_facts, make_staged_plan
 from engine.config.check.hardware_rules import parse_device_indices, require_launcher, require_matching_devices
+from engine.config.files.caches import offline_variable
 from engine.config.files.data_files import find_data_files
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import working_directory
@@ -86,6 +87,8 @@ class EvaluatedChoice:
     problems: tuple[FieldProblem, ...] = ()
     unplanned: str = ""
     """Why there is no plan although a run may be started."""
+    lacks_config: bool = False
+    """The model's config is not on this machine, so whether the run can be started is for the hub to say."""
     to_simulate: RunSpec | None = None
     """The run spec that has to be simulated before there is a plan."""
     notices: tuple[str, ...] = ()
@@ -171,7 +174,7 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     parts = stage_specs(spec) if spec.recipe.stages else [spec]
     missing = dict.fromkeys(found for part in parts for found in _missing_data(part))
     problems = [*_problems_of_machine(spec), *missing]
-    plan, planned, unplanned, to_simulate = None, spec, "", None
+    plan, planned, unplanned, lacks_config, to_simulate = None, spec, "", False, None
     stages: tuple[StageVerdict, ...] = ()
     disk: int | None = None
     facts = find_run_facts(spec)
@@ -190,12 +193,19 @@ def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
     except NotSimulatedError as missing:
         unplanned = SIMULATING
         to_simulate = missing.spec if isinstance(missing.spec, RunSpec) and not problems else None
-    except (UnknownArchitectureError, ConfigNotHereError) as unknown:
+    except UnknownArchitectureError as unknown:
         unplanned = unknown.found
+    except ConfigNotHereError as absent:
+        unplanned, lacks_config = absent.found, True
+        variable = offline_variable()
+        if variable is not None:
+            problems.append(FieldProblem("model.id", f"{absent.found}, and {variable} is set"))
     except TunedeckError as error:
         if _sentence(error) not in [problem.text for problem in problems]:  # the gate has said it
             problems.append(FieldProblem("model.id", _sentence(error)))
-    return EvaluatedChoice(spec, plan, planned, tuple(problems), unplanned, to_simulate, tuple(notices), stages, disk)
+    return EvaluatedChoice(
+        spec, plan, planned, tuple(problems), unplanned, lacks_config, to_simulate, tuple(notices), stages, disk
+    )
 
 
 def _shown_stage(staged: StagedPlan) -> list[str]:

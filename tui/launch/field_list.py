@@ -1,4 +1,5 @@
-"""A list of fields: the cursor moves over them, Enter edits the one under it, Enter or Esc ends the editing.
+"""A list of fields: the cursor moves over them, Enter edits the one under it. Enter keeps what was typed, Esc
+discards it.
 
 A single input field is placed over the row that is edited, so typing repaints lines and needs no layout pass. The list
 does not interpret the texts; it reports every change to the screen as it is typed.
@@ -34,7 +35,7 @@ HINT_LINES = 2
 class FieldInput(OrderedKeys, Input):
     """The input field that is placed over the row being edited."""
 
-    BINDINGS = [Binding("escape,up,down", "leave", show=False)]  # noqa: RUF012  # Textual's own declaration
+    BINDINGS = [Binding("up,down", "leave", show=False), Binding("escape", "discard", show=False)]  # noqa: RUF012  # Textual's own declaration
     virtual_size = Reactive(Size(0, 0), layout=False)
     """The size of the text. In Textual's Input every change of this size, hence every letter, causes a layout pass of
     the whole screen, a third of the time of a letter. The layout does not depend on the size, so no pass is
@@ -43,6 +44,8 @@ class FieldInput(OrderedKeys, Input):
     def __init__(self, typed: Callable[[str], None]) -> None:
         super().__init__(compact=True, id="field-input")
         self._typed = typed
+        self.before = ""
+        """The value when the editing began."""
         self.disable_messages(Input.Changed)
 
     def watch_value(self, value: str) -> None:
@@ -53,6 +56,11 @@ class FieldInput(OrderedKeys, Input):
     def action_leave(self) -> None:
         """End the editing; the typed text remains the value of the field."""
         self.post_message(self.Submitted(self, self.value))
+
+    def action_discard(self) -> None:
+        """End the editing; the field has the value that it had before."""
+        self.value = self.before
+        self.action_leave()
 
 
 class FieldList(Vertical):
@@ -103,6 +111,11 @@ class FieldList(Vertical):
         """The row under the cursor; None if the list is empty."""
         index = self.query_one(RowList).cursor
         return self._rows[index] if index < len(self._rows) else None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether letters are typed into a field."""
+        return bool(self._edited)
 
     def set_rows(self, rows: Sequence[FieldRow], problems: dict[str, str], *, width: int) -> None:
         """Show these rows in lines of `width` cells; `problems` maps the key of a row to its problem."""
@@ -161,12 +174,13 @@ class FieldList(Vertical):
 
     def _open(self, row: FieldRow) -> None:
         rows, field = self.query_one(RowList), self.query_one(FieldInput)
-        field.value = row.value
+        field.value = field.before = row.value
         self._edited = row.key
         field.cursor_position = len(row.value)
         self._place(rows, field)
         field.display = True
         self.screen.set_focus(field)
+        self.post_message(self.Highlighted())
 
     def _place(self, rows: RowList, field: FieldInput) -> None:
         """Place the input field over the row under the cursor."""
@@ -189,7 +203,7 @@ class FieldList(Vertical):
         self.post_message(self.Highlighted())
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """End the editing on Enter, Esc, up or down."""
+        """End the editing."""
         event.stop()
         key, self._edited = self._edited, ""
         self.query_one(FieldInput).display = False

@@ -20,9 +20,9 @@ from engine.config.files.find import SpecKind
 from engine.config.files.text import visible
 from engine.errors import TunedeckError
 from tui.files.catalog import read_machine
-from tui.keys import bindings
+from tui.keys import Key, bindings
 from tui.launch.choice import Choice
-from tui.launch.field_list import FieldList
+from tui.launch.field_list import FieldInput, FieldList
 from tui.launch.fields import OTHER, allowed_values
 from tui.launch.simulator import Simulator
 from tui.launch.state import LaunchSnapshot, LaunchState
@@ -43,6 +43,12 @@ IDLE_SECONDS = 0.15
 VERDICT_SECONDS = 0.02
 """Pause between the verdicts of two recipes, in which keys are handled."""
 
+
+WHILE_EDITING = [
+    Key("launch", "enter", "keep", "keep", "keep what was typed"),
+    Key("launch", "escape", "discard", "discard", "discard what was typed"),
+]
+"""The keys that are not letters of the field being edited."""
 
 READING = "reading the data: a process with the tokenizer starts, which takes some seconds ..."
 
@@ -260,6 +266,19 @@ class LaunchScreen(CreationKeys):
         elif event.key == OTHER and event.text:
             self.show_message("KEY=VALUE is needed, such as train.label_smoothing=0.1", "$caution")
         self.view.show_fields(self.state.snapshot())
+        self.refresh_title_and_footer()
+
+    def footer_rows(self) -> list[Key]:
+        """While a field is edited, only the keys that end it: all others are letters of its text."""
+        return WHILE_EDITING if self.view.fields.is_edited else super().footer_rows()
+
+    def do_keep(self) -> None:
+        """End the editing of a field."""
+        self.query_one(FieldInput).action_leave()
+
+    def do_discard(self) -> None:
+        """End the editing of a field without what was typed."""
+        self.query_one(FieldInput).action_discard()
 
     def on_field_list_highlighted(self) -> None:
         """Show the hint of the field under the cursor."""

@@ -13,7 +13,7 @@ from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.config.schema.run import Device, Profile, RunSpec
 from engine.trackers import tracker
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
-from tui.launch.budget_bar import verdict_line
+from tui.launch.budget_bar import next_step, verdict_line
 from tui.launch.choice import (
     Choice,
     choice_from_settings,
@@ -94,10 +94,15 @@ def test_devices_and_name_are_checked_like_any_field() -> None:
     assert "letters, digits" in problem(replace(DEMO, name="a b"), NAME)
 
 
-def test_a_model_whose_config_is_not_here_is_started_without_a_plan() -> None:
-    evaluated = evaluate_choice(DEMO.with_field("model.id", "nobody/knows"))
+def test_a_model_whose_config_is_not_here_starts_only_if_the_hub_may_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = DEMO.with_field("model.id", "nobody/knows")
+    evaluated = evaluate_choice(choice)
     assert evaluated.plan is None and "nobody/knows" in evaluated.unplanned
+    assert "HF_HUB_OFFLINE is set" in str(evaluated.start_refusal("start"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    evaluated = evaluate_choice(choice)
     assert evaluated.start_refusal("start") is None
+    assert next_step(evaluated).startswith("s asks the hub for the model first")
 
 
 def test_what_does_not_fit_is_started_only_by_force() -> None:

@@ -33,7 +33,7 @@ async def to_row(pilot: ConsolePilot, key: str) -> None:
 async def type_in(pilot: ConsolePilot, key: str, text: str) -> None:
     """Type a text into a field and end the editing."""
     await to_row(pilot, key)
-    await pilot.press("enter", "end", "ctrl+u", *text, "escape")
+    await pilot.press("enter", "end", "ctrl+u", *text, "enter")
 
 
 async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
@@ -110,6 +110,38 @@ async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editin
         assert pilot.screen.state.choice.overrides == {"train.micro_batch": "8"}
         await pilot.press("u")
         assert pilot.screen.state.choice.overrides == {}
+
+
+async def test_esc_discards_what_was_typed_and_the_footer_offers_no_letters(console: Opener) -> None:
+    async with console(**DEMO) as pilot:
+        await to_row(pilot, "train.micro_batch")
+        before = budget(pilot)
+        await pilot.press("enter", "end", "backspace")
+        assert budget(pilot) != before
+        footer = pilot.text.splitlines()[-1]
+        assert "enter keep" in footer and "esc discard" in footer
+        assert "start" not in footer and "quit" not in footer
+        await pilot.press("escape")
+        assert pilot.screen.state.choice.overrides == {}
+        assert budget(pilot).splitlines()[-1] == before.splitlines()[-1]
+        assert isinstance(pilot.screen, LaunchScreen)
+        await pilot.sees("s start", "q quit")
+
+
+async def test_a_bar_that_is_not_of_what_is_written_says_of_what_it_is(console: Opener) -> None:
+    async with console(**DEMO) as pilot:
+        await to_row(pilot, "train.micro_batch")
+        await pilot.press("enter", "end", "ctrl+u", *"12345")
+        await pilot.sees("plan of micro-batch 12, not of what is written", "cannot start")
+        assert "fits" not in budget(pilot)
+
+
+async def test_a_model_that_cannot_be_had_promises_no_start_and_says_why_in_full(console: Opener) -> None:
+    model = "an-owner-of-some-length/a-model-that-nobody-has-and-whose-name-is-long"
+    async with console(**DEMO) as pilot:
+        await type_in(pilot, "model.id", model)
+        await pilot.sees("cannot start", "HF_HUB_OFFLINE is set")
+        assert "s starts" not in budget(pilot)
 
 
 async def test_keys_that_come_in_one_burst_are_obeyed_in_their_order(console: Opener) -> None:
