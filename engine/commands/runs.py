@@ -193,6 +193,19 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
     print_ending(directory, as_json=False)
 
 
+def rm(
+    given: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Runs that no engine works on.", show_default=False)
+    ],
+    runs: RunsOption = None,
+) -> None:
+    """Move runs into the folder .trash of their runs folder."""
+    from engine.journal.index import move_to_trash
+
+    for directory in [find_run(run, runs) for run in given]:
+        print_line(f"{directory.name} is now in {move_to_trash(directory)}")
+
+
 WAIT_POLL_SECONDS = 0.5
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "cancel": "stop last", "info": "show last", "continue": "resume last", "evaluate": "eval last",
     "test": "eval last", "generate": "eval last", "chat": "eval last", "infer": "eval last",
     "push": "show last", "upload": "show last", "publish": "show last", "export": "show last", "delete": "rm last",
-    "remove": "rm last", "mv": "rename last NAME", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
+    "remove": "rm last", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
     "config": "recipes list",
     "profile": "profiles list", "recipe": "recipes list", "estimate": "plan",
     "env": "doctor", "gpus": "doctor", "check": "plan", "dataset": "data",

@@ -93,6 +93,8 @@ class RunSummary:
     profile: str
     recipe: str
     simulated: bool
+    on_plain_cpu: bool
+    """Memory is measured of the whole process, while a plan counts tensors."""
     phase: str
     checkpoints: list[int]
     """Steps of the checkpoints on disk."""
@@ -273,6 +275,7 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int, 
         profile=str(nested(spec, "profile", "name")),
         recipe=str(nested(spec, "recipe", "name")),
         simulated=nested(spec, "profile", "device", "kind") == "metered",
+        on_plain_cpu=nested(spec, "profile", "device", "kind") == "cpu",
         phase=SUSPENDED if suspended else state.phase,
         checkpoints=[saved.step for saved in reversed(find_checkpoints(directory.checkpoints))],
         oom_reports=list(state.oom_reports),

@@ -145,6 +145,8 @@ def _memory_rows(summary: RunSummary) -> Rows:
     if measured is None:
         return []
     text = format_share(measured, capacity) if capacity else format_bytes(measured)
+    if summary.on_plain_cpu:
+        return [("peak memory", f"{text}, of the whole process; a plan counts tensors alone")]
     predicted = summary.measured.get("predicted")
     if predicted:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"

@@ -17,7 +17,7 @@ from engine.errors import EnvironmentProblem, NotSimulatedError
 from engine.launch.process import ENTRY_FILE, engine_environment
 from engine.launch.requirements import require_training_packages
 
-SIMULATING = "{}: its family has no closed form, so a step is simulated, which takes some seconds"
+SIMULATING = "{}: its family has no closed form, so a step is simulated, which takes seconds to minutes"
 
 Planned = TypeVar("Planned")
 

@@ -19,6 +19,8 @@ from engine.config.files.machine import install_command
 from engine.journal.control import send_request
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
+from engine.journal.summary import summarise
+from engine.journal.summary_text import result_rows
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import GOOD_DATA, make_run, write_profile, write_recipe
 from tests.tui.recorded_stages import make_staged_run
@@ -115,6 +117,7 @@ ROWS = {
     ),
     "samples that are too long": Row(too_long, "data -r r.toml", ("longer than data.max_length",), ("8 sequences",)),
     "a stage for advise": Row(own_files, "advise -p 80gb -r expert-merge", ("add --stage",), ("recipe expert-merge",)),
+    "delete RUN": Row(finished_run, "delete last", ("fix: tunedeck rm last",), ("-mine is now in", "/.trash/")),
     "a run that waits": Row(waiting_run, "stop last", ("is queued",), ("queued",)),
 }  # fmt: skip
 
@@ -219,3 +222,12 @@ def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: P
     assert by_path.code == 0, by_path.err
     assert by_path.out == by_name.out
     tunedeck("show", f"runs/{run.name}/nothing").complains(2, "has no stage")
+
+
+def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_process(tmp_path: Path) -> None:
+    measured = {"peak_bytes": 140 << 20, "components": {}}
+    run = make_run(tmp_path, write_recipe(tmp_path))
+    with EventWriter(run) as writer:
+        writer.write("run_finished", status="done", exit_code=0, result="model", measured=measured)
+    words = dict(result_rows(summarise(run)))["peak memory"]
+    assert "of the whole process" in words and "planned" not in words

@@ -129,7 +129,7 @@ def next_step(evaluated: EvaluatedChoice) -> str:
     """What the key `s` does with a choice that has no problems, or which key to press instead."""
     plan, split = evaluated.plan, evaluated.batch_split
     if evaluated.to_simulate is not None:
-        return f"{evaluated.unplanned} no closed form for this family: its plan is there in some seconds"
+        return f"{evaluated.unplanned} no closed form for this family: its plan comes when it is simulated"
     if evaluated.lacks_config:
         return f"s asks the hub for the model first and starts if it has it: {visible(evaluated.unplanned)}"
     if plan is None or split is None:

@@ -50,7 +50,7 @@ WHILE_EDITING = [
 ]
 """The keys that are not letters of the field being edited."""
 
-READING = "reading the data: a process with the tokenizer starts, which takes some seconds ..."
+READING = "reading the data: a process with the tokenizer starts ..."
 
 
 class LaunchScreen(CreationKeys):

@@ -222,7 +222,7 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
 MOST_NAMED = 2
 """Changes named at most."""
 LAST_RESORT = "a smaller model.id, or a device with more memory"
-SIMULATE_CHANGES = "tunedeck advise with the same arguments simulates changes, each of which takes some seconds"
+SIMULATE_CHANGES = "tunedeck advise with the same arguments simulates changes, one after the other"
 """Stands for the changes of a simulated run, if this machine keeps no simulation of a changed one."""
 
 
