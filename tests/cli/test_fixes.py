@@ -221,7 +221,7 @@ def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: P
     by_name, by_path = (tunedeck("show", f"{place}/expert-qmsum", "--json") for place in (run.name, f"runs/{run.name}"))
     assert by_path.code == 0, by_path.err
     assert by_path.out == by_name.out
-    tunedeck("show", f"runs/{run.name}/nothing").complains(2, "has no stage")
+    tunedeck("show", f"runs/{run.name}/nothing").complains(2, "nothing")
 
 
 def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_process(tmp_path: Path) -> None:
