@@ -22,9 +22,10 @@ ENTRY = re.compile(r"\"([^\"]+)\",\s*\"([^\"]+)\"")
 def refuse_class(facts: Mapping[str, Any], model: str) -> None:
     """Raise UsageError if transformers has no class for the config `facts`, or one that does not predict text from text
     alone. Does nothing for a model with code of its own, or where transformers is not installed."""
-    model_type = str(facts.get("model_type", ""))
+    model_type = str(facts.get("model_type") or "")
     if facts.get("auto_map") or not _classes():
         return
+    _refuse_unknown_type(model_type, model)
     names = classes_of(model_type)
     if not names:
         raise no_class(model, model_type)
@@ -36,6 +37,26 @@ def refuse_class(facts: Mapping[str, Any], model: str) -> None:
             expected="a model that predicts each token from the text before it",
             fix="choose another model.id",
         )
+
+
+def _refuse_unknown_type(model_type: str, model: str) -> None:
+    if f'"{model_type}"' in _known_types():
+        return
+    raise UsageError(
+        f"{model} is of the type {model_type!r}, which the installed transformers does not know"
+        if model_type
+        else f"the config.json of {model} names no model_type",
+        expected="a model that transformers opens",
+        fix="pip install --upgrade transformers, or choose another model.id",
+    )
+
+
+@lru_cache(maxsize=1)
+def _known_types() -> str:
+    """The text of transformers' own table of model types; importing it takes a second."""
+    models = _models()
+    files = [models / "auto" / name for name in ("auto_mappings.py", "configuration_auto.py")] if models else []
+    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def no_class(model: str, model_type: str) -> UsageError:

@@ -56,8 +56,8 @@ def refuse_without_config(folder: Path) -> None:
 
 
 def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
-    """Raise UsageError if the installed transformers could not open the config, the weights or the tokenizer of the
-    model that a run without stages starts from.
+    """Raise UsageError if the installed transformers could not open the weights or the tokenizer of the model that a
+    run without stages starts from.
 
     A folder is looked at whole; of a model of the hub the config alone, because missing files are downloaded.
     """
@@ -65,7 +65,6 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
     folder = _folder(model.id)
     if config is None or (folder is None and ":" in model.id):  # built in, of a run or a stage, or still to assemble
         return
-    _refuse_unknown_type(model, config)
     if model.init == "pretrained":
         refuse_quantised(spec, config, folder or find_snapshot(model.id, model.revision))
     if folder is None:
@@ -79,29 +78,6 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
 def _folder(model: str) -> Path | None:
     folder = Path(model).expanduser()
     return folder if folder.is_dir() else None
-
-
-def _refuse_unknown_type(model: Model, config: Mapping[str, Any]) -> None:
-    """A model with code of its own is another question: `engine.budget.architecture.families.needs_own_code`."""
-    known, model_type = _known_types(), str(config.get("model_type") or "")
-    if not known or config.get("auto_map") or f'"{model_type}"' in known:
-        return
-    raise UsageError(
-        f"{model.id} is of the type {model_type!r}, which the installed transformers does not know"
-        if model_type
-        else f"the config.json of {model.id} names no model_type",
-        expected="a model that transformers opens",
-        fix="pip install --upgrade transformers, or choose another model.id",
-    )
-
-
-@lru_cache(maxsize=1)
-def _known_types() -> str:
-    """The text of transformers' own table of model types; importing it takes a second. Empty if there is none."""
-    found = find_spec("transformers")
-    folder = Path(found.origin).parent / "models" / "auto" if found is not None and found.origin else None
-    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py")) if folder is not None else ()
-    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def stored_quantisation(config: Mapping[str, Any]) -> str | None:
