@@ -57,6 +57,11 @@ UNSHIPPED: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "decoder_sparse_step": 2,
     },
+    "qwen2_vl that merges nine patches": {
+        "model_type": "qwen2_vl",
+        "text_config": {**SMALL, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "vision_config": {"depth": 2, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "spatial_merge_size": 3},
+    },
     "qwen3 with biases": {
         "model_type": "qwen3",
         **SMALL,

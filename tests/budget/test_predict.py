@@ -123,6 +123,13 @@ def test_cost_of_a_later_micro_batch_is_the_predicted_peak() -> None:
         assert cost.static_bytes + cost.bytes(rows, length) == predict(TINY, spec, rows=rows, length=length).peak_bytes
 
 
+def test_optimizer_offload_leaves_no_state_on_the_device() -> None:
+    spec = run_spec(method=FULL, train={"batch_size": 4, "optimizer_offload": True})
+    phases = predict(TINY, spec, rows=2, length=64).phases
+    phases.pop("optimizer_step")  # which copies one parameter's state at a time
+    assert phases and not any(row.get("optimizer") for row in phases.values())
+
+
 def test_a_prediction_adds_up() -> None:
     spec = run_spec("Qwen/Qwen2.5-7B", H100)
     prediction = predict(find_architecture(spec), spec, rows=4, length=2048)

@@ -153,6 +153,16 @@ def test_export_and_import_carry_a_file_over(tmp_path: Path) -> None:
     assert rows["lora"] == "user"
 
 
+def test_a_recipe_is_checked_although_the_profile_that_it_names_is_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "theirs.toml").write_text('profile = "their-machine"\n' + said("recipes", "export", "lora"))
+    assert "no problems" in said("recipes", "check", "theirs.toml")
+
+
+def test_a_written_file_can_be_read_by_everybody_and_run_by_nobody(tmp_path: Path) -> None:
+    said("recipes", "export", "lora", "--to", "passed-on.toml")
+    assert (tmp_path / "passed-on.toml").stat().st_mode & 0o777 == 0o644
+
+
 def test_import_never_overwrites_without_force(tmp_path: Path) -> None:
     said("recipes", "import", shared(tmp_path))
     changed = shared(tmp_path, model="org/other")

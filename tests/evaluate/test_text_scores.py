@@ -14,6 +14,7 @@ from engine.evaluate.metrics import (
     boxes_in,
     detection_rate,
     exact_match,
+    iou,
     lost_letters,
     rouge,
     score_labels,
@@ -72,6 +73,11 @@ def brute_iou(one: Sequence[float], other: Sequence[float]) -> float:
 def drawn_boxes(drawn: random.Random, count: int) -> list[list[int]]:
     corners = [(drawn.randint(0, 12), drawn.randint(0, 12)) for _ in range(count)]
     return [[x, y, x + drawn.randint(1, 8), y + drawn.randint(1, 8)] for x, y in corners]
+
+
+@pytest.mark.parametrize("other", [(1, 1, 3, 4), (5, 0, 7, 2), (0, 5, 2, 7), (5, 5, 6, 6), (2, 0, 4, 2)])
+def test_boxes_that_are_apart_on_either_axis_share_nothing(other: tuple[int, int, int, int]) -> None:
+    assert iou((0, 0, 2, 2), other) == brute_iou((0, 0, 2, 2), other)
 
 
 def test_boxes_are_matched_one_to_one_best_pair_first() -> None:
