@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.data.batch import Batch
 from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
-from engine.model.config import auto_class
-from engine.model.loaded import LoadedModel, embedding_rows
+from engine.model.loaded import LoadedModel
 from engine.model.positions import flash_options, separate_documents, takes_starts
 from engine.model.trained import decoder_of, language_model
 
@@ -98,46 +97,12 @@ SCALED_LOGITS = re.compile(r"logits = .*([*/]) self\.config\.(?:text_config|get_
 
 def _nested_scale(text: PreTrainedConfig, source: str) -> float:
     """A class with a vision encoder has a forward of its own, which may leave out what the text class does with logits
-    (Command A Vision); `require_own_logits` tries what this finds."""
+    (Command A Vision); `engine.model.loss.verify_logits` tries what this finds."""
     scale = 1.0
     for operator, key in SCALED_LOGITS.findall(source):
         if "softcapping" not in key:
             scale *= float(getattr(text, key)) if operator == "*" else 1.0 / float(getattr(text, key))
     return scale
-
-
-TRIED_TOKENS = 9
-"""Tokens of the row on which `require_own_logits` tries a model."""
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
-"""Largest relative difference between two computations of the same logits, by dtype of the computation."""
-
-
-def require_own_logits(loaded: LoadedModel) -> None:
-    """Run a model with a vision encoder on a row of text, as a whole and as it is trained: decoder, then head. Does
-    nothing for other models. UsageError: it needs images, or the two differ."""
-    base = loaded.base
-    if auto_class(base.config) is not AutoModelForImageTextToText:
-        return
-    ids = torch.randint(1, embedding_rows(base), (1, TRIED_TOKENS), generator=torch.Generator().manual_seed(0))
-    ids_BS = ids.to(loaded.device.torch_device)
-    with eval_mode(loaded.model), autocast(loaded):
-        try:
-            whole_SV = base(input_ids=ids_BS, use_cache=False).logits[0].float()
-        except (ValueError, TypeError, AttributeError) as error:
-            raise _refused(base, f"computes nothing from text alone: {error}") from error
-        hidden_SH = decoder_of(base)(input_ids=ids_BS, use_cache=False).last_hidden_state[0]
-        ours_SV = find_head(base).logits(hidden_SH)
-    difference = float((ours_SV - whole_SV).norm() / whole_SV.norm())
-    if not difference <= LARGEST_DIFFERENCE[loaded.precision.compute]:
-        raise _refused(base, f"changes its logits by {difference:.0%} behind its output head, in a way not known here")
-
-
-def _refused(base: PreTrainedModel, found: str) -> UsageError:
-    return UsageError(
-        f"{type(base).__name__} {found}",
-        expected="a model that predicts text from text alone, by its decoder and output head",
-        fix="choose another model.id",
-    )
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:

@@ -10,12 +10,14 @@ hidden, V vocabulary, N tokens with a target.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from engine.budget.trace.memory_config import chunk_tokens as default_chunk_tokens
 from engine.config.schema.recipe import Recipe
@@ -24,7 +26,7 @@ from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.chunked import LossSettings, chunked_loss, liger_applies, token_losses
-from engine.model.config import blaming_own_code
+from engine.model.config import auto_class, blaming_own_code
 from engine.model.decoder import OutputHead, autocast, decoder_output, eval_mode, find_head
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
 from engine.model.loaded import LoadedModel
@@ -209,9 +211,10 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
 
 def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
     """Check on four tokens that decoder and head give the model's own logits. UsageError: they differ by more than the
-    dtype's rounding, or are not finite."""
+    dtype's rounding, are not finite, or take more than text."""
     model = loaded.base
-    with eval_mode(loaded.model), autocast(loaded), blaming_own_code(model.config, str(model.name_or_path)):
+    blaming = blaming_own_code(model.config, str(model.name_or_path))
+    with eval_mode(loaded.model), autocast(loaded), blaming, _blaming_text_alone(model):
         ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
         own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
         hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
@@ -232,6 +235,21 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
             expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
             fix="report the model id; its family needs a line in engine/model/decoder.py",
         )
+
+
+@contextmanager
+def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Make an error of a class with a vision encoder a UsageError: it was given no image."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        if auto_class(model.config) is not AutoModelForImageTextToText:
+            raise
+        raise UsageError(
+            f"{type(model).__name__} computes nothing from text alone: {error}",
+            expected="a model that predicts text from text alone",
+            fix="choose another model.id",
+        ) from error
 
 
 def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:

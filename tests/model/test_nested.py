@@ -18,9 +18,9 @@ from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture.classes import why_not_text_alone
 from engine.errors import UsageError
 from engine.export.merge import merge
-from engine.model.decoder import find_head, hidden_states, require_own_logits
+from engine.model.decoder import find_head, hidden_states
 from engine.model.loaded import LoadedModel
-from engine.model.loss import make_loss
+from engine.model.loss import make_loss, verify_logits
 from engine.model.trained import outside_text
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec
 from tests.nested_models import NEEDS_IMAGES, NESTED, write_nested
@@ -122,7 +122,7 @@ def test_text_alone_trains_what_text_uses_and_nothing_else(bases: dict[str, Path
 def test_the_loss_is_computed_from_the_logits_of_the_whole_class(bases: dict[str, Path], family: str) -> None:
     loaded, batch = load(run_spec(str(bases[family]))), batch_of()
     assert type(loaded.base).__name__ in named_class(bases[family])[1]
-    require_own_logits(loaded)
+    verify_logits(loaded, find_head(loaded.base), loaded.device)
     loaded.model.eval()
     with torch.no_grad():
         ours = find_head(loaded.base).logits(hidden_states(loaded, batch))
@@ -133,14 +133,14 @@ def test_the_loss_is_computed_from_the_logits_of_the_whole_class(bases: dict[str
 def test_a_class_that_needs_images_is_refused_by_a_row_of_text(tmp_path: Path) -> None:
     loaded = load(run_spec(str(write_nested(tmp_path, "idefics", **NEEDS_IMAGES))))
     with pytest.raises(UsageError, match="IdeficsForVisionText2Text computes nothing from text alone"):
-        require_own_logits(loaded)
+        verify_logits(loaded, find_head(loaded.base), loaded.device)
 
 
 def test_a_head_that_changes_logits_in_an_unknown_way_is_refused(bases: dict[str, Path]) -> None:
     loaded = load(run_spec(str(bases["mistral3"])))
     loaded.base.register_forward_hook(lambda module, given, made: made.__setitem__("logits", made.logits.tanh()))
-    with pytest.raises(UsageError, match="Mistral3ForConditionalGeneration changes its logits by"):
-        require_own_logits(loaded)
+    with pytest.raises(UsageError, match="the logits of mistral3 are not those of its decoder and head"):
+        verify_logits(loaded, find_head(loaded.base), loaded.device)
 
 
 def test_patterns_reach_into_the_vision_encoder(bases: dict[str, Path]) -> None:
