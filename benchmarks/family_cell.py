@@ -60,7 +60,7 @@ def refused(model_type: str, config: dict[str, Any], method: str, folder: Path) 
     {"failed": sentence} if there is not exactly one problem. Files are written into `folder`."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}), "utf-8")
-    spec = run_spec(str(folder), method={"kind": method})
+    spec = run_spec(str(folder), method={"kind": method}, init="random", tokenizer="builtin:bytes")
     problems = problems_with_model(spec.recipe)
     if not problems:
         try:

@@ -51,10 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _unknown_lengths() -> Iterator[None]:
-    """Delete the stored sequence lengths after each test, so that no plan depends on data that an earlier test has
-    read."""
+def _as_before() -> Iterator[None]:
+    """After each test, delete the stored sequence lengths and forget the runs folder that a console was opened with, so
+    that nothing depends on what an earlier test has read or chosen."""
     yield
+    os.environ.pop("TUNEDECK_RUNS", None)
     shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
 
 

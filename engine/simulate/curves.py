@@ -280,6 +280,8 @@ class LayerStack:
 
         Raises StackError if something was allocated between two phases, or if layers ran in another order.
         """
+        if self.is_whole:
+            return found, Held(0, 0)
         if [each.phase for each in found] != self._phases(found, sorted(set(self._stands_for))):
             raise StackError
         if any(other.log[0] != sum(each.log) for each, other in pairwise(found)):

@@ -132,7 +132,7 @@ def test_patterns_that_match_nothing_are_exit_2(
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "config.json"),
+        ({}, "is empty"),
         ({"config.json": '{"model_type": "vit"}'}, "causal"),
         ({"config.json": QWEN2}, "safetensors"),
         ({"config.json": QWEN2, "pytorch_model.bin": "x"}, "safetensors"),

@@ -33,11 +33,10 @@ def new_run(folder: Path, *overrides: str) -> RunDirectory:
 
 def write_step(writer: EventWriter, step: int, **more: Any) -> None:
     """Write a step event whose loss is its step number."""
-    names = (
-        "epoch learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds data_wait_seconds mfu"
-        " micro_batches allocated_bytes reserved_bytes peak_bytes"
-    )
-    writer.write("step", step=step, loss=float(step), **dict.fromkeys(names.split(), None), **more)
+    unknown = "epoch learning_rate grad_norm tokens_per_second data_wait_seconds mfu allocated_bytes reserved_bytes"
+    counts = dict.fromkeys(("tokens", "target_tokens", "step_seconds", "micro_batches"), 1)
+    values = {**dict.fromkeys(f"{unknown} peak_bytes".split()), **counts, **more}
+    writer.write("step", step=step, loss=float(step), **values)
 
 
 def write_eval(writer: EventWriter, step: int) -> None:

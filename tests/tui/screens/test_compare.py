@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,9 @@ async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:
 async def test_a_step_written_in_another_order_of_fields_counts_as_well(runs: Path) -> None:
     run = finished(runs, "a", rate=1e-4, losses=[4.0])
     with run.events.open("a") as file:
-        file.write('{"kind": "step", "loss": 3.0, "step_seconds": 2, "tokens": 50, "step": 2}\n')
+        fields = {**step_fields(2), "loss": 3.0, "step_seconds": 2, "tokens": 50}
+        event = {"seq": 99, "time": "2026-11-20T20:58:00.123Z", "stage": "", "rank": 0, **fields}
+        file.write(json.dumps({"kind": "step", **dict(reversed(event.items()))}) + "\n")
         file.write('{"kind":"step","step":3,"epoch":0,"loss":-,"tokens":5,"step_seconds":1}\n')
     curve = RunCurve(run)
     while curve.read_more(seconds=1.0):
