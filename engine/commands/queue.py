@@ -67,10 +67,10 @@ def add(options: StartOptions, first: FirstOption = False) -> None:
     print_line(f"{directory.name} is number {position} in the queue{hint}")
 
 
-def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False) -> None:
+def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False) -> list[str]:
     """Create a run for every point of a sweep and put them into the queue in their order, at its end or with `first` at
-    its start; print their names and how to compare them. With --force, points that do not fit are left out; otherwise
-    they are an error."""
+    its start; print their names and how to compare them; returns the names. With --force, points that do not fit are
+    left out; otherwise they are an error."""
     from engine.config.load import load_run_spec
     from engine.journal.queue import Queue
     from engine.launch.create_run import create_sweep
@@ -86,10 +86,11 @@ def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False)
     if options.as_json:
         runs = [{"run": directory.name, "path": str(directory.path)} for directory in directories]
         print_json({"sweep": sweep_id, "runs": runs}, indent=None)
-        return
+        return [directory.name for directory in directories]
     for directory in directories:
         print_line(directory.name)
     print_line(f"{len(directories)} runs are in the queue; compare them: tunedeck compare sweep:{sweep_id}")
+    return [directory.name for directory in directories]
 
 
 @queue.command("list")
@@ -193,7 +194,9 @@ def _rows(waiting: Queue, state: QueueState) -> list[dict[str, Any]]:
 
 def _state_text(state: QueueState) -> str:
     if state.worker is not None:
-        return f"process {state.worker.pid} works the queue; {len(state.waiting)} wait"
+        left = len(state.left_waiting)
+        others = f", {left} of them until: tunedeck queue start" if left else ""
+        return f"process {state.worker.pid} works the queue; {len(state.waiting)} wait{others}"
     if not state.waiting:
         return "the queue is empty"
     return f"{len(state.waiting)} wait and no process works the queue; start it with: tunedeck queue start"

@@ -59,20 +59,22 @@ def train(options: StartOptions) -> None:
 
 
 def train_sweep(resolved: Resolved, options: StartOptions) -> int:
-    """Put a run for every point of a sweep into the queue and start a worker; returns the exit code of the first run
-    that failed, else 0. With --detach, returns 0 without waiting for the runs."""
+    """Put a run for every point of a sweep into the queue and start a worker for these alone; returns the exit code of
+    the first run that failed, else 0. With --detach, returns 0 without waiting for the runs."""
     from engine.commands.queue import add_sweep
     from engine.journal.queue import Queue
     from engine.launch.queue_worker import follow_queue, start_queue_worker
 
-    add_sweep(resolved, options)
+    names = add_sweep(resolved, options)
     folder = runs_folder(options.runs)
-    waiting = Queue(folder).read().waiting
-    pid = start_queue_worker(folder)
+    pid = start_queue_worker(folder, only=names)
+    left = len(Queue(folder).read().left_waiting)
+    if left:
+        print_progress(f"{left} more wait in the queue; start the queue with: tunedeck queue start")
     if options.detach:
         return 0
     code = 0
-    for text, run_code in follow_queue(Queue(folder), pid, waiting):
+    for text, run_code in follow_queue(Queue(folder), pid, names, only=True):
         print_progress(text)
         code = code or run_code
     return code

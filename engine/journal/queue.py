@@ -7,7 +7,7 @@ A waiting run is an ordinary run directory whose engine has not been started (st
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,15 @@ class QueueState:
     waiting: list[str] = field(default_factory=list)
     current: str | None = None
     worker: ProcessIdentity | None = None
+    limited_to: list[str] | None = None
+    """The runs that the worker starts, those of a sweep; None: all."""
+
+    @property
+    def left_waiting(self) -> list[str]:
+        """Waiting runs that no process will start."""
+        if self.worker is None:
+            return list(self.waiting)
+        return [name for name in self.waiting if self.limited_to is not None and name not in self.limited_to]
 
 
 class Queue:
@@ -78,6 +87,17 @@ class Queue:
             state.waiting.remove(name)
             state.waiting.insert(max(0, position - 1), name)
 
+    def limit_worker(self, names: Sequence[str] | None) -> ProcessIdentity | None:
+        """Let the worker start only `names`, or all runs if None; returns the live worker, else None. A live worker is
+        never limited further: it starts `names` beside those that it was asked for."""
+        with self._transaction() as state:
+            alive = state.worker if state.worker is not None and is_alive(state.worker) else None
+            if names is None or alive is None:
+                state.limited_to = None if names is None else list(names)
+            elif state.limited_to is not None:
+                state.limited_to += [name for name in names if name not in state.limited_to]
+            return alive
+
     def register_worker(self, worker: ProcessIdentity) -> None:
         """Make `worker` the process that works the queue. Raises EnvironmentProblem when another one is alive."""
         with self._transaction() as state:
@@ -92,19 +112,24 @@ class Queue:
             )
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """Make the first waiting run the current one and `worker` the process that works the queue; None, and no
-        worker, if no run waits. Raises EnvironmentProblem when another worker is alive."""
+        """Make the first waiting run that the worker may start the current one, and `worker` the process that works the
+        queue; None, and no worker, if there is none. Raises EnvironmentProblem when another worker is alive."""
         with self._transaction() as state:
             self._refuse_second_worker(state, worker)
             state.waiting = [name for name in state.waiting if self._still_waits(name)]
-            state.current = state.waiting.pop(0) if state.waiting else None
-            state.worker = worker if state.current else None
-            return self.run(state.current) if state.current else None
+            limit = state.waiting if state.limited_to is None else state.limited_to
+            state.current = next((name for name in state.waiting if name in limit), None)
+            if state.current is None:
+                state.worker = state.limited_to = None
+                return None
+            state.waiting.remove(state.current)
+            state.worker = worker
+            return self.run(state.current)
 
     def clear_worker(self) -> None:
         """Waiting runs stay in the queue."""
         with self._transaction() as state:
-            state.worker = None
+            state.worker = state.limited_to = None
 
     def _still_waits(self, name: str) -> bool:
         directory = self.run(name)
@@ -146,7 +171,9 @@ class Queue:
 
     def _store(self, state: QueueState) -> None:
         worker = None if state.worker is None else asdict(state.worker)
-        content = {"waiting": state.waiting, "current": state.current, "worker": worker}
+        content = {
+            "waiting": state.waiting, "current": state.current, "worker": worker, "limited_to": state.limited_to
+        }  # fmt: skip
         try:
             write_atomically(self.folder / "order.json", json.dumps(content, indent=2) + "\n")
         except OSError as error:
@@ -163,7 +190,10 @@ def _parse(found: dict[str, Any]) -> QueueState:
     """Raises ValueError for tables of another shape, and for names that are no folders of the runs folder."""
     match found:
         case {"waiting": list(waiting), "current": current, "worker": worker}:
-            names = [*waiting, *([] if current is None else [current])]
+            limit = found.get("limited_to")
+            if not (limit is None or isinstance(limit, list)):
+                raise ValueError("its limited_to is no list")
+            names = [*waiting, *([] if current is None else [current]), *(limit or [])]
             if all(isinstance(name, str) and Path(name).name == name for name in names):
-                return QueueState(waiting, current, None if worker is None else parse_identity(worker))
+                return QueueState(waiting, current, None if worker is None else parse_identity(worker), limit)
     raise ValueError("it has not the shape of a queue")

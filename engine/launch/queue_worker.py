@@ -30,11 +30,12 @@ POLL_SECONDS = 0.25
 START_POLL_SECONDS = 0.02
 
 
-def start_queue_worker(runs_dir: Path) -> int:
-    """Start a worker in an OS session of its own, unless one is running already; returns its pid. Raises
-    EnvironmentProblem if it cannot work the queue: another one was faster, or a file cannot be written."""
+def start_queue_worker(runs_dir: Path, only: Sequence[str] | None = None) -> int:
+    """Start a worker in an OS session of its own, unless one is running already; returns its pid. It starts the runs
+    `only`, or all if None. Raises EnvironmentProblem if it cannot work the queue: another one was faster, or a file
+    cannot be written."""
     queue = Queue(runs_dir)
-    worker = queue.read().worker
+    worker = queue.limit_worker(only)
     if worker is not None:
         return worker.pid
     try:
@@ -73,15 +74,18 @@ def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> Non
         )
 
 
-def follow_queue(queue: Queue, pid: int, waiting: Sequence[str]) -> Iterator[tuple[str, int]]:
+def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool = False) -> Iterator[tuple[str, int]]:
     """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends.
-    `waiting`: the runs that waited before the worker was started."""
+    `waiting`: the runs that waited before the worker was started; `only` them are followed, until all have ended."""
     known, current = list(waiting), None
     alive = True
-    while alive:
+    while alive and known:
         alive = identify(pid) is not None  # looked at before reading, so that nothing written before its end is missed
         state = queue.read()
-        known += [name for name in (*state.waiting, state.current) if name is not None and name not in known]
+        if only and state.current not in known:
+            state.current = None
+        elif not only:
+            known += [name for name in (*state.waiting, state.current) if name is not None and name not in known]
         for name in [name for name in known if name not in (*state.waiting, state.current)]:
             known.remove(name)
             directory = queue.run(name)
@@ -145,7 +149,8 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
             _record_failed_start(directory, error)
             continue
         _log(f"{directory.name} ended with {code}: {status}")
-    _log("no run waits")
+    left = len(queue.read().waiting)
+    _log(f"the runs of the sweep have ended; {left} others wait for: tunedeck queue start" if left else "no run waits")
 
 
 def _record_failed_start(directory: RunDirectory, error: Exception) -> None:

@@ -111,6 +111,27 @@ def test_a_worker_takes_one_after_another_and_leaves_an_empty_queue(three: tuple
     assert queue.read().worker is None and queue.read().current is None
 
 
+def test_a_worker_of_a_sweep_takes_its_runs_alone(three: tuple[Queue, list[str]]) -> None:
+    queue, (a, b, c) = three
+    assert queue.limit_worker([b]) is None
+    taken = queue.take_next(myself())
+    assert taken is not None and taken.name == b
+    assert queue.read().left_waiting == [a, c]
+    assert queue.take_next(myself()) is None
+    assert queue.read().waiting == [a, c]
+
+
+def test_who_starts_the_queue_beside_a_sweep_starts_all_of_it(three: tuple[Queue, list[str]]) -> None:
+    queue, (a, b, c) = three
+    queue.limit_worker([b])
+    queue.take_next(myself())
+    assert queue.limit_worker([c]) == myself() and queue.read().left_waiting == [a]
+    assert queue.limit_worker(None) == myself() and queue.read().left_waiting == []
+    assert queue.limit_worker([c]) == myself()  # a second sweep takes nothing from the owner
+    taken = queue.take_next(myself())
+    assert taken is not None and taken.name == a
+
+
 def test_a_second_worker_is_refused_and_a_dead_one_replaced(three: tuple[Queue, list[str]]) -> None:
     queue, _ = three
     parent = identify(os.getppid())
@@ -129,6 +150,7 @@ DAMAGED = {
     "deep": "[" * 100_000,
     "no list": '{"waiting": "abc", "current": null, "worker": null}',
     "no worker": '{"waiting": [], "current": null, "worker": [1]}',
+    "no limit": '{"waiting": [], "current": null, "worker": null, "limited_to": "abc"}',
     "a path": '{"waiting": ["../elsewhere/run"], "current": null, "worker": null}',
 }
 

@@ -112,7 +112,10 @@ class QueueScreen(BaseScreen):
 
     def _worker_status(self) -> str:
         if self._order.worker is not None:
-            return f" process {self._order.worker.pid} starts the runs in order, also without this console"
+            worker = f" process {self._order.worker.pid} starts"
+            if left := len(self._order.left_waiting):
+                return f"{worker} the runs of a sweep; s lets it start the {left} others, too"
+            return f"{worker} the runs in order, also without this console"
         return " the queue is not started" + ("; s starts it" if self._order.waiting else "")
 
     @property
@@ -137,7 +140,7 @@ class QueueScreen(BaseScreen):
         """Why a key has no effect: only waiting runs can be moved or removed, and only a stopped queue can be
         started."""
         if action == "start":
-            if self._order.worker is not None:
+            if self._order.worker is not None and not self._order.left_waiting:
                 return "the queue is started already"
             return None if self._order.waiting else "no run is waiting"
         if action == "end":
@@ -174,7 +177,7 @@ class QueueScreen(BaseScreen):
         except TunedeckError as error:
             self.show_message(f"{error.found}; {error.fix}", "$bad")
         else:
-            self.show_message(f"process {pid} starts the first run")
+            self.show_message(f"process {pid} starts the waiting runs")
 
     def do_end(self) -> None:
         """End the worker process, so that no further run is started."""
