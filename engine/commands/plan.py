@@ -352,7 +352,8 @@ def _suggestion_lines(index: int, suggestion: Suggestion) -> list[str]:
 
     plan, used = suggestion.plan, suggestion.plan.prediction.device_bytes
     lines = [
-        f"{index}. {format_size(used, used)}, {format_size(plan.margin_bytes, used)} left, "
+        f"{index}. {format_size(used, used)}, {format_size(plan.margin_bytes, used)} left"
+        f"{' (tight)' if plan.is_tight else ''}, "
         f"micro-batch {plan.micro_batch}, {suggestion.summary}"
     ]
     if plan.host:

@@ -111,6 +111,9 @@ def _cell(size: float, digits: int) -> str:
     return text if float(text) else f"<{10**-digits:.{digits}f}".replace("0.", ".")
 
 
+TIGHT = ", tight: less is left than a prediction may be wrong by"
+
+
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     from engine.budget.advise.levers import lever_of
 
@@ -120,7 +123,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     tensor_bytes = format_size(planned.peak_bytes, used)
     tensors = f"; {tensor_bytes} of it in torch's tensors" if used != planned.peak_bytes else ""
     lines = [
-        verdict_sentence(planned.verdict, planned.micro_batch, planned.remedies),
+        verdict_sentence(planned.verdict, planned.micro_batch, planned.remedies) + (TIGHT if planned.is_tight else ""),
         f"{format_size(used, used)} of {format_size(capacity, used)}{each}, "
         f"{format_size(abs(planned.margin_bytes), used)} {rest}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",

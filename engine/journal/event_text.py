@@ -63,10 +63,21 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_share(used: float, total: float) -> str:
-    """In one unit: "6.36 of 22.50 GiB"; MiB where `used` is below 1 GiB."""
-    if used >= 2**30:
-        return f"{used / 2**30:,.2f} of {total / 2**30:,.2f} GiB"
-    return f"{used / 2**20:,.0f} of {total / 2**20:,.0f} MiB"
+    """In one unit: "6.36 of 22.50 GiB"; MiB where `used` is below 1 GiB; with as many digits more, up to three, as it
+    takes to tell them apart."""
+    unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 0)
+    for more in range(4):
+        low, high = (f"{size / unit:,.{digits + more}f}" for size in (used, total))
+        if low != high or used == total:
+            break
+    return f"{low} of {high} {name}"
+
+
+def speed_text(slower_percent: float) -> str:
+    """An estimate of a change's step time, such as "about 12 % slower"."""
+    if not slower_percent:
+        return "same speed"
+    return f"about {abs(slower_percent):.0f} % {'slower' if slower_percent > 0 else 'faster'}"
 
 
 def format_number(value: object, digits: int = 4) -> str:
@@ -256,19 +267,20 @@ def read_report(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def report_lines(report: dict[str, Any], *, bar: str = "█") -> list[str]:
+def report_lines(report: dict[str, Any], *, bar: str = "█", with_fixes: bool = True) -> list[str]:
     """Without line breaks. `bar` is the character that bars of memory are drawn with."""
-    return [visible(line) for line in _lines(report, bar)]
+    return [visible(line) for line in _lines(report, bar, with_fixes)]
 
 
-def _lines(report: dict[str, Any], bar: str) -> Iterator[str]:
+def _lines(report: dict[str, Any], bar: str, with_fixes: bool) -> Iterator[str]:
     name = str(report.get("device"))
     simulated = " (simulated)" if report.get("simulated") and "simulated" not in name else ""
     place = PHASE_NAMES.get(str(report.get("phase")), str(report.get("phase")))
     yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
     yield f"{name}{simulated}: {report.get('text')}"
     yield from _remedy(report)
-    yield from _suggestions(report)
+    if with_fixes or not report.get("avoided_by"):
+        yield from _suggestions(report)
     yield ""
     yield from _figures(report)
     yield from _held(report, bar)
@@ -343,11 +355,15 @@ def _setting(remedy: str, value: Any) -> str:
     return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
 
 
-def way_text(way: dict[str, Any]) -> str:
-    """A way is an item of `avoided_by`: a change that would have avoided the failure."""
+def way_text(way: dict[str, Any], capacity: int | None) -> str:
+    """A way is an item of `avoided_by`: a change that would have avoided the failure. `capacity`: the device's bytes.
+    Reports of earlier versions lack the change of speed."""
     changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
     learning = "; changes what is learned" if way["changes_learning"] else ""
-    return f"{changes}: a peak of {format_bytes(way['peak_bytes'])}{learning}"
+    peak = format_share(way["peak_bytes"], capacity) if capacity else format_bytes(way["peak_bytes"])
+    speed = f", {speed_text(way['slower_percent'])}" if "slower_percent" in way else ""
+    arithmetic = ", changes arithmetic" if way.get("changes_arithmetic") else ""
+    return f"{changes}: a peak of {peak}{speed}{arithmetic}{learning}"
 
 
 def _suggestions(report: dict[str, Any]) -> Iterator[str]:
@@ -355,7 +371,7 @@ def _suggestions(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     if ways:
         yield "what would have avoided it"
-        yield from (f"  {way_text(way)}" for way in ways)
+        yield from (f"  {way_text(way, report.get('capacity_bytes'))}" for way in ways)
     elif plan:
         yield (
             f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "

@@ -58,6 +58,19 @@ def test_offers_that_change_arithmetic_say_so() -> None:
     assert not any("train.optimizer_offload" in suggestion.changes for suggestion in without_host.suggestions)
 
 
+def test_a_change_that_leaves_less_than_a_predictions_error_stands_behind_a_roomier_one() -> None:
+    train = {"gradient_checkpointing": False, "micro_batch": 4, "batch_size": 8, "loss": "plain"}
+    roomy = spec_on(400.0, data={"max_length": 512}, train=train)
+    reserved_gib = 400.0 - make_plan(roomy).capacity_bytes / 2**30
+    short_gib = 0.9 * make_plan(roomy).prediction.device_bytes / 2**30
+    chunked = advise(with_changes(roomy, {"device.memory_gib": short_gib})).suggestions[0].plan
+    chunked_gib = 1.004 * chunked.prediction.device_bytes / 2**30
+    advice = advise(with_changes(roomy, {"device.memory_gib": chunked_gib + reserved_gib}))
+    found = [(*suggestion.changes, suggestion.plan.is_tight) for suggestion in advice.suggestions[:2]]
+    assert found == [("train.micro_batch", False), ("train.loss", True)]
+    assert advice.suggestions[1].slower_percent < advice.suggestions[0].slower_percent
+
+
 def test_an_offload_that_the_host_cannot_hold_is_taken_back() -> None:
     spec = spec_on(80.0, host_gib=2.0, method={"kind": "full"}, train={"optimizer_offload": True})
     assert make_plan(spec).verdict == "fits" and not make_plan(spec).host_fits

@@ -57,6 +57,7 @@ def test_a_verdict_is_said_in_words(
 
 def test_two_sizes_beside_each_other_have_one_unit() -> None:
     assert format_share(6516 * 2**20, 22.5 * 2**30) == "6.36 of 22.50 GiB"
+    assert format_share(63.9 * 2**20, 64 * 2**20) == "63.9 of 64.0 MiB"
     assert format_share(56 * 2**20, 18.75 * 2**30) == "56 of 19,200 MiB"
 
 

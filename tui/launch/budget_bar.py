@@ -149,6 +149,13 @@ def decimal_bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
+def plan_verdict(plan: Plan, *, ascii_only: bool) -> Content:
+    """A plan's verdict in words, after its glyph; "fits, tight" if less is left than the prediction may be wrong by."""
+    words = describe_verdict(plan.verdict, remedies=plan.remedies)
+    shown = verdict_text(plan.verdict, words, ascii_only=ascii_only)
+    return Content.assemble(shown, (", tight", "bold $caution")) if plan.is_tight else shown
+
+
 def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
     """A verdict's glyph, followed by `words`, in the verdict's colour. If `words` is empty, the verdict's name is
     shown."""
@@ -169,8 +176,7 @@ def verdict_line(plan: Plan, width: int, *, with_phase: bool = True, ascii_only:
     phase = [f"peak in the {phase_words(plan.prediction.deciding_phase)}"] if with_phase else []
     length = f"{plan.length} tokens, {'the longest of the data' if plan.basis == 'data' else 'data.max_length'}"
     texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase, length]
-    words = describe_verdict(plan.verdict, remedies=plan.remedies)
-    head = verdict_text(plan.verdict, words, ascii_only=ascii_only)
+    head = plan_verdict(plan, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
         texts.pop(-1 if len(texts) > 2 else 0)
     return Content.assemble(head, *(f"   {text}" for text in texts))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from textual.content import Content
 
 from engine.config.files.text import visible
-from engine.journal.event_text import describe_verdict
 from tui.files.catalog import FileEntry
-from tui.launch.budget_bar import verdict_text
+from tui.launch.budget_bar import plan_verdict
 from tui.launch.evaluate import EvaluatedChoice
 from tui.theme import glyphs
 
@@ -65,7 +64,6 @@ def _verdict(evaluated: EvaluatedChoice | None, ascii_only: bool) -> Content:
     if evaluated is None:
         return Content.styled(glyphs("…", ascii_only=ascii_only), "$muted")
     if evaluated.plan is not None:
-        plan = evaluated.plan
-        return verdict_text(plan.verdict, describe_verdict(plan.verdict, None, plan.remedies), ascii_only=ascii_only)
+        return plan_verdict(evaluated.plan, ascii_only=ascii_only)
     cross = glyphs("✗", ascii_only=ascii_only)
     return Content.styled(f"{cross} not here" if evaluated.problems else "? no plan", "$muted")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from textual.content import Content
 
+from engine.journal.event_text import speed_text
 from tui.launch.budget_bar import decimal_bytes
 from tui.launch.fields import format_value
 
@@ -57,12 +58,12 @@ def _lines(advice: Advice) -> Iterator[tuple[Content, Suggestion | None]]:
 
 def _suggestion(number: int, suggestion: Suggestion) -> Iterator[Content]:
     plan = suggestion.plan
-    slower = suggestion.slower_percent
-    speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
+    speed = speed_text(suggestion.slower_percent)
     arithmetic = ", changes arithmetic" if suggestion.changes_arithmetic else ""
     yield Content.assemble(
         (f"{number} ", "bold $info"),
         (f"{decimal_bytes(plan.margin_bytes)} left", "bold"),
+        (", tight" if plan.is_tight else "", "bold $caution"),
         f", micro-batch {plan.micro_batch}, {speed}{arithmetic}",
     )
     if suggestion.changes_learning:

@@ -40,7 +40,9 @@ class OomScreen(TextScreen):
         assert isinstance(argument, RunDirectory)
         self._directory = argument
         paths = sorted(argument.oom.glob("*.json"), reverse=True)
-        self._ways = _ways(paths)
+        newest = read_report(paths[0]) if paths else None
+        self._ways = _ways(newest)
+        self._capacity = newest.get("capacity_bytes") if newest is not None else None
         self._contents = [*self._backoffs(), *self._reports(paths)]
         self._way_lines: list[int] = []
         """For each line on the screen before the backoffs, the index in `_ways` of the way it is about; -1 for the
@@ -57,7 +59,9 @@ class OomScreen(TextScreen):
         heading = Content.styled("what would have avoided the latest one (a opens Launch with it)", "bold $good")
         found = [(-1, line) for line in heading.wrap(room)] if self._ways else []
         for number, way in enumerate(self._ways):
-            found += [(number, line) for line in Content(f"{number + 1}  {clean(way_text(way))}").wrap(room)]
+            found += [
+                (number, line) for line in Content(f"{number + 1}  {clean(way_text(way, self._capacity))}").wrap(room)
+            ]
         self._way_lines = [number for number, _ in found]
         rest = [Content(""), *self._contents] if found else self._contents
         lines = [line for _, line in found] + [line for content in rest for line in content.wrap(room)]
@@ -91,28 +95,28 @@ class OomScreen(TextScreen):
             yield Content.styled("the engine has written no report into oom/", "$muted")
         for path in paths[:MAX_REPORTS]:
             yield Content.styled(clean(path.name), "bold $info")
-            yield from _report(path, "#" if self.console.ascii_only else "█")
+            told = path == paths[0] and bool(self._ways)  # above all reports, where `a` applies them
+            yield from _report(path, "#" if self.console.ascii_only else "█", with_fixes=not told)
             yield Content("")
         if len(paths) > MAX_REPORTS:
             yield Content.styled(f"{len(paths) - MAX_REPORTS} older reports are in {clean(paths[0].parent)}", "$muted")
 
 
-def _ways(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the changes that would have avoided the newest failure, as its report (the first of `paths`) has them;
-    none if it has none, or is not in the format of this version's reports."""
-    report = read_report(paths[0]) if paths else None
+def _ways(report: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the changes that would have avoided a failure, as its report has them; none if it has none, or is not in
+    the format of this version's reports."""
     ways = report.get("avoided_by") if report is not None else None
     needed = {"changes", "peak_bytes", "changes_learning"}
     return [way for way in ways if isinstance(way, dict) and needed <= way.keys()] if isinstance(ways, list) else []
 
 
-def _report(path: Path, bar: str) -> list[Content]:
+def _report(path: Path, bar: str, *, with_fixes: bool) -> list[Content]:
     """Return the lines of the out-of-memory report in the file `path`; a single line that says so if it cannot be read.
     `bar` is the character of which bars are drawn."""
     report = read_report(path)
     if report is None:
         return [Content.styled("cannot be read: it may be incomplete", "$caution")]
     try:
-        return [Content(line) for line in report_lines(report, bar=bar)]
+        return [Content(line) for line in report_lines(report, bar=bar, with_fixes=with_fixes)]
     except (KeyError, TypeError, ValueError, AttributeError):
         return [Content.styled("not in the format of this version's reports", "$caution")]

@@ -25,6 +25,10 @@ Verdict = Literal["fits", "fits_smaller", "does_not_fit"]
 sequence with every such remedy exceeds capacity."""
 
 
+ERROR_SHARE = 0.01
+"""By how much a peak may exceed its prediction (`tests/budget/capacity_runs.py` allows as much)."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The predicted memory of a run, and its division of the batch into micro-batches."""
@@ -73,6 +77,11 @@ class Plan:
     def margin_bytes(self) -> int:
         """Negative if the run does not fit."""
         return self.capacity_bytes - self.prediction.device_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the run fits, with less left than the prediction may be wrong by."""
+        return self.verdict == "fits" and 0 <= self.margin_bytes < ERROR_SHARE * self.prediction.device_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, product
 from typing import Any
@@ -15,6 +15,7 @@ from engine.budget.predict.prediction import Predictor
 from engine.config.files.caches import known_longest
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UsageError
+from engine.journal.event_text import speed_text
 
 Levers = tuple[Lever, ...]
 
@@ -98,6 +99,8 @@ def _can_fit(chosen: Levers, undecided: Sequence[Lever], trial: Trial) -> bool:
 
 
 MAX_SUGGESTIONS = 5
+SAME_TIME_PERCENT = 5.0
+"""Suggestions whose estimated step times differ by at most this take about the same time."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,7 @@ class Suggestion:
     @property
     def summary(self) -> str:
         """One line: the estimated change of speed, and whether arithmetic or learning changes."""
-        slower = self.slower_percent
-        speed = f"about {abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}" if slower else "same speed"
+        speed = speed_text(self.slower_percent)
         arithmetic = ", changes arithmetic" if self.changes_arithmetic else ""
         return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
 
@@ -173,7 +175,29 @@ def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
     if fits(plan):
         return Advice(plan, [], list(_room(spec, longest, facts)))
     search = _suggestions if plan.predictor == "closed_form" else _simulated_suggestions
-    return Advice(plan, list(search(spec, plan, longest, facts)), [])
+    return Advice(plan, roomier_first(search(spec, plan, longest, facts)), [])
+
+
+def roomier_first(suggestions: Iterable[Suggestion]) -> list[Suggestion]:
+    """Suggestions of which a tight one stands behind those that leave more, take about the same time and change no
+    more of learning and arithmetic; otherwise in their order."""
+    ranked: list[Suggestion] = []
+    for suggestion in suggestions:
+        place = len(ranked)
+        while place and _is_roomier(suggestion, ranked[place - 1]):
+            place -= 1
+        ranked.insert(place, suggestion)
+    return ranked
+
+
+def _is_roomier(suggestion: Suggestion, other: Suggestion) -> bool:
+    return (
+        other.plan.is_tight
+        and not suggestion.plan.is_tight
+        and suggestion.slower_percent - other.slower_percent <= SAME_TIME_PERCENT
+        and suggestion.changes_learning <= other.changes_learning
+        and suggestion.changes_arithmetic <= other.changes_arithmetic
+    )
 
 
 def fits(plan: Plan) -> bool:

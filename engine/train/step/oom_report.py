@@ -190,6 +190,8 @@ def _change(suggestion: Suggestion) -> dict[str, Any]:
         "changes": {key: after for key, (_, after) in suggestion.changes.items()},
         "peak_bytes": suggestion.plan.peak_bytes,
         "micro_batch": suggestion.plan.micro_batch,
+        "slower_percent": suggestion.slower_percent,
+        "changes_arithmetic": suggestion.changes_arithmetic,
         "changes_learning": suggestion.changes_learning,
     }
 

@@ -37,14 +37,19 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
     run = make_run(runs)
     run.oom.mkdir()
     ways = [
-        {"changes": {"train.micro_batch": 3}, "peak_bytes": 30 << 20, "changes_learning": False},
-        {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "changes_learning": False},
-    ]
-    (run.oom / "step-1.json").write_text(json.dumps({"step": 1, "attempt": 1, "phase": "backward", "avoided_by": ways}))
-    async with console() as pilot:
+        {"changes": {"train.micro_batch": 3}, "peak_bytes": (64 << 20) - 99_999, "slower_percent": 0,
+         "changes_learning": False},
+        {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "slower_percent": 30.0,
+         "changes_arithmetic": True, "changes_learning": False},
+    ]  # fmt: skip
+    report = {"step": 1, "attempt": 1, "phase": "backward", "capacity_bytes": 64 << 20, "avoided_by": ways}
+    (run.oom / "step-1.json").write_text(json.dumps(report))
+    async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.press("o")
-        await pilot.sees("what would have avoided the latest one", "1  train.micro_batch = 3: a peak of 30 MiB")
+        await pilot.sees("the latest one", "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, same speed")
+        await pilot.sees("a peak of 20 of 64 MiB, about 30 % slower, changes arithmetic")
+        assert pilot.text.count("train.micro_batch = 3") == 1
         await pilot.press("down", "down", "a")
         await pilot.sees("Fields  2 changed")
         screen: Any = pilot.screen
