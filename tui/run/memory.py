@@ -39,6 +39,9 @@ NAME_WIDTH, FIGURE_WIDTH = 18, 12
 MOST_LEGEND = 2
 """Lines of the legend of one bar."""
 
+OF_PROCESS = "measured of the whole process; a plan counts tensors alone, so it does not stand beside it"
+"""On a plain CPU."""
+
 MIN_SHOWN_BYTES = 2**19
 """A smaller component would be shown as 0 MiB."""
 
@@ -50,6 +53,10 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
         return []
     width, bars = width - 1, run_bars(summary, watch.latest)
     lines = [*_pictures(summary, bars, width, look)] if bars else [*_peaks(summary)]
+    if summary.on_plain_cpu:
+        lines += [line for bar in bars for line in legend_lines(bar, width, MOST_LEGEND, look)]
+        lines += Content.styled(OF_PROCESS, "$muted").wrap(max(10, width))
+        return [Content.assemble(" ", line) for line in lines]
     lines += _figures(summary, bars, width, look)
     plan = summary.measured.get("predicted") or summary.predicted  # for what ran, once that is known
     components, phase = byte_counts(plan.get("components")), str(summary.predicted.get("deciding_phase") or "")
@@ -59,12 +66,15 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
 
 
 def run_bars(summary: RunSummary, step: Mapping[str, Any] | None) -> list[MemoryBar]:
-    """The bars of a run: what was predicted for the run as it is written, at its end also for the micro-batches that it
-    really used, and what was measured up to its latest `step`. Empty if the device's memory is not known."""
+    """The bars of a run, on a plain CPU the measured one alone: what was predicted for the run as it is written, at its
+    end also for the micro-batches that it really used, and what was measured up to its latest `step`. Empty if the
+    device's memory is not known."""
     planned, used = summary.predicted, summary.measured.get("predicted")
     capacity = planned.get("capacity_bytes")
     if not isinstance(capacity, int):
         return []
+    if summary.on_plain_cpu:
+        return list(_measured({**summary.measured, "components": {}}, step or {}, capacity))
     found = [("predicted" if planned.get("verdict") == "fits" and not used else "as written", planned)]
     found += [("predicted", used)] if used else []
     bars = [predicted_bar(label, byte_counts(plan.get("components")), capacity) for label, plan in found]
@@ -99,7 +109,8 @@ def _pictures(summary: RunSummary, bars: Sequence[MemoryBar], width: int, look: 
 
 def _peaks(summary: RunSummary) -> Iterator[Content]:
     """Yield the peaks as figures, for a run whose device's memory is not known."""
-    for name, figures in (("peak predicted", summary.predicted), ("peak measured", summary.measured)):
+    predicted = {} if summary.on_plain_cpu else summary.predicted
+    for name, figures in (("peak predicted", predicted), ("peak measured", summary.measured)):
         if figures.get("peak_bytes") is not None:
             yield Content(f"{name:<{NAME_WIDTH}}{format_bytes(figures['peak_bytes'])}")
 

@@ -26,3 +26,15 @@ def test_the_words_are_about_what_ran_and_not_about_the_run_as_written(tmp_path:
     watch = cast(RunWatch, SimpleNamespace(summary=ended, latest=None))
     words = " ".join(line.plain.strip() for line in memory_lines(watch, 100, Look()))
     assert "largest part: weights, 65 %" in words and "what lowers weights" in words
+
+
+def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_memory_of_the_process(tmp_path: Path) -> None:
+    summary = summarise(make_run(tmp_path))
+    parts = {"weights": 10 << 20, "activations": 5 << 20}
+    predicted = {"peak_bytes": 15 << 20, "capacity_bytes": 640 << 20, "components": parts, "verdict": "fits"}
+    measured = {"peak_bytes": 140 << 20, "components": {"weights": 10 << 20, "activations": 130 << 20}}
+    ended = replace(summary, on_plain_cpu=True, predicted=predicted, measured=measured)
+    watch = cast(RunWatch, SimpleNamespace(summary=ended, latest=None))
+    words = " ".join(line.plain.strip() for line in memory_lines(watch, 100, Look()))
+    assert "of the whole process" in words and "140" in words
+    assert not any(word in words for word in ("predicted", "as written", "activations", "15.0"))
