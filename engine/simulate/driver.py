@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -175,7 +176,7 @@ def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None
     model. peft cannot create adapters as fake tensors, so `leave_meta` later replaces the tensors by fake ones."""
     model = spec.recipe.model.model_copy(update={"dtype": resolved_dtype(spec)})
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
-    facts = facts or find_config(model.id, model.revision)
+    facts = deepcopy(facts or find_config(model.id, model.revision))  # transformers fills in nested configs in place
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
     settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
     options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}

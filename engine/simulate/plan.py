@@ -1,7 +1,8 @@
 """Computes the verdict and peak of `plan --exact` by simulating an optimizer step.
 
 "Closed form" means the budget's usual prediction, which `plan` shows without --exact. The closed form also chooses the
-micro-batch to simulate; if it does not know the architecture, "auto" means one sequence.
+micro-batch to simulate; if it does not know the architecture, a kept simulation does, and without one "auto" means one
+sequence.
 
 Try: `tunedeck plan -p 80gb -r lora --exact`
 """
@@ -15,7 +16,7 @@ from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.config.files.caches import known_longest
 from engine.config.schema.run import RunSpec
-from engine.errors import UnknownArchitectureError
+from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
 
 
@@ -80,8 +81,9 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
     length, closed_form = known_longest(spec.recipe) or spec.recipe.data.max_length, None
     try:
         plan = make_plan(spec)
-        rows, length, closed_form = plan.micro_batch, plan.length, plan.prediction.phases
-    except UnknownArchitectureError:
+        rows, length = plan.micro_batch, plan.length
+        closed_form = plan.prediction.phases if plan.predictor == "closed_form" else None
+    except (UnknownArchitectureError, NotSimulatedError):
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes
     found = simulate_step(spec, rows=rows, length=length)

@@ -17,13 +17,15 @@ from engine.budget.advise.plan import find_predictor
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.prediction import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation, simulation_key
-from engine.cli import app
+from engine.cli import app, run
 from engine.commands.background import simulation
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
-from engine.errors import NotSimulatedError, UnknownArchitectureError, UsageError
+from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError, UsageError
 from engine.simulate.curves import LayerStack, _document, simulate_curves
-from engine.simulate.driver import simulated_run
+from engine.simulate.device import SimulatedDevice
+from engine.simulate.driver import on_meta, simulated_run
+from engine.simulate.plan import exact_plan
 from engine.simulate.recorders import PhaseLog
 from engine.simulate.step import simulate_step
 from tests.budget.metered_step import MISTRAL, folder_of, measured_step, run_spec
@@ -221,6 +223,43 @@ def test_what_is_refused_is_refused_before_anything_is_simulated(
     assert isinstance(found.exception, UsageError)
     assert "simulated" not in found.stderr
     assert kept() == before
+
+
+def test_a_process_that_ends_without_a_result_is_quoted_and_the_suggested_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process cannot keep its result, because a file lies where the folder of results would be."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "simulations").touch()
+    monkeypatch.setenv("TUNEDECK_CACHE", str(cache))
+    folder = folder_of({**SHALLOW, "max_position_embeddings": 64}, tmp_path / "model")
+    found = invoke("plan", folder, "data.max_length=64").exception
+    assert isinstance(found, EnvironmentProblem)
+    assert f"simulation of {folder} ended without a result: unexpected FileExistsError" in found.found
+    assert found.fix == "see what a step of it says: tunedeck plan with the same arguments and --exact --debug"
+    sets = ("--set", f"model.id={folder}", "--set", "data.max_length=64")
+    monkeypatch.setattr("sys.argv", ["tunedeck", "plan", "-p", "demo", "-r", "demo", *sets, "--exact", "--debug"])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+
+
+def test_an_exact_plan_compares_a_simulation_with_no_other(opt: Path) -> None:
+    """Neither before one is kept nor after: both are no closed form."""
+    unknown, known = run_spec(opt, method={"kind": "lora"}), run_spec(opt, **TABLES)
+    for spec in (unknown, known):
+        found = exact_plan(spec)
+        assert found.closed_form is None
+        assert found.simulation.peak_bytes > found.simulation.static_bytes
+
+
+def test_a_simulation_leaves_the_config_it_reads_as_it_is() -> None:
+    """A changed one would be kept under another name than that under which a plan looks for it."""
+    spec = resolve("80gb", "lora", ["model.id=Qwen/Qwen3-VL-2B-Instruct"]).spec
+    before = simulation_key(spec)
+    on_meta(spec, SimulatedDevice.of(spec.profile.device))
+    assert simulation_key(spec) == before
 
 
 def test_what_only_the_model_can_refuse_is_refused_by_plan(shallow: Path) -> None:
