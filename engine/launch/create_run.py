@@ -212,11 +212,12 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
     """Remove the limits of a run that this user did not start on this machine; returns a notice if there were any.
 
     Call it before a run is continued: limits from someone else could contain a shell command (`on_finish`), or allow
-    code that comes with a model.
+    code that comes with a model. Raises SpecError for a run.toml that no engine takes.
     """
+    without_limits = load_run_spec(directory.run_toml)
     if not brings_limits(directory.run_toml):
         return None
-    write_atomically(directory.run_toml, dump_run_spec(load_run_spec(directory.run_toml)))
+    write_atomically(directory.run_toml, dump_run_spec(without_limits))
     return (
         "you did not give this run its limits on this machine: they (--on-finish, --max-hours, --devices, --wait, "
         "--force, --trust-remote-code) are left out; give them again if you want them"
