@@ -27,7 +27,7 @@ def write_qwen2_vl(folder: Path, *, family: str = "qwen2_vl", smallest: int = 56
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = _tokenizer((*IMAGE_TOKENS, *BOX_TOKENS), QWEN_TEMPLATE)
+    tokenizer = make_tokenizer((*IMAGE_TOKENS, *BOX_TOKENS), QWEN_TEMPLATE)
     start, pad, end = (int(tokenizer.convert_tokens_to_ids(token)) for token in IMAGE_TOKENS)
     vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
     wide = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
@@ -58,7 +58,7 @@ def write_gemma3(folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    tokenizer = _tokenizer(GEMMA_TOKENS, GEMMA_TEMPLATE)
+    tokenizer = make_tokenizer(GEMMA_TOKENS, GEMMA_TEMPLATE)
     begin, part, end = (int(tokenizer.convert_tokens_to_ids(token)) for token in GEMMA_TOKENS)
     config = AutoConfig.for_model(
         "gemma3",
@@ -82,12 +82,16 @@ def write_gemma3(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer(tokens: tuple[str, ...], template: str) -> Any:
+def make_tokenizer(tokens: tuple[str, ...], template: str, named: dict[str, Any] | None = None) -> Any:
+    """The byte tokenizer with more special tokens, of which some are attributes of the tokenizer, by name."""
     from engine.model.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.extra_special_tokens, *tokens]})
     tokenizer.chat_template = template
+    if named:
+        tokenizer.SPECIAL_TOKENS_ATTRIBUTES = tokenizer.SPECIAL_TOKENS_ATTRIBUTES + list(named)
+        tokenizer._set_model_specific_special_tokens(special_tokens=named)
     return tokenizer
 
 

@@ -81,8 +81,9 @@ class ImageProcessor:
 
     processor: Any
     """A transformers image processor of the PIL backend."""
-    takes: Literal["patches", "squares"]
-    """patches: any size, with a grid for each (Qwen2-VL, Qwen2.5-VL); squares: all resized to one size (Gemma 3)."""
+    takes: Literal["patches", "squares", "whole"]
+    """patches: any size, with a grid for each (Qwen2-VL, Qwen2.5-VL); squares: all resized to one size (Gemma 3);
+    whole: what the model's own processor makes of them (`engine.data.own_processor`)."""
     token_id: int
     """Stands for a part of an image. The model replaces its embeddings, so it is never learned."""
     merge: int
@@ -112,8 +113,9 @@ class ImageProcessor:
         """Everything that determines the tokens and pixels of an image."""
         return [self.processor.to_json_string(), repr((self.takes, self.token_id, self.merge, self.tokens_per_image))]
 
-    def tokens_of(self, image: ImageFacts) -> int:
-        return self.tokens_per_image or image.height * image.width // self.merge**2
+    def expansion(self, image: ImageFacts) -> list[int]:
+        """The tokens that replace `token_id` in the text, one for each part of the image."""
+        return [self.token_id] * (self.tokens_per_image or image.height * image.width // self.merge**2)
 
     def pixels(self, image: Any) -> dict[str, NDArray[Any]]:
         """`pixel_values`, and for patches `image_grid_thw`."""
@@ -129,6 +131,10 @@ class ImageProcessor:
         types_BS = (ids_BS == self.token_id).to(torch.int64)
         kind = "mm_token_type_ids" if self.takes == "patches" else "token_type_ids"
         return {**{name: torch.from_numpy(values) for name, values in joined.items()}, kind: types_BS}
+
+    def save(self, folder: Path) -> None:
+        """Write the processor's files beside a result."""
+        self.processor.save_pretrained(folder)
 
 
 def read_bytes(reference: ImageReference, root: str | None) -> bytes:
@@ -286,7 +292,7 @@ class PlacedImages:
 def place_images(
     row: TokenRow, images: Sequence[ImageFacts], processor: ImageProcessor | None
 ) -> PlacedImages | Dropped:
-    """Repeat each image token of `row` for every part of its image, in order; unchanged without a processor.
+    """Replace each image token of `row` by the tokens of its image, in order; unchanged without a processor.
 
     A row may have fewer image tokens than images, because the row of one turn may end before the last image. With more
     it is dropped: its text contains that token.
@@ -304,9 +310,9 @@ def place_images(
             continue
         if len(added) == len(images):
             return Dropped("its text contains the token that stands for an image")
-        tokens = processor.tokens_of(images[len(added)])
-        added.append((place, tokens - 1))
-        ids += [token] * tokens
-        flags += [False] * tokens
+        parts = processor.expansion(images[len(added)])
+        added.append((place, len(parts) - 1))
+        ids += parts
+        flags += [False] * len(parts)
         end = len(ids)
     return PlacedImages((ids, flags), len(added), end, added)

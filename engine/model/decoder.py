@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.data.batch import Batch
+from engine.data.images import ImageFacts
+from engine.data.own_processor import OwnProcessor
+from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.loaded import LoadedModel
@@ -103,6 +107,50 @@ def _nested_scale(text: PreTrainedConfig, source: str) -> float:
         if "softcapping" not in key:
             scale *= float(getattr(text, key)) if operator == "*" else 1.0 / float(getattr(text, key))
     return scale
+
+
+TRIED_SIZE = (80, 60)
+"""Height and width, in pixels, of the image on which `require_images` tries a model."""
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""Largest relative difference between two computations of the same logits, by dtype of the computation."""
+
+
+def require_images(loaded: LoadedModel) -> None:
+    """Run a model on a row with an image, as its own processor encodes it and as it is trained. Does nothing without an
+    `OwnProcessor`. UsageError: the two differ, the model refuses them, or it does not see the image."""
+    own, base = loaded.images, loaded.base
+    if not isinstance(own, OwnProcessor):
+        return
+    noise = torch.randint(0, 256, (2, *TRIED_SIZE, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    batches = [_with_image(own, pixels.numpy(), loaded.device) for pixels in noise]
+    with eval_mode(loaded.model), autocast(loaded):
+        try:
+            whole_SV = base(**{"input_ids": batches[0].input_ids_BS, **batches[0].images}, use_cache=False).logits[0]
+            hidden_SH, other_SH = (hidden_states(loaded, batch)[0].float() for batch in batches)
+            ours_SV = find_head(base).logits(hidden_states(loaded, batches[0])[0])
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
+            raise _image_refused(base, f"fails on what its processor makes of an image: {error}") from error
+    difference = float((ours_SV.float() - whole_SV.float()).norm() / whole_SV.float().norm())
+    if not difference <= LARGEST_DIFFERENCE[loaded.precision.compute]:
+        raise _image_refused(base, f"changes its logits by {difference:.0%} where it is trained on an image")
+    if torch.equal(hidden_SH, other_SH):
+        raise _image_refused(base, "computes the same from two different images")
+
+
+def _with_image(own: OwnProcessor, pixels: NDArray[Any], device: Device) -> Batch:
+    """A row of one image alone."""
+    height, width, _ = pixels.shape
+    ids_BS = torch.tensor([own.expansion(ImageFacts(height, width, 0))])
+    batch = Batch(ids_BS, ids_BS.clone(), None, None, (0,), ids_BS.numel(), own.inputs([{"image": pixels}], ids_BS))
+    return batch.moved(device.upload)
+
+
+def _image_refused(base: PreTrainedModel, found: str) -> UsageError:
+    return UsageError(
+        f"{type(base).__name__} {found}",
+        expected="a model that sees what its own processor makes of an image",
+        fix="choose another model.id, or train on text: remove the sources with images",
+    )
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:

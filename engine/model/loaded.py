@@ -170,7 +170,7 @@ class LoadedModel:
     def _save_tokenizer(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
         if self.images is not None:
-            self.images.processor.save_pretrained(folder)
+            self.images.save(folder)
         elif self.kind == "model":
             for path in processor_files(self.base.name_or_path or "", getattr(self.config, "_commit_hash", None)):
                 shutil.copyfile(path, folder / path.name)

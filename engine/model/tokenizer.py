@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -14,23 +15,37 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name  # type: ignore[attr-defined]
 
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.machine import install_command
+from engine.config.schema.data import Data
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
+from engine.data.own_processor import OwnProcessor, PixtralProcessor
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.config import HUB_ERRORS, load_config, loading_error, require_reachable
+from engine.model.config import (
+    HUB_ERRORS,
+    PROCESSOR_FILES,
+    load_config,
+    loading_error,
+    processor_files,
+    require_reachable,
+)
 from engine.model.reference import StartingWeights, find_run_weights, find_starting_weights
 
+PREPROCESSOR, PROCESSOR, _ = PROCESSOR_FILES
+
 PATCH_MODELS = ("qwen2_vl", "qwen2_5_vl")
-"""Model types that take images of any size as patches."""
+"""Model types that take images of any size as patches, and whose memory has a closed form."""
 
 SQUARE_MODELS = ("gemma3",)
-"""Model types whose images are all resized to one size."""
+"""Model types whose images are all resized to one size, and whose memory has a closed form. Images of all other types
+are what their own processor makes of them."""
 
 
 def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
@@ -43,27 +58,71 @@ def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> I
         raise EnvironmentProblem(f"{key}: Pillow is not installed", fix=install_command("vision", ["pillow"]))
     start = find_starting_weights(spec.recipe.model)
     config = load_config(start, spec.limits.trust_remote_code)
-    if config.model_type not in (*PATCH_MODELS, *SQUARE_MODELS):
-        raise UsageError(
-            f"{key}: images are not trained with models of the type {config.model_type}",
-            expected=f"a model of the type {', '.join((*PATCH_MODELS, *SQUARE_MODELS))}",
-            fix="choose one of these, or train on text: remove the sources with images",
-        )
-    return _described(_processor(spec, start, config), config, tokenizer)
+    if config.model_type in (*PATCH_MODELS, *SQUARE_MODELS):
+        return _described(_image_processor(spec, start, config), config, tokenizer)
+    return _own_processor(spec, start, config, tokenizer)
 
 
-def _processor(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig) -> Any:
+def _image_processor(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig) -> Any:
     """transformers' image processor, with the recipe's bounds of pixels for images of any size."""
     options: dict[str, Any] = {"backend": "pil", "revision": start.revision or "main"}
     try:
         processor = AutoImageProcessor.from_pretrained(start.base, **options)
     except HUB_ERRORS as error:
         raise loading_error(error, start.base, "image processor") from error
-    if config.model_type in PATCH_MODELS:
-        data, size = spec.recipe.data, dict(processor.size)
-        bounds = {"shortest_edge": data.image_min_pixels, "longest_edge": data.image_max_pixels}
-        processor.size = {**size, **{edge: pixels for edge, pixels in bounds.items() if pixels is not None}}
+    _bound_pixels(processor, spec.recipe.data, config)
     return processor
+
+
+def _bound_pixels(processor: Any, data: Data, config: PreTrainedConfig) -> None:
+    """Set the recipe's bounds of pixels. UsageError: the processor has none, because it resizes to sides."""
+    bounds = {"shortest_edge": data.image_min_pixels, "longest_edge": data.image_max_pixels}
+    given = {edge: pixels for edge, pixels in bounds.items() if pixels is not None}
+    if not given or config.model_type in SQUARE_MODELS:
+        return
+    size = dict(processor.size)
+    # In processors with a grid of merged patches the edges are areas; elsewhere they are sides.
+    if not hasattr(processor, "merge_size") or not {"shortest_edge", "longest_edge"} <= size.keys():
+        raise UsageError(
+            f"data.image_min_pixels and data.image_max_pixels do not apply to images of a {config.model_type} model: "
+            f"its processor resizes to {size}",
+            fix="remove both keys",
+        )
+    processor.size = {**size, **given}
+
+
+def _own_processor(
+    spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> OwnProcessor:
+    """The model's own processor without its parts for video and sound, which need further packages."""
+    revision = start.revision or "main"
+    try:
+        stated, _ = ProcessorMixin.get_processor_dict(start.base, revision=revision)
+        kind = _processor_class(stated.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(config.model_type), config)
+        images = _image_processor(spec, start, config)
+    except HUB_ERRORS as error:
+        raise loading_error(error, start.base, "image processor") from error
+    files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in processor_files(start.base, revision)}
+    for content in (files.get(PREPROCESSOR), files.get(PROCESSOR, {}).get("image_processor")):
+        if content is not None and images.size is not None:
+            content["size"] = dict(images.size)
+    if tokenizer.chat_template is None and isinstance(stated.get("chat_template"), str):
+        tokenizer.chat_template = stated["chat_template"]
+    return OwnProcessor.of(kind, stated, images, copy.deepcopy(tokenizer), files)
+
+
+def _processor_class(name: str | None, config: PreTrainedConfig) -> Any:
+    """UsageError: transformers has no processor for this model that runs with what is installed."""
+    if name == "PixtralProcessor":  # transformers' own imports torchvision
+        return PixtralProcessor
+    found = None if name is None else processor_class_from_name(name)
+    if found is None:
+        raise UsageError(
+            f"{config.model_type} models take no images here: transformers has no processor {name or 'for them'}",
+            expected="a model whose processor turns an image and a text into its inputs",
+            fix="choose another model.id, or train on text: remove the sources with images",
+        )
+    return found
 
 
 def _described(processor: Any, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
-from engine.budget.architecture.classes import refuse_class
+from engine.budget.architecture.classes import refuse_class, refuse_images
 from engine.budget.architecture.families import refuse_family, refuse_own_code
 from engine.budget.architecture.lookup import ModelFacts
 from engine.budget.architecture.model_folder import refuse_files
@@ -80,6 +80,7 @@ def refuse_unsafe(spec: RunSpec, facts: ModelFacts, *, has_images: bool | None =
         refuse_sequence_parallel(facts.config, spec)
         refuse_family(facts.config, recipe)
         refuse_class(facts.config, recipe.model.id)
+        refuse_images(facts.config, recipe)
         refuse_long_sequences(facts.config, _with_earlier_scaling(recipe, facts))
         refuse_unsafe_packing(facts.config, recipe)
     _refuse_unusable(facts)

@@ -1,4 +1,5 @@
-"""Whether the installed transformers has a class for a model that can be trained on text, by its config.json. Asked of
+"""Whether the installed transformers has a class for a model that can be trained on text, and a processor for one that
+is trained on images, by its config.json. Asked of
 transformers' source files, which are read and not imported."""
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from engine.config.check.data_rules import image_key
+from engine.config.schema.recipe import Recipe
 from engine.errors import UsageError
 
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
@@ -57,6 +60,41 @@ def _known_types() -> str:
     models = _models()
     files = [models / "auto" / name for name in ("auto_mappings.py", "configuration_auto.py")] if models else []
     return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+def refuse_images(facts: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise UsageError if a recipe trains on images and transformers has no processor of images for the config `facts`
+    that works without torchvision. Does nothing for a model with code of its own, or without transformers."""
+    key, model_type = image_key(recipe), str(facts.get("model_type") or "")
+    processors, readers = (
+        _table("processing_auto.py", "PROCESSOR"),
+        _table("image_processing_auto.py", "IMAGE_PROCESSOR"),
+    )
+    if key is None or facts.get("auto_map") or not processors:
+        return
+    backends = re.search(rf'"{re.escape(model_type)}",\s*\{{([^}}]*)\}}', readers)
+    found = ""
+    if f'"{model_type}"' not in processors:
+        found = f"a {model_type!r} model takes no images"
+    elif backends is not None and '"pil"' not in backends[1]:
+        found = f"images of a {model_type!r} model are read with torchvision alone, which is not used here"
+    if found:
+        raise UsageError(
+            f"{key}: {found}",
+            expected="a model whose processor in transformers reads images with Pillow",
+            fix="choose such a model, or train on text: remove the sources with images",
+        )
+
+
+@lru_cache(maxsize=2)
+def _table(file: str, kind: str) -> str:
+    """The text of transformers' table of processors of a kind by model type, whose entries stand in two files."""
+    models = _models()
+    files = [models / "auto" / name for name in ("auto_mappings.py", file)] if models else []
+    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    return "".join(
+        "".join(re.findall(rf"(?ms)^\s*(?:MISSING_)?{kind}_MAPPING_NAMES = .*?^\s*\)$", text)) for text in texts
+    )
 
 
 def no_class(model: str, model_type: str) -> UsageError:

@@ -27,6 +27,7 @@ from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torc
 from engine.budget.predict.parallel_layout import layout_of
 from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
 from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
+from engine.config.check.data_rules import image_key
 from engine.config.files.caches import cache_folder
 from engine.config.files.machine import installed
 from engine.config.schema.run import RunSpec
@@ -95,13 +96,15 @@ def keep_simulation(spec: RunSpec, document: Mapping[str, Any]) -> None:
 
 
 def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
-    """Raise `unknown`, extended by the reason, for a run that cannot be simulated: with a 4-bit base, or on several
-    devices."""
+    """Raise `unknown`, extended by the reason, for a run that cannot be simulated: with a 4-bit base, on several
+    devices, or with images."""
     obstacle = ""
     if spec.recipe.model.quantize != "none":
         obstacle = "a 4-bit base needs kernels of a GPU"
     elif layout_of(spec.profile).ranks > 1:
         obstacle = "a simulation has one device"
+    elif image_key(spec.recipe) is not None:
+        obstacle = "a simulation has no images of this family"
     if obstacle:
         raise UnknownArchitectureError(
             f"{unknown.found}, and the run cannot be simulated: {obstacle}", expected=unknown.expected, fix=unknown.fix

@@ -25,6 +25,7 @@ from engine.device.oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.writer import Journal
 from engine.model.config import model_config_dict
+from engine.model.decoder import require_images
 from engine.model.load import LoadedModel
 from engine.model.packing import require_known_family, require_separation
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -106,6 +107,7 @@ def _try_model(loaded: LoadedModel, spec: RunSpec, ranks: Ranks) -> None:
         if spec.recipe.data.packing:
             require_known_family(loaded.config.get_text_config().model_type)
         return
+    require_images(loaded)
     if spec.recipe.data.packing:
         require_separation(loaded)
 
