@@ -132,7 +132,7 @@ class OwnProcessor(ImageProcessor):
 def _without_video(kind: Any, stated: Mapping[str, Any], images: Any, tokenizer: Any) -> Any:
     """A processor with None for what reads video and sound."""
     parts = {"image_processor": images, "tokenizer": tokenizer}
-    lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    lenient: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     made = lenient.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], dict(stated))
     made.__class__ = kind  # can be sent to other processes
     return made

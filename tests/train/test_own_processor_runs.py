@@ -75,8 +75,10 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(family: str, tmp_p
 
 
 def test_a_trained_model_is_trained_on_from_its_run_and_answers(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"eval": {"metrics": ["loss", "exact_match"], "samples": 2}, "generate": {"max_new_tokens": 3},
-             "data": {"valid_fraction": 0.5}}  # fmt: skip
+    asked: dict[str, Any] = {
+        "eval": {"metrics": ["loss", "exact_match"], "samples": 2}, "generate": {"max_new_tokens": 3},
+        "data": {"valid_fraction": 0.5},
+    }  # fmt: skip
     place = new_run(tmp_path / "runs", spec_of(tmp_path, "mistral3", method={"kind": "full"}, **asked))
     code, events = train(place)
     assert code == 0 and of_kind(events, "eval")
