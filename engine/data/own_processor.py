@@ -21,6 +21,9 @@ from engine.errors import EnvironmentProblem, UsageError
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor returns of the text. All else it returns is of the images."""
 
+MOST_SIZES = 4096
+"""Sizes of images whose tokens are kept in memory."""
+
 PROCESSOR_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError)
 """What processors raise for an image or a tokenizer that they do not take."""
 
@@ -99,6 +102,8 @@ class OwnProcessor(ImageProcessor):
         """The tokens of a blank image: they depend on the size alone, which `_tried` and the model's proof rely on."""
         found = self._expansions.get((height, width))
         if found is None:
+            if len(self._expansions) >= MOST_SIZES:
+                self._expansions.clear()
             made = self._made(self.token, [_blank(height, width)])
             found = self._expansions[height, width] = made["input_ids"][0].tolist()
         return found
