@@ -33,9 +33,9 @@ def test_no_files_import_each_other_in_a_ring() -> None:
     TopologicalSorter(imported).prepare()  # raises CycleError, which names the files of the ring
 
 
-CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands",
+CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands", "replace_image_token",
                        "available_themes", "*Screen", "_*", "ignore_compile_internals"]  # fmt: skip
-"""Textual and torch use these by name: screens from a table, actions from the table of keys."""
+"""Textual, torch and transformers use these by name: screens from a table, actions from the table of keys."""
 
 
 def test_everything_defined_is_used_outside_tests() -> None:

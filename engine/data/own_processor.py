@@ -154,7 +154,8 @@ class PixtralProcessor(ProcessorMixin):
         chat_template: Any = None, image_token: str = "[IMG]", image_break_token: str = "[IMG_BREAK]",
         image_end_token: str = "[IMG_END]",
     ) -> None:  # fmt: skip
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[no-untyped-call]
+        begin: Any = super().__init__  # transformers gives it no types
+        begin(image_processor, tokenizer, chat_template=chat_template)
         self.side, self.image_token = patch_size * spatial_merge_size, image_token
         self.row_end, self.image_end = image_break_token, image_end_token
 

@@ -6,10 +6,10 @@ _simulate`) has made it; many variants of a plan use one process.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import IO, TypeVar
 
@@ -31,7 +31,8 @@ def with_simulations(plan: Callable[[], Planned], announce: Callable[[str], None
     with a sentence for the user before the first one. Raises EnvironmentProblem: packages for training are not
     installed, or a simulation ended without a result."""
     process: subprocess.Popen[str] | None = None
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+    # In memory: nearly every plan is made without a simulation, and none must fail because the disk is full.
+    with os.fdopen(os.memfd_create("simulation"), "w+", encoding="utf-8", errors="replace") as errors:
         try:
             while True:
                 try:

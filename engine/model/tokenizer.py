@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name  # type: ignore[attr-defined]
+from transformers.models.auto import processing_auto
 
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
@@ -98,7 +98,8 @@ def _own_processor(
     revision = start.revision or "main"
     try:
         stated, _ = ProcessorMixin.get_processor_dict(start.base, revision=revision)
-        kind = _processor_class(stated.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(config.model_type), config)
+        names: Any = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
+        kind = _processor_class(stated.get("processor_class") or names.get(config.model_type), config)
         images = _image_processor(spec, start, config)
     except HUB_ERRORS as error:
         raise loading_error(error, start.base, "image processor") from error
@@ -115,7 +116,7 @@ def _processor_class(name: str | None, config: PreTrainedConfig) -> Any:
     """UsageError: transformers has no processor for this model that runs with what is installed."""
     if name == "PixtralProcessor":  # transformers' own imports torchvision
         return PixtralProcessor
-    found = None if name is None else processor_class_from_name(name)
+    found = None if name is None else processing_auto.processor_class_from_name(name)
     if found is None:
         raise UsageError(
             f"{config.model_type} models take no images here: transformers has no processor {name or 'for them'}",

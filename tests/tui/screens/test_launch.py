@@ -250,7 +250,6 @@ async def test_the_command_tab_shows_what_start_runs(console: Opener, runs: Path
 async def test_samples_are_read_by_another_process_and_learned_text_is_marked(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.press("right_square_bracket", "l", "enter")
-        await pilot.sees("reading the data")
         contents = pilot.screen._tab_contents
         await pilot.until(lambda: "sample 1, dates" in pilot.text or "tunedeck" in contents.samples_status, "a sample")
         await pilot.sees("<eos>⟧", "20,000 sequences")
