@@ -1,7 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests: about three minutes on two cores, a fourth the first time
-# make test    the same with all tests: about 45 minutes on two cores
+# make test    the same with all tests: about 25 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
@@ -28,7 +28,7 @@ check: $(READY)
 	$(PYTEST) -m "not torture and not slow"
 
 test: $(READY)
-	@echo "make test: about 45 minutes on two cores. make check takes about three, with the fast tests alone."
+	@echo "make test: about 25 minutes on two cores. make check takes about three, with the fast tests alone."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
