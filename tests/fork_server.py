@@ -215,7 +215,7 @@ def _start_server() -> Server:
     settings |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONUNBUFFERED": "1"}
     subprocess.Popen(
         [sys.executable, "-P", __file__, str(there.fileno())], pass_fds=[there.fileno()], stdin=subprocess.DEVNULL,
-        env={**os.environ, **settings},
+        env={**os.environ, **settings}, cwd=Path(__file__).parent,  # a test may have removed its own folder
     )  # fmt: skip
     there.close()
     if not here.recv(1):
