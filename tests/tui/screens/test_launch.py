@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -248,8 +250,10 @@ async def test_the_command_tab_shows_what_start_runs(console: Opener, runs: Path
 
 
 async def test_samples_are_read_by_another_process_and_learned_text_is_marked(console: Opener) -> None:
+    shutil.rmtree(os.environ["TUNEDECK_CACHE"], ignore_errors=True)  # data that are cached are read in an instant
     async with console(120, 36, **DEMO) as pilot:
         await pilot.press("right_square_bracket", "l", "enter")
+        await pilot.sees("reading the data")
         contents = pilot.screen._tab_contents
         await pilot.until(lambda: "sample 1, dates" in pilot.text or "tunedeck" in contents.samples_status, "a sample")
         await pilot.sees("<eos>⟧", "20,000 sequences")
