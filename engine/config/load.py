@@ -204,6 +204,7 @@ def override(
     layers = _Layers(profile_document, Document("run.toml", written["recipe"]), overrides, cwd, cwd)
     provenance = Provenance.model_validate({**written["provenance"], **changed})
     resolved = _assemble(layers, name or spec.name, limits or spec.limits, provenance, name_problems)
+    resolved = Resolved(resolved.spec.model_copy(update={"data_version": spec.data_version}), resolved.notices)
     if profile is not None:
         return resolved
     kept = resolved.spec.profile.model_copy(update={"overrides": spec.profile.overrides})
@@ -317,6 +318,8 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
     spec, problems = check_table(RunSpec, document.data)
     if problems or spec is None:
         raise SpecError(document.render_all(problems))
+    if "data_version" not in document.data:
+        spec = spec.model_copy(update={"data_version": 1})
     given = document.data.get("limits", {})
     if spec.limits == Limits() or (own and are_kept(Path(path), given)):
         return spec

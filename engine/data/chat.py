@@ -11,8 +11,9 @@ never searched for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +30,7 @@ from engine.data.chat_template import (
     tool_call_shapes,
 )
 from engine.data.conversations import contains, ends_thinking, require_complete, thinking_of, without_thinking
-from engine.data.records import ChatRecord, Dropped
+from engine.data.records import NO_TARGET, ChatRecord, Dropped
 from engine.errors import DataError
 
 TOKEN_SPANS_START = "a token spans the end of the prompt and the start of the answer"
@@ -78,12 +79,15 @@ class ChatRenderer:
         *,
         system_prompt: str | None,
         learn_all: bool,
+        last_only: bool = False,
         written: tuple[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`learn_all`: every token is a target, not answers alone. `written`: (the text that the template writes for an
-        image, the text that replaces it)."""
+        """`learn_all`: every token is a target, not answers alone; `last_only`: the last answer alone is. `written`:
+        (the text that the template writes for an image, the text that replaces it). `variables` of the template."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
-        self.template = ChatTemplate(tokenizer, written)
+        self.last_only = last_only
+        self.template = ChatTemplate(tokenizer, written, variables)
         if not tokenizer.is_fast:
             raise DataError(
                 "conversations need a tokenizer that says which characters each token covers, and this one does not",
@@ -94,9 +98,13 @@ class ChatRenderer:
     def render(self, record: ChatRecord) -> RenderedRows | Dropped:
         """The rows, or why the conversation is dropped. Raises DataError after MAX_STOPPED renderings timed out."""
         messages, first_refusal = self._with_system(record.messages), ""
+        context = frozenset[int]() if self.learn_all and record.from_pair else record.untrained
+        untrained = {number + len(messages) - len(record.messages) for number in context}
+        if self.last_only:
+            untrained |= set(_assistant_turns(messages)[:-1])
         for shape in tool_call_shapes(messages):
             try:
-                rendered = self._rows(shape, record.tools)
+                rendered = self._rows(shape, record.tools, untrained)
             except TemplateRefusal as refusal:
                 first_refusal = first_refusal or str(refusal)
                 continue
@@ -104,7 +112,11 @@ class ChatRenderer:
                 rendered.facts["reshaped"] += 1
             if self.template.closing:
                 rendered.facts["unclosed"] += 1
-            return rendered
+            if not rendered.rows:
+                return Dropped(NO_TARGET)
+            rendered.facts["untrained"] += 0 if record.from_pair else len(record.untrained)
+            rendered.facts["from_pair"] += record.from_pair
+            return replace(rendered, facts=+rendered.facts)
         return Dropped(first_refusal)
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
@@ -112,30 +124,36 @@ class ChatRenderer:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _rows(self, messages: list[Message], tools: Tools) -> RenderedRows:
-        """The rows; tool calls already have one of the shapes of `tool_call_shapes`. Raises TemplateRefusal when the
-        template does not render the whole conversation."""
+    def _rows(self, messages: list[Message], tools: Tools, untrained: Collection[int]) -> RenderedRows:
+        """The rows; tool calls already have one of the shapes of `tool_call_shapes`, and the answers numbered in
+        `untrained` are context. Raises TemplateRefusal when the template does not render the whole conversation."""
         whole = self.template.render(messages, tools)
         if not _is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
         if self.learn_all:
             require_complete(messages, whole, None)
-            result = self._one_row(messages, whole, [(0, len(whole))])
+            turns = self._turns(messages, tools, whole) if untrained else {}
+            result = self._one_row(messages, whole, _outside([(0, len(whole))], turns, untrained), untrained)
             return replace(result, answer=self._last_answer(messages, tools, whole))
         if self.template.marks_assistant:
-            return self._marked_rows(messages, tools, whole)
+            return self._marked_rows(messages, tools, whole, untrained)
         turns = self._turns(messages, tools, whole)
         require_complete(messages, whole, {number: turn.answer for number, turn in turns.items()})
         facts = _turn_facts(messages, turns)
+        trained = {number: turn for number, turn in turns.items() if number not in untrained}
         if all(turn.in_whole and whole.startswith(turn.text) for turn in turns.values()):
-            result = self._one_row(messages, whole, [(turn.start, len(turn.text)) for turn in turns.values()])
+            spans = [(turn.start, len(turn.text)) for turn in trained.values()]
+            result = self._one_row(messages, whole, spans, untrained)
             if not isinstance(result.rows[0], Dropped):
                 return replace(result, facts=result.facts + facts)
-        return _per_turn([self._turn_row(turn) for turn in turns.values()], facts)
+        return _per_turn([self._turn_row(turn) for turn in trained.values()], facts)
 
-    def _one_row(self, messages: list[Message], whole: str, spans: Sequence[Span]) -> RenderedRows:
+    def _one_row(
+        self, messages: list[Message], whole: str, spans: Sequence[Span], untrained: Collection[int]
+    ) -> RenderedRows:
         row = self._flagged(whole, spans)
-        if not isinstance(row, Dropped) and messages[-1]["role"] == "assistant":
+        ends_trained = messages[-1]["role"] == "assistant" and len(messages) - 1 not in untrained
+        if not isinstance(row, Dropped) and ends_trained:
             self._end_turn(*row)
         return RenderedRows([row], facts=Counter(per_conversation=1))
 
@@ -155,16 +173,21 @@ class ChatRenderer:
         inside = [token for token, (first, last) in enumerate(places) if first >= turn.start and last <= len(turn.text)]
         return (inside[0], inside[-1] + 1) if inside and whole.startswith(turn.text) else None
 
-    def _marked_rows(self, messages: list[Message], tools: Tools, whole: str) -> RenderedRows:
+    def _marked_rows(
+        self, messages: list[Message], tools: Tools, whole: str, untrained: Collection[int]
+    ) -> RenderedRows:
         """The rows, where the template marks target text with {% generation %} blocks."""
         text, spans = self.template.render_marked(messages, tools)
         if text != whole:
             raise TemplateRefusal("the chat template renders the same conversation in two ways")
         require_complete(messages, whole, None)
         if self._grows(messages, tools, whole):
-            return self._one_row(messages, whole, spans)
+            turns = self._turns(messages, tools, whole) if untrained else {}
+            return self._one_row(messages, whole, _outside(spans, turns, untrained), untrained)
         turns, rows = self._turns(messages, tools, whole), []
         for number, turn in turns.items():
+            if number in untrained:
+                continue
             text, spans = self.template.render_marked(messages[: number + 1], tools)
             answer = [span for span in spans if span[1] > turn.start]
             rows.append(self._turn_row(turn, answer if text == turn.text else None))
@@ -332,6 +355,15 @@ def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedRo
 
 def _assistant_turns(messages: list[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _outside(spans: Sequence[Span], turns: Mapping[int, AssistantTurn], untrained: Collection[int]) -> list[Span]:
+    """The parts of `spans` outside the answers of `turns` that are untrained."""
+    kept = list(spans)
+    for start, stop in ((turns[number].start, len(turns[number].text)) for number in untrained if number in turns):
+        parts = [part for span in kept for part in ((span[0], min(span[1], start)), (max(span[0], stop), span[1]))]
+        kept = [span for span in parts if span[0] < span[1]]
+    return kept
 
 
 def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Counter[str]:

@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from types import FrameType
@@ -73,12 +73,19 @@ class _RenderTimeout(Exception):
 class ChatTemplate:
     """Renders conversations. Raises DataError: the tokenizer has no chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, written: tuple[str, str] | None = None) -> None:
-        """`written`: (the text that the template writes for an image, the text that a processor replaces it by)."""
-        self.text, self._written = find_template(tokenizer), written
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        written: tuple[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`written`: (the text that the template writes for an image, the text that a processor replaces it by).
+        `variables` are given to every rendering."""
+        self.text, self._written, self._variables = find_template(tokenizer), written, dict(variables or {})
         self.special_tokens: dict[str, Any] = {**tokenizer.special_tokens_map}
         self.marks_assistant = bool(GENERATION_BLOCK.search(self.text))
         switches = [name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", self.text)]
+        switches = [name for name in switches if name not in self._variables]
         self.thinking_modes: list[Mode] = [{name: value} for name in switches for value in (True, False)]
         self._stopped = 0
         self.wants_parts, self.closing = False, ""
@@ -104,7 +111,8 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
         shaped = [_with_parts(message) for message in messages] if self.wants_parts else list(messages)
-        given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **options}
+        given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **self._variables}
+        given |= options
         try:
             with _cpu_limit(RENDER_CPU_SECONDS):
                 result: Any = render_jinja_template([shaped], **given)  # its annotation, str, is wrong in 5.23
@@ -161,6 +169,20 @@ class ChatTemplate:
             return PROBES[0] in self.render([message], None)
         except TemplateRefusal:
             return False
+
+
+def markers_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts by which a row shows that it went through the chat template already: the special tokens around turns,
+    and what stands between a question and its answer."""
+    exchange = [{"role": role, "content": probe} for role, probe in zip(("user", "assistant"), PROBES, strict=True)]
+    try:
+        text = ChatTemplate(tokenizer).render(exchange, None)
+    except TemplateRefusal:
+        return []
+    outer = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token}
+    found = [token for token in special_texts(tokenizer) - outer if token in text]
+    between = text.partition(PROBES[0])[2].partition(PROBES[1])[0].strip()
+    return found or [marker for marker in (between,) if len(marker) > 1]
 
 
 def common_length(texts: Sequence[Sequence[str]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from engine.data.chat_template import Message, TemplateRefusal
@@ -137,21 +138,40 @@ def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dro
         return turns
     if not isinstance(turns, list):
         return Dropped("the conversation is not a list of turns")
-    messages = []
+    messages: list[Message] = []
+    untrained: set[int] = set()
     for turn in turns:
         message = _message(turn, parts)
         if isinstance(message, Dropped):
             return message
+        if _is_untrained(message):
+            untrained.add(len(messages))
         messages.append(message)
     if isinstance(values.get("system"), str) and values["system"]:
         messages.insert(0, {"role": "system", "content": values["system"]})
+        untrained = {number + 1 for number in untrained}
     tools = values.get("tools")
     tools = parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
     if isinstance(tools, Dropped):
         return tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return Dropped("tools is not a list of tool descriptions")
-    return ChatRecord(messages, tools)
+    return ChatRecord(messages, tools, untrained=frozenset(untrained))
+
+
+def conversation_of_pair(prompt: Any, completion: Any) -> Record | Dropped:
+    """Texts, or lists of messages; only the answers of `completion` are targets."""
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if before is None or after is None:
+        return Dropped("prompt is missing" if before is None else "completion is missing")
+    if not isinstance(before, list) or not isinstance(after, list):
+        return Dropped("prompt or completion is neither text nor a list of messages")
+    record = conversation({"messages": [*before, *after]})
+    if not isinstance(record, ChatRecord):
+        return record
+    context = [number for number in range(len(before)) if record.messages[number]["role"] == "assistant"]
+    return replace(record, untrained=record.untrained | set(context), from_pair=True)
 
 
 def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
@@ -172,6 +192,13 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
     if content is not None and not isinstance(content, str) and not (parts and isinstance(content, list)):
         return Dropped("a turn's content is not text")
     return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}
+
+
+def _is_untrained(message: dict[str, Any]) -> bool:
+    """Whether an answer says that it is no target: weight 0, or train false. Both keys are taken out, because they are
+    no part of the conversation."""
+    marks = message.pop("weight", None), message.pop("train", None)
+    return message["role"] == "assistant" and any(isinstance(mark, (bool, int, float)) and not mark for mark in marks)
 
 
 def _joined_text(parts: list[Any]) -> Any:

@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.config.check.aliases import WITHOUT_PREFERENCES
+from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import IMAGE_FORMATS, Source
-from engine.data.conversations import conversation
+from engine.data.conversations import conversation, conversation_of_pair
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
 from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
@@ -39,6 +40,9 @@ IMAGE_NEEDS = {
 }
 """Columns of formats with images, for messages; used only where a source names its format."""
 
+PLAIN_PAIR = {"prompt": "input", "completion": "output"}
+"""Columns of a prompt and a completion, where no format has its own."""
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("question", "query"),
     "completion": ("response", "answer"),
@@ -66,10 +70,19 @@ class Format:
     """Settings of a detection source. repr() is part of the fingerprint of every source: `boxes` and `image_root` stay
     out."""
     image_root: str | None = field(default=None, repr=False)
+    pairs: Literal["chat", "unmarked", "plain"] = field(default="plain", repr=False)
+    """Which prompts with completions become conversations: all, those without a marker of the chat template, none."""
+    markers: Sequence[str] = field(default=(), repr=False)
+    """Texts of which a row has one that went through the chat template already."""
 
     @property
     def renders_chat(self) -> bool:
-        return self.name in ("chat", "sharegpt", *IMAGE_FORMATS) or (self.name == "alpaca" and self.chat)
+        instructions = self.name == "alpaca" and self.chat
+        return self.name in ("chat", "sharegpt", *IMAGE_FORMATS) or instructions or self.has_chat_pairs
+
+    @property
+    def has_chat_pairs(self) -> bool:
+        return self.name == "prompt-completion" and self.pairs != "plain"
 
     @property
     def has_images(self) -> bool:
@@ -88,15 +101,32 @@ class Format:
             return conversation(values)
         if self.name == "alpaca":
             return _instruction(values, self.chat)
+        if self.name == "prompt-completion":
+            return self._pair(values)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
-        return TextRecord(values["text"]) if self.name == "text" else PairRecord(values["prompt"], values["completion"])
+        return TextRecord(values["text"])
+
+    def _pair(self, values: dict[str, Any]) -> Record | Dropped:
+        """A prompt and a completion, each a text or a list of messages."""
+        prompt, completion = values["prompt"], values["completion"]
+        if isinstance(prompt, list) or isinstance(completion, list):
+            return conversation_of_pair(prompt, completion)
+        for name in NEEDS[self.name]:
+            if problem := _not_text(name, values[name]):
+                return Dropped(problem)
+        if self.pairs == "plain":
+            return PairRecord(prompt, completion)
+        if self.pairs == "unmarked" and any(marker in text for marker in self.markers for text in (prompt, completion)):
+            return PairRecord(prompt, completion, has_markers=True)
+        return conversation_of_pair(prompt, completion) if completion else Dropped("completion is empty")
 
 
-def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> Format:
-    """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`)
-    instruction rows are conversations. Raises DataError when no format fits, or several do."""
+def recognise(columns: Sequence[str], source: Source, *, has_template: bool, markers: Sequence[str] = ()) -> Format:
+    """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
+    `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Raises
+    DataError when no format fits, or several do, or `template` does not fit the format."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source)
     mapped = _mapped_columns(columns, source)
@@ -105,10 +135,30 @@ def recognise(columns: Sequence[str], source: Source, *, has_template: bool) -> 
         fitting = {name: fields for name, fields in fitting.items() if name == source.format}
     elif mapped:
         fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
+    if not fitting and source.format in ("auto", "prompt-completion") and set(PLAIN_PAIR.values()) <= set(columns):
+        fitting = {"prompt-completion": {**PLAIN_PAIR, **mapped}}
     if len(fitting) != 1:
         raise _unclear(columns, source, list(fitting))
     ((name, fields),) = fitting.items()
-    return Format(name, fields, source.name, chat=has_template)
+    _check_template(name, source)
+    chat = has_template and (name != "alpaca" or source.template != "none")
+    chat |= name == "alpaca" and source.template == "chat"
+    builtin = (source.path or "").startswith(BUILTIN_PREFIX)
+    pairs: Literal["chat", "unmarked", "plain"] = "chat" if source.template == "chat" else "plain"
+    if source.template == "auto" and has_template and not builtin:
+        pairs = "unmarked"
+    return Format(name, fields, source.name, chat=chat, pairs=pairs, markers=markers)
+
+
+def _check_template(format_name: str, source: Source) -> None:
+    """Raises DataError: plain text has no turns, and a conversation is nothing without its template."""
+    wrong = {"text": "chat", "chat": "none", "sharegpt": "none"}.get(format_name)
+    if source.template == wrong:
+        raise DataError(
+            f'source {source.name}: template = "{wrong}" with rows of the format {format_name}',
+            expected="text for none; conversations, instructions, or prompts with completions for chat",
+            fix=f"add --set {shlex.quote(f'data.sources.{source.name}.template=auto')}",
+        )
 
 
 def _with_images(columns: Sequence[str], source: Source) -> Format:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +29,12 @@ from engine.data.tokenise import TOO_LONG, Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
 from engine.errors import DataError
 
-CHAT_VERSION = "chat 3"
+CHAT_VERSION = "chat 4"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
 `_rendering_version`, which is part of the fingerprint."""
+
+PAIRS_VERSION = "pairs 1"
+"""Part of the fingerprint where prompts and completions are conversations. Increase it when their rendering changes."""
 
 BOUNDS_VERSION = "bounds 1"
 """Part of the fingerprint where a line or row is beyond the bounds. Increase it when they change."""
@@ -40,6 +43,11 @@ BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MA
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
+
+FIRST_VERSION_NOTICE = (
+    "the run was started by an older version and keeps how that read its data: prompts and completions outside the "
+    "chat template, text files line by line"
+)
 
 PROGRESS_SECONDS = 5.0
 
@@ -92,7 +100,7 @@ def prepare_data(
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
     lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
-    tokeniser = Tokeniser(tokenizer, data, images)
+    tokeniser = Tokeniser(tokenizer, data, images, first_version=spec.data_version == 1)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
@@ -110,7 +118,8 @@ def prepare_data(
         validation = _view(found, held_out, None)
     record_longest(lengths, int(train.lengths.max()))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
-    report = DataReport(found.counts, own_counts, parts)
+    notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
+    report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
 
@@ -128,7 +137,8 @@ def prepare_sources(
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
     data, seed = spec.recipe.data, spec.recipe.train.seed
-    found = _prepare_sources(enabled, Tokeniser(tokenizer, data, images), seed, data.workers, "evaluation", notify)
+    tokeniser = Tokeniser(tokenizer, data, images, first_version=spec.data_version == 1)
+    found = _prepare_sources(enabled, tokeniser, seed, data.workers, "evaluation", notify)
     return _view(found, np.arange(len(found.columns)), None)
 
 
@@ -141,10 +151,12 @@ def _prepare_sources(
         hash_text(
             each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
             *([repr(each.format.boxes)] if each.format.boxes else []),
+            *([f"{PAIRS_VERSION} {each.format.pairs}"] if each.format.has_chat_pairs else []),
         )
         for each in opened
     ]  # fmt: skip
     version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
+    version += [PAIRS_VERSION] if any(each.format.name == "prompt-completion" for each in opened) else []
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
     version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
     key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
@@ -186,6 +198,8 @@ def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
     older version go on where the rows are the same."""
     if any(count.chat.get("unclosed") for count in counts):
         return ["chat 3"]
+    if any(count.chat.get(fact) for count in counts for fact in ("untrained", "from_pair")):
+        return ["chat 4"]
     facts = ("per_turn", "reshaped", "unprompted", "context_only")
     changed = any(
         any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
@@ -228,7 +242,11 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
 
 def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
     rows = open_rows(source, seed=seed)
-    return _Opened(source, rows, recognise(rows.columns, source, has_template=tokeniser.has_template))
+    if tokeniser.first_version and source.template == "auto":
+        made = recognise(rows.columns, source, has_template=tokeniser.has_template)
+        return _Opened(source, rows, replace(made, pairs="plain"))
+    made = recognise(rows.columns, source, has_template=tokeniser.has_template, markers=tokeniser.markers)
+    return _Opened(source, rows, made)
 
 
 def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:

@@ -31,6 +31,8 @@ class PairRecord:
 
     prompt: str
     completion: str
+    has_markers: bool = False
+    """Whether the texts carry the markers of the chat template already."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class ChatRecord:
     tools: list[dict[str, Any]] | None = None
     images: tuple[ImageReference, ...] = ()
     """The conversation's images, in the order of its image parts."""
+    untrained: frozenset[int] = frozenset()
+    """Numbers of the assistant messages that are context and no targets."""
+    from_pair: bool = False
+    """Whether the row has a prompt and a completion."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class Dropped:
 
 
 Record = TextRecord | PairRecord | ChatRecord
+
+NO_TARGET = "no token to learn"
+"""Drop reason."""
 
 
 def _zstandard(file: Path) -> IO[bytes]:

@@ -31,6 +31,10 @@ CHAT_FACTS = {
     "them: {:,}",
     "unclosed": "conversations without the end of sequence that the chat template writes behind their last turn, as a "
     "generated answer ends before it: {:,}",
+    "from_pair": 'prompts and completions inside the chat template, which the source\'s template = "none" leaves '
+    "plain: {:,}",
+    "marked": "prompts and completions that carry the chat template's markers already, left as they are: {:,}",
+    "untrained": "answers that are context and not learned, as their message says so (weight, train): {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
 """How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from engine.config.schema.data import Data
 from engine.data.bounds import CHARACTERS_PER_TOKEN, TOO_MANY_CHARACTERS
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
-from engine.data.chat_template import Span
+from engine.data.chat_template import Span, markers_of, special_ids
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
-from engine.data.records import ChatRecord, Dropped, PairRecord, Record, SourceRows, TextRecord
+from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Record, SourceRows, TextRecord
 from engine.errors import DataError, EnvironmentProblem
 
 TOO_LONG = "longer than data.max_length"
-NO_TARGET = "no token to learn"
 NO_PROCESSOR = "the model takes no images"
 """Reasons for which the tokeniser drops a row."""
 
@@ -108,16 +108,30 @@ def _characters(record: Record | DetectionRecord) -> int:
 class Tokeniser:
     """Turns the rows of a source into documents, as the recipe's [data] table says."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, images: ImageProcessor | None = None) -> None:
-        self.tokenizer, self.images = tokenizer, images
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Data,
+        images: ImageProcessor | None = None,
+        *,
+        first_version: bool = False,
+    ) -> None:
+        """`first_version`: rows are read as `RunSpec.data_version` 1 says."""
+        self.tokenizer, self.images, self.first_version = tokenizer, images, first_version
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
+        self.last_only, self.template_args = data.loss_on == "last", data.template_args
         self._chat: ChatRenderer | None = None
         self._prefix: list[int] | None = None
 
     @property
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    @cached_property
+    def markers(self) -> list[str]:
+        """Texts that only a row has which went through the chat template."""
+        return markers_of(self.tokenizer) if self.has_template else []
 
     def results(self, format_: Format, rows: Sequence[dict[str, Any] | Dropped], first: int) -> list[RowResult]:
         """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
@@ -189,8 +203,9 @@ class Tokeniser:
             if self._chat is None:
                 written = self.images.written if self.images else None
                 self._chat = ChatRenderer(
-                    self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all, written=written
-                )
+                    self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all,
+                    last_only=self.last_only, written=written, variables=self.template_args,
+                )  # fmt: skip
             return self._chat.render(record)
         if isinstance(record, TextRecord):
             if not record.text.strip():
@@ -206,8 +221,22 @@ class Tokeniser:
             return Dropped("completion is empty")
         prompt = self.prefix + self._plain(record.prompt)
         completion = [*self._plain(record.completion), self._end()]
+        facts = Counter(marked=1) if record.has_markers else Counter()
+        if record.has_markers:
+            prompt, completion = self._without_doubles(record, prompt, completion)
         row = prompt + completion, [self.learn_all] * len(prompt) + [True] * len(completion)
-        return RenderedRows([row], answer=(len(prompt), len(row[0])))
+        return RenderedRows([row], answer=(len(prompt), len(row[0])), facts=facts)
+
+    def _without_doubles(
+        self, record: PairRecord, prompt: list[int], completion: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Without the beginning- and end-of-sequence that texts with the template's markers bring themselves."""
+        bare = prompt[len(self.prefix) :]
+        starts = bool(self.prefix) and bare[: len(self.prefix)] == self.prefix
+        ended = self._plain(record.completion.rstrip())
+        if ended and ended[-1] in special_ids(self.tokenizer):
+            completion = ended
+        return (bare if starts else prompt), completion
 
     @property
     def prefix(self) -> list[int]:
@@ -240,7 +269,10 @@ class Tokeniser:
         """Everything that determines the tokens."""
         settings = (self.max_length, self.truncate, self.learn_all, self.system_prompt)
         images = [] if self.images is None else self.images.fingerprint_parts()
-        return [tokenizer_hash(self.tokenizer), repr(settings), *images]
+        # Settings at their default add nothing, so that data prepared before they existed are the same.
+        added = ["last"] if self.last_only else []
+        added += [json.dumps(self.template_args, sort_keys=True)] if self.template_args else []
+        return [tokenizer_hash(self.tokenizer), repr(settings), *images, *added]
 
 
 IN_FLIGHT_PER_WORKER = 2

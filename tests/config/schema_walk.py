@@ -67,6 +67,10 @@ LORA, CUDA, TWO = ("method.kind=lora",), ("device.kind=cuda", "device.memory_gib
 BF16 = ("model.dtype=bfloat16",)
 YARN = ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=4.0")
 STEPS = ("train.max_steps=4",)
+BRIEF = (
+    "{% for m in messages %}{{ '<user>' + m['content'] + ('<end>' if brief is defined else '<end>\n') }}{% endfor %}"
+    "{% if add_generation_prompt %}<user>{% endif %}"
+)
 SLURM = ("device.count=2", "parallel.strategy=replicated", "nodes.count=2", "nodes.launcher=slurm")
 SKYPILOT = (*SLURM[:-1], "nodes.launcher=skypilot")
 TIGHT = ("device.memory_gib=0.0165", "train.micro_batch=8", "train.gradient_checkpointing=false")
@@ -132,6 +136,7 @@ CASES: dict[str, Case] = {
     "data.sources.config": Case(accepted, "", "small", at="data.sources.main.config"),
     "data.sources.split": Case(data, "train", "train[:3]", at="data.sources.main.split"),
     "data.sources.format": Case(data, "prompt-completion", "text", at="data.sources.main.format", refused=True),
+    "data.sources.template": Case(data, "none", "chat", at="data.sources.main.template"),
     "data.sources.limit": Case(data, "", "3", at="data.sources.main.limit"),
     "data.sources.enabled": Case(data, "true", "false", at="data.sources.second.enabled"),
     "data.sources.weight": Case(order, "1.0", "3.0", at="data.sources.second.weight"),
@@ -148,6 +153,9 @@ CASES: dict[str, Case] = {
     "data.packing": Case(data, "false", "true"),
     "data.valid_fraction": Case(data, "0", "0.2"),
     "data.loss_on": Case(data, "completion", "all"),
+    "data.template_args": Case(
+        data, "{}", "{brief = true}", (f"model.chat_template={BRIEF}", "data.sources.main.template=chat")
+    ),
     "data.workers": Case(children, "0", "1"),
     "data.system_prompt": Case(data, "", "be brief"),
     "data.image_min_pixels": Case(data, "", "12000", IMAGES),

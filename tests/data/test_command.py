@@ -21,7 +21,7 @@ NASTY = [{"prompt": "[bold]a\x1b[31m\n", "completion": "[/]b\u202e"}, {"prompt":
 def test_the_report_marks_what_is_learned_and_escapes_what_the_data_say(
     jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY)}]})
+    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY), "template": "none"}]})
     print_report(prepare_data(spec, tokenizer()), tokenizer(), 5)
     shown = capsys.readouterr().out
     assert "[bold]a\\x1b[31m\\n" in shown
@@ -40,7 +40,7 @@ def test_chat_samples_show_special_tokens(jsonl: Callable[..., str], capsys: pyt
 
 
 def test_json_is_one_document_with_the_samples_pieces(jsonl: Callable[..., str]) -> None:
-    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY)}]})
+    spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY), "template": "none"}]})
     document = json.loads(json.dumps(report_document(prepare_data(spec, tokenizer()), tokenizer(), 1)))
     (sample,) = document["samples"]
     assert "".join(piece["text"] for piece in sample["pieces"] if piece["learned"]) == "[/]b\u202e<eos>"

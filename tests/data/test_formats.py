@@ -25,10 +25,11 @@ def record(row: dict[str, Any], *, has_template: bool = True, **keys: Any) -> An
         ({"prompt": "a", "completion": "b", "id": 3}, PairRecord("a", "b")),
         ({"question": "a", "answer": "b"}, PairRecord("a", "b")),
         ({"query": "a", "response": "b"}, PairRecord("a", "b")),
+        ({"input": "a", "output": "b"}, PairRecord("a", "b")),
     ],
 )
 def test_formats_are_recognised_by_their_columns(row: dict[str, Any], expected: object) -> None:
-    assert record(row) == expected
+    assert record(row, has_template=False) == expected
 
 
 def test_sharegpt_and_messages_say_the_same() -> None:
@@ -51,7 +52,7 @@ def test_instruction_rows_become_a_conversation_where_there_is_a_template() -> N
 
 def test_columns_can_be_named() -> None:
     row = {"q": "a", "a": "b", "text": "c"}
-    assert record(row, columns={"prompt": "q", "completion": "a"}) == PairRecord("a", "b")
+    assert record(row, columns={"prompt": "q", "completion": "a"}, template="none") == PairRecord("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,17 @@ def one(path: str, **keys: Any) -> list[dict[str, Any]]:
     return [{"name": "a", "path": path, **keys}]
 
 
+def plain(path: str, **keys: Any) -> list[dict[str, Any]]:
+    """Prompts and completions outside the chat template."""
+    return one(path, template="none", **keys)
+
+
 def texts(data: Any) -> list[str]:
     return [str(tokenizer().decode(example.input_ids.tolist())) for example in data]
 
 
 def test_a_completion_is_learned_with_end_of_sequence_and_its_prompt_is_not(jsonl: Write) -> None:
-    data = prepared({"sources": one(jsonl([{"prompt": "ab", "completion": "cd"}]))}).train
+    data = prepared({"sources": plain(jsonl([{"prompt": "ab", "completion": "cd"}]))}).train
     end = tokenizer().eos_token_id
     assert data[0].input_ids.tolist() == [97, 98, 99, 100, end]
     assert data[0].labels.tolist() == [-100, -100, 99, 100, end]
@@ -44,7 +49,7 @@ def test_a_completion_is_learned_with_end_of_sequence_and_its_prompt_is_not(json
 
 def test_loss_on_all_learns_the_prompt_but_never_the_first_token(jsonl: Write) -> None:
     path = jsonl([{"prompt": "ab", "completion": "c"}])
-    assert prepared({"sources": one(path), "loss_on": "all"}).train.target_counts.tolist() == [3]
+    assert prepared({"sources": plain(path), "loss_on": "all"}).train.target_counts.tolist() == [3]
 
 
 def test_beginning_of_sequence_comes_once_where_the_tokenizer_adds_it(jsonl: Write) -> None:
@@ -55,7 +60,7 @@ def test_beginning_of_sequence_comes_once_where_the_tokenizer_adds_it(jsonl: Wri
         single="<bos> $A <eos>", special_tokens=[("<bos>", made.bos_token_id), ("<eos>", made.eos_token_id)]
     )
     path = jsonl([{"prompt": "a", "completion": "b"}])
-    ids = prepare_data(run_spec({"sources": one(path)}), made).train[0].input_ids.tolist()
+    ids = prepare_data(run_spec({"sources": plain(path)}), made).train[0].input_ids.tolist()
     assert ids == [made.bos_token_id, 97, 98, made.eos_token_id]
 
 
@@ -65,7 +70,7 @@ def test_target_counts_are_those_of_the_labels_after_the_shift(jsonl: Write) -> 
 
 
 def test_samples_too_long_are_dropped_and_counted(jsonl: Write) -> None:
-    result = prepared({"sources": one(jsonl(PAIRS)), "max_length": 12})
+    result = prepared({"sources": plain(jsonl(PAIRS)), "max_length": 12})
     (count,) = result.report.sources
     assert result.train.lengths.max() <= 12
     assert (count.read, count.kept) == (40, len(result.train))
@@ -74,7 +79,7 @@ def test_samples_too_long_are_dropped_and_counted(jsonl: Write) -> None:
 
 def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: Write) -> None:
     rows = [{"prompt": "p" * 20, "completion": "c"}, {"prompt": "p", "completion": "c" * 20}]
-    result = prepared({"sources": one(jsonl(rows)), "max_length": 8, "over_length": "truncate"})
+    result = prepared({"sources": plain(jsonl(rows)), "max_length": 8, "over_length": "truncate"})
     assert texts(result.train) == ["p" + "c" * 7]
     assert result.report.sources[0].dropped == {"no token to learn once cut to data.max_length": 1}
     assert result.report.sources[0].truncated == 1
@@ -155,19 +160,20 @@ def test_workers_give_the_same_tokens(jsonl: Write, own_cache: Path) -> None:
 
 def test_the_fingerprint_is_stable_and_follows_what_matters(jsonl: Write, own_cache: Path, tmp_path: Path) -> None:
     path = jsonl(PAIRS)
-    first = prepared({"sources": one(path)}).fingerprint
+    first = prepared({"sources": plain(path)}).fingerprint
     moved = tmp_path / "moved.jsonl"
     shutil.copy(path, moved)
     shutil.rmtree(own_cache)
-    assert prepared({"sources": one(str(moved))}, train={"seed": 4, "batch_size": 2}).fingerprint == first
+    assert prepared({"sources": plain(str(moved))}, train={"seed": 4, "batch_size": 2}).fingerprint == first
     changes: list[dict[str, Any]] = [
-        {"sources": one(path, limit=39)},
-        {"sources": one(path, weight=2.0)},
-        {"sources": one(path), "max_length": 9},
-        {"sources": one(path), "loss_on": "all"},
-        {"sources": one(path), "valid_fraction": 0.5},
+        {"sources": plain(path, limit=39)},
+        {"sources": plain(path, weight=2.0)},
+        {"sources": plain(path), "max_length": 9},
+        {"sources": plain(path), "loss_on": "all"},
+        {"sources": one(path)},
+        {"sources": plain(path), "valid_fraction": 0.5},
     ]
-    assert len({first, *(prepared(change).fingerprint for change in changes)}) == 6
+    assert len({first, *(prepared(change).fingerprint for change in changes)}) == 7
 
 
 def test_the_tokenizers_hash_ignores_padding_and_follows_special_tokens() -> None:

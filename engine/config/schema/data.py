@@ -3,7 +3,7 @@ scored on them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ class Source(Table):
         "auto"
     )
     """How the columns are read; auto recognises the format by the columns' names. detection: images with boxes."""
+    template: Literal["auto", "chat", "none"] = "auto"
+    """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
+    except rows that carry its markers already; chat: all rows; none: they stay plain text."""
     limit: Count | None = None
     """Use at most this many samples, from the start of the source."""
     enabled: bool = True
@@ -68,12 +71,14 @@ class Data(Table):
     """Pack several samples into one sequence; attention does not cross from one to another."""
     valid_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the samples held out for evaluation, drawn by seed."""
-    loss_on: Literal["completion", "all"] = "completion"
-    """completion: loss on completions and assistant turns; all: on every token."""
+    loss_on: Literal["completion", "last", "all"] = "completion"
+    """completion: loss on completions and assistant turns; last: on the last assistant turn; all: on every token."""
     workers: CountOrZero = 0
     """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads."""
     system_prompt: str | None = None
     """System prompt for conversations without a system turn."""
+    template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking = false."""
     image_min_pixels: Count | None = None
     """Smallest image, in pixels, for models that resize."""
     image_max_pixels: Count | None = None

@@ -155,3 +155,6 @@ class RunSpec(Table):
     recipe: Recipe
     provenance: Provenance = Provenance()
     limits: Limits = Limits()
+    data_version: Literal[1, 2] = 2
+    """How rows are read; 1, of a file without this key: prompts and completions stay outside the chat template, and
+    text files are read line by line."""
