@@ -67,7 +67,7 @@ def test_prompt_and_completion_are_rendered_as_the_question_and_answer_of_a_chat
     ((ids, learned),) = rows_of(made, jsonl([PAIR]))
     expected, target = independent(made, ASKED, ANSWER)
     assert ids[: len(expected)] == expected
-    assert not made.decode(ids[len(expected) :]).strip()
+    assert not str(made.decode(ids[len(expected) :])).strip()
     assert learned == target
 
 

@@ -225,7 +225,7 @@ def planned_memory(ranks: Ranks, folder: Path, cases: Mapping[Any, dict[str, Any
     ranks.all_gather_object("written")
     found = {}
     for name, tables in cases.items():
-        data = {"sources": [{"name": "main", "path": str(equal)}]}
+        data = {"sources": [{"name": "main", "path": str(equal), "template": "none"}]}
         work = RankWorkbench(folder, ranks, {**tables, "data": data})
         found[name] = work.memory()
         work.close()

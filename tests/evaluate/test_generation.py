@@ -116,7 +116,7 @@ def test_the_prompt_of_plain_text_is_its_first_half(tmp_path: Path) -> None:
 def test_an_answer_that_was_cut_off_leaves_the_second_half(tmp_path: Path) -> None:
     row = {"prompt": "abcdefgh", "completion": "de"}
     prompt, answer = questions(tmp_path, row, "all", max_length=6, over_length="truncate")
-    assert (prompt, answer) == (list(b"abc"), list(b"def"))
+    assert (prompt, answer) == ([260, *b"ab"], list(b"cde"))
 
 
 def test_label_smoothing_smooths_training_only() -> None:

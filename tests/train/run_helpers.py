@@ -50,7 +50,7 @@ def make_spec(samples: Path, *, memory_gib: float = ROOMY_GIB, device: str = "me
         "name": "small",
         "model": {"id": "builtin:tiny", "tokenizer": "builtin:bytes", "init": "random", "dtype": "float32"},
         "method": {"kind": "full"},
-        "data": {"sources": [{"name": "main", "path": str(samples)}], "max_length": 64},
+        "data": {"sources": [{"name": "main", "path": str(samples), "template": "none"}], "max_length": 64},
         "train": {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
         "checkpoint": {"every_minutes": 0},
     }
