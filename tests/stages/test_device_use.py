@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,24 @@ from engine.stages.create_stage import read_device_use, wait_until_released
 
 SPEC = resolve("24gb", "lora").spec
 Start = Callable[..., "subprocess.Popen[bytes]"]
-Holds = Callable[[subprocess.Popen[bytes]], None]
+Holds = Callable[..., None]
 
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> Holds:
-    """Lets the driver report that a process, while it lives, holds 3 GiB of the second GPU, which CUDA sees first."""
+    """Lets the driver report that a process, while it lives, holds 3 GiB of the second GPU, which CUDA sees first. It
+    may be told to end at the driver's third reading."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
     monkeypatch.setattr(create_stage, "LONGEST_WAIT_SECONDS", 60.0)
     monkeypatch.setattr(create_stage, "POLL_SECONDS", 0.05)
 
-    def report(process: subprocess.Popen[bytes]) -> None:
+    def report(process: subprocess.Popen[bytes], ends: bool = False) -> None:
+        asked = count(1)
+
         def readings() -> list[GpuReading]:
+            if ends and next(asked) == 3:
+                process.kill()
+                process.wait()
             held = (GpuProcess(process.pid, 3 << 30, "python"),) if process.poll() is None else ()
             used = 3 << 30 if held else 0
             return [GpuReading(0, "a card", "GPU-a", 24 << 30, 5 << 30, None, None, None, ()),
@@ -42,11 +49,11 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> Holds:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes that sleep for some seconds with further words on their command line."""
+    """Starts processes that sleep, with further words on their command line."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def sleeping(seconds: float, *words: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})", *words]))
+    def sleeping(*words: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words]))
         return started[-1]
 
     yield sleeping
@@ -57,7 +64,7 @@ def start() -> Iterator[Start]:
 
 def test_memory_of_the_stage_before_is_waited_for(tmp_path: Path, holds: Holds, start: Start) -> None:
     run = RunDirectory(tmp_path / "run")
-    holds(start(0.2, "_engine", f"{run.path}/stages/01-a"))
+    holds(start("_engine", f"{run.path}/stages/01-a"), ends=True)
     assert read_device_use(SPEC).used_bytes == 3 << 30
     assert wait_until_released(SPEC, run).used_bytes == 0
 
@@ -67,7 +74,7 @@ def test_a_process_of_this_run_that_stays_is_named_with_what_ends_it(
 ) -> None:
     monkeypatch.setattr(create_stage, "LONGEST_WAIT_SECONDS", 0.3)
     run = RunDirectory(tmp_path / "run")
-    engine = start(600, "_engine", f"{run.path}/stages/01-a")
+    engine = start("_engine", f"{run.path}/stages/01-a")
     holds(engine)
     with pytest.raises(EnvironmentProblem, match=f"still hold memory on the device: {engine.pid}") as caught:
         wait_until_released(SPEC, run)
@@ -76,7 +83,7 @@ def test_a_process_of_this_run_that_stays_is_named_with_what_ends_it(
 
 
 def test_a_process_of_somebody_else_is_told_and_not_waited_for(tmp_path: Path, holds: Holds, start: Start) -> None:
-    other = start(600, "_engine", f"{tmp_path}/run-2/stages/01-a")
+    other = start("_engine", f"{tmp_path}/run-2/stages/01-a")
     holds(other)
     use = wait_until_released(SPEC, RunDirectory(tmp_path / "run"))
     assert use.used_bytes == 3 << 30 and [process.pid for process in use.processes] == [other.pid]

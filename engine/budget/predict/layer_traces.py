@@ -92,7 +92,8 @@ class LayerPass:
         assert output.node is not None
         size, node = output.size, output.node
         del output
-        trace.backward(node, trace.allocate(size))
+        node.gradient = trace.allocate(size)
+        trace.backward()
         return LayerStep(forward, highest(trace.take_peaks()))
 
     def forward(self, *, learning: bool) -> ForwardTrace:
@@ -150,10 +151,11 @@ def head_offloaded(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
 def _head_step(arch: Architecture, config: MemoryConfig) -> tuple[Sizes, BytesPolynomial]:
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, offloads=config.activation_offload)
     arguments = [layer_input(trace, arch.hidden, config, body_learns(arch, config))]
-    loss = Head(trace, arch, config).forward(arguments.pop())
+    loss = Head(trace, arch, config).forward(arguments)
     trace.casts.clear()
     if loss.node is not None:  # None: the recipe trains nothing, which the engine refuses once it has the model
-        trace.backward(loss.node, trace.allocate(NO_BYTES))
+        loss.node.gradient = trace.allocate(NO_BYTES)
+        trace.backward()
     return highest(trace.take_peaks()), trace.offloaded
 
 
@@ -166,7 +168,7 @@ def inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
 def _inference_head(arch: Architecture, config: MemoryConfig) -> Sizes:
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=False)
     arguments = [layer_input(trace, arch.hidden, config, False)]
-    Head(trace, arch, config).forward(arguments.pop())
+    Head(trace, arch, config).forward(arguments)
     return highest(trace.take_peaks())
 
 

@@ -28,7 +28,7 @@ from engine.budget.trace.weights import Weights
 class _Family:
     """What encoders of one kind keep allocated."""
 
-    merger: Callable[[Weights, VisionEncoder, TracedTensor], list[TracedTensor]]
+    merger: Callable[[Weights, VisionEncoder, list[TracedTensor]], list[TracedTensor]]
     """Returns the tensors to which the model refers while the decoder runs, the encoder's output last."""
     rotary: bool
     """Local variables refer to rotary tables and cast pixels; else to the embeddings of patches."""
@@ -194,7 +194,7 @@ def _merger_trace(
     decoder's input. `follows`: the merger's input needs a gradient."""
     trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning)
     weights = Weights(trace, config, ends, vision_end_parameters(encoder), transposed=False)
-    held = _FAMILIES[encoder.kind].merger(weights, encoder, layer_input(trace, encoder.hidden, config, follows))
+    held = _FAMILIES[encoder.kind].merger(weights, encoder, [layer_input(trace, encoder.hidden, config, follows)])
 
     def sizes(peaks: Iterable[BytesPolynomial]) -> Sizes:
         return highest([_by_patch(size, config.image_patches, None) for size in maxima(peaks, accumulating)])
@@ -208,15 +208,15 @@ def _merger_trace(
     if node is None:
         return MergerTrace(forward, beside, NO_BYTES, ())
     taken = [trace.allocate(size), trace.allocate(size)]
-    incoming = taken.pop()
+    node.gradient = taken.pop()
     taken.clear()
-    trace.backward(node, incoming)
+    trace.backward()
     return MergerTrace(forward, beside, saved, sizes(trace.take_peaks()))
 
 
-def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
+def _qwen_merger(weights: Weights, encoder: VisionEncoder, handed: list[TracedTensor]) -> list[TracedTensor]:
     """Trace Qwen's `PatchMerger`, which joins the tokens of all images in a copy; Qwen2.5-VL also reorders them."""
-    trace, merged = weights.trace, encoder.merge**2
+    trace, merged, x = weights.trace, encoder.merge**2, handed.pop()
     hidden = norm_of(weights, "model.visual.merger.ln_q", x)
     hidden = weights.linear("model.visual.merger.mlp.0", hidden, merged)
     hidden = activation(trace, hidden)
@@ -226,11 +226,10 @@ def _qwen_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> l
     return [x, hidden, copy(trace, hidden)]
 
 
-def _siglip_merger(weights: Weights, encoder: VisionEncoder, x: TracedTensor) -> list[TracedTensor]:
+def _siglip_merger(weights: Weights, encoder: VisionEncoder, handed: list[TracedTensor]) -> list[TracedTensor]:
     """Trace the last norm, then `Gemma3MultiModalProjector`: average pooling, norm in fp32, projection."""
     trace = weights.trace
-    last = norm_of(weights, "model.vision_tower.post_layernorm", x)
-    del x
+    last = norm_of(weights, "model.vision_tower.post_layernorm", handed.pop())
     laid_out = copy(trace, last)
     pooled = _pooled(trace, laid_out, -(-encoder.hidden // encoder.merge**2) * TOKEN)
     size, trained = weights.weight("model.multi_modal_projector.mm_soft_emb_norm")

@@ -35,9 +35,12 @@ class Head:
         self.table_name = "lm_head.weight" if not arch.tied else outer[0].name
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
-    def forward(self, hidden: TracedTensor) -> TracedTensor:
-        """Trace from the last layer's output to the loss of the micro-batch."""
-        hidden = self.norm(hidden)
+    def forward(self, handed: list[TracedTensor]) -> TracedTensor:
+        """Trace from the last layer's output, the one element of `handed`, to the loss of the micro-batch.
+
+        The element is taken out of the list: its memory is free once the norm has run, however Python holds arguments.
+        """
+        hidden = self.norm(handed.pop())
         hidden = self.gather_targets(hidden)
         if self.config.loss == "plain":
             return self.plain(hidden)

@@ -1,7 +1,9 @@
 """Memory traces: a model's operations run on tensors that have sizes and real lifetimes, but no data.
 
 CPython frees a `Storage` with the last reference to it, exactly as eager torch frees a real one, so a layer written
-with the local variables of transformers has the same live bytes at every moment. A small autograd tape imitates
+with the local variables of transformers has the same live bytes at every moment. What a function frees before it
+returns is handed over in a list, from which it takes it: with a frame evaluation hook, such as torch.compile's, CPython
+keeps a call's arguments until the call is over. A small autograd tape imitates
 backward: what each operation saves, in which order nodes run, and when gradients are passed on, accumulated and freed.
 Sizes are polynomials of the micro-batch's shape; the result is the live bytes at local maxima.
 
@@ -257,10 +259,8 @@ class MemoryTrace:
         coefficient `TRAINED_GRADS`: only the first micro-batch of a step adds them (`BytesPolynomial.settled`)."""
         storage.size -= storage.size.fixed * TRAINED_GRADS
 
-    def backward(self, node: Node, gradient: Storage) -> None:
-        """Run backward from `node`; as in autograd, the latest node runs first."""
-        node.gradient = gradient
-        del gradient
+    def backward(self) -> None:
+        """Run backward from the node whose gradient is set; as in autograd, the latest node runs first."""
         while self.tape:
             current = self.tape.pop()
             if current.gradient is not None:

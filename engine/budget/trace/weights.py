@@ -78,21 +78,23 @@ def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x:
 
 
 def dora(
-    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
+    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, handed: list[TracedTensor]
 ) -> TracedTensor:
-    """`result` is base(x). Computed in the wider dtype of base and adapter, then cast to the base's."""
-    itemsize = result.itemsize
-    if config.quantized:
-        result = copy(trace, result)
+    """The one element of `handed` is base(x), which is taken out so that it can be freed here. Computed in the wider
+    dtype of base and adapter, then cast to the base's."""
+    itemsize = handed[0].itemsize
+    result = copy(trace, handed.pop()) if config.quantized else handed.pop()
     x = cast(trace, x, config.adapter_bytes)
     return cast(trace, _dora(trace, config, layer, x, result), itemsize)
 
 
-def _low_rank(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
-    """B(A(x)), where A and B are the two matrices of the adapter."""
+def _low_rank(
+    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, handed: list[TracedTensor]
+) -> TracedTensor:
+    """B(A(x)), where A and B are the two matrices of the adapter; x is taken out of `handed`."""
     rank, itemsize = config.rank, config.adapter_bytes
-    first = linear(trace, x, -(-rank // layer.merged), round_to_blocks(rank * layer.inputs * itemsize), True)
-    del x
+    weight = round_to_blocks(rank * layer.inputs * itemsize)
+    first = linear(trace, handed.pop(), -(-rank // layer.merged), weight, True)
     outputs = -(-layer.outputs // layer.merged)
     return linear(trace, first, outputs, round_to_blocks(rank * layer.outputs * itemsize), True)
 
@@ -112,7 +114,7 @@ def _dora(
     summed = [trace.allocate(whole), trace.allocate(whole)]
     del summed
     vector = round_to_blocks(layer.outputs * itemsize)
-    low_rank = _low_rank(trace, config, layer, dropped(trace, config, x) if config.dropout else x)
+    low_rank = _low_rank(trace, config, layer, [dropped(trace, config, x) if config.dropout else x])
     if layer.biased:
         base_result = copy(trace, base_result)
     left = scale_by_weight(trace, base_result, vector, True, itemsize)
@@ -149,8 +151,7 @@ class Weights:
         layer = AdaptedLayer(*self._shape(parameter), biased, merged, unpacked)
         if not self.config.dora:
             return plain_lora(self.trace, self.config, layer, x)
-        # Nested, so that the base layer's output is freed as soon as the adapter's output has been added to it.
-        return dora(self.trace, self.config, layer, x, self._base(module, parameter, x, merged))
+        return dora(self.trace, self.config, layer, x, [self._base(module, parameter, x, merged)])
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
         trace, bias = self.trace, self.bias(module)
