@@ -23,10 +23,10 @@ from transformers import (
 from engine.budget.architecture.positions import table_of_positions
 from engine.config.attention import FLASH_KERNELS
 from engine.config.schema.recipe import Generate
-from engine.data.chat_template import end_of_turn, special_ids
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.model.loaded import LoadedModel
+from engine.model.result_files import end_token_ids
 
 
 def within_positions(settings: Generate, facts: Mapping[str, Any], data: TokenData) -> tuple[Generate, str | None]:
@@ -110,11 +110,7 @@ class EndTogether(StoppingCriteria):
 def end_tokens(loaded: LoadedModel) -> list[int]:
     """Ids of all tokens that end an answer: the tokenizer's end of sequence, the chat template's end of turn, and those
     of the model's generation config that are special tokens of this tokenizer (which may not be the model's own)."""
-    tokenizer, named = loaded.tokenizer, getattr(loaded.base.generation_config, "eos_token_id", None)
-    of_model = named if isinstance(named, list) else [named]
-    special = special_ids(tokenizer)
-    found = [tokenizer.eos_token_id, end_of_turn(tokenizer), *(token for token in of_model if token in special)]
-    return sorted({int(token) for token in found if token is not None})
+    return sorted(end_token_ids(loaded.base.generation_config, loaded.tokenizer))
 
 
 def _until_end(answer: list[int], end_ids: Sequence[int]) -> list[int]:

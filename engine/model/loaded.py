@@ -30,6 +30,7 @@ from engine.model.dropout import follow_checkpoints
 from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
+from engine.model.result_files import name_base, save_generation_config
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 
 ADAPTER = "default"
@@ -169,6 +170,7 @@ class LoadedModel:
 
     def _save_tokenizer(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
+        save_generation_config(folder, self.base.generation_config, self.tokenizer)
         if self.images is not None:
             self.images.save(folder)
         elif self.kind == "model":
@@ -176,15 +178,14 @@ class LoadedModel:
                 shutil.copyfile(path, folder / path.name)
 
     def _save_adapter(self, model: PeftModel, folder: Path) -> Hashes:
-        config, hashes = model.peft_config[ADAPTER], Hashes()
+        hashes = Hashes()
         if not self.base_exists_elsewhere:
-            # Relative, because the folder is renamed or copied together with the base.
-            config.base_model_name_or_path = BASE_FOLDER
             hashes = self._save_base(model, folder / BASE_FOLDER)
         elif self.positions_scaled:
             self.base.config.save_pretrained(folder)
         staged = _with_adapter_prefix(model, self._on_host(_adapter_state(model)))
         model.save_pretrained(str(folder), state_dict=staged, save_embedding_layers=False)
+        name_base(folder, None if not self.base_exists_elsewhere else self.base.name_or_path)
         return hashes
 
     def _save_base(self, model: PeftModel, folder: Path) -> Hashes:

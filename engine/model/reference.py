@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.files.find import RUN_PREFIX, split_run_reference
+from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
@@ -15,6 +16,7 @@ from engine.journal.index import resolve_run
 from engine.journal.stages import result_run, stage_name
 
 ADAPTER_CONFIG = "adapter_config.json"
+RUN_TOML = "run.toml"
 BASE_FOLDER = "base"
 """Folder inside an adapter's folder, with a base model that exists nowhere else (built-in, or random weights)."""
 
@@ -58,14 +60,23 @@ def find_starting_weights(model: Model) -> StartingWeights:
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:
-    """(base, revision) of a saved adapter: the base saved in its folder, else the one that its config names."""
+    """(base, revision) of a saved adapter: the base saved in its folder, else the one that its config names, else, for
+    a base in a folder of this machine, the one that the run of the adapter started from."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = config.get("base_model_name_or_path")
-    if not base:
-        raise UsageError(f"{folder / ADAPTER_CONFIG} does not name its base model", fix="set model.id to the base")
-    return str(base), config.get("revision")
+    if base:
+        return str(base), config.get("revision")
+    run = next((place for place in folder.resolve().parents[:3] if (place / RUN_TOML).is_file()), None)
+    if run is None:
+        raise UsageError(
+            f"{folder / ADAPTER_CONFIG} does not name its base model",
+            expected="a hub id there, or the adapter in the folder of its run",
+            fix=f"set model.id to the base, and model.adapter to {folder}",
+        )
+    start = find_starting_weights(load_run_spec(run / RUN_TOML, own=True).recipe.model)
+    return start.base, start.revision
 
 
 def find_run_weights(text: str) -> Path:

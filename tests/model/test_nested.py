@@ -51,6 +51,8 @@ def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
     for loaded, name in ((adapter, "adapter"), (full, "full")):
         disturb(loaded)
         loaded.save(base / name)
+    config = base / "adapter" / "adapter_config.json"  # of an adapter outside a run, which names a folder as its base
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(base)}))
     return Saved(base, adapter, full)
 
 
