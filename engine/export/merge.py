@@ -1,10 +1,12 @@
-"""Merges an adapter into its base model; the result opens without peft. Uses host memory only, so the model may exceed
-device memory; free memory and disk are checked before loading."""
+"""Merges an adapter into its base model; the result opens without peft and is compared with the adapter. Uses host
+memory only, so the model may exceed device memory; free memory and disk are checked before loading."""
 
 from __future__ import annotations
 
+import gc
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from engine.budget.advise.staged_plan import MERGE_FACTOR
@@ -20,8 +24,13 @@ from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.export.logits import compare_logits, logits_on_prompts
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+from engine.model.result_files import save_generation_config
+
+SHARD_SIZE = "5GB"
+"""Largest file of a merged model, as the hub recommends."""
 
 Notify = Callable[[str], None]
 """Function that shows the user a sentence on the progress."""
@@ -66,14 +75,47 @@ def _merge(
     # An adapter trained with scaled positions lies beside the config that its base needs.
     config = str(adapter) if (adapter / "config.json").is_file() else base
     model = _base(base, revision, config, trust_remote_code)
+    wrapped = PeftModel.from_pretrained(model, str(adapter))
+    tokenizer = AutoTokenizer.from_pretrained(str(adapter))
+    before = logits_on_prompts(wrapped, tokenizer)
     notify("merging")
-    # With safe_merge, peft raises an error if a merged weight is not finite.
-    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    merged = merge_rounded_once(wrapped)
     notify("writing")
-    merged.save_pretrained(draft)
-    AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(draft)
+    merged.save_pretrained(draft, max_shard_size=SHARD_SIZE)
+    tokenizer.save_pretrained(draft)
+    save_generation_config(draft, merged.generation_config, tokenizer)
     for path in processor_files(str(adapter), None) or processor_files(base, revision):
         shutil.copyfile(path, draft / path.name)
+    del model, wrapped, merged
+    gc.collect()  # the merged model is opened again, and must not lie in memory twice
+    notify(compare_logits(before, logits_on_prompts(_base(str(draft), None, str(draft), trust_remote_code), tokenizer)))
+
+
+def merge_rounded_once(model: PeftModel) -> PreTrainedModel:
+    """The base with W + s·B·A for each weight W with an adapter, computed in fp32 and rounded to W's dtype once; peft
+    alone rounds s·B·A to W's dtype first. One layer at a time is held in fp32."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            _merge_in_fp32(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        # What has no adapter of its own is left: modules that were trained in full, and the wrappers.
+        merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
+    return merged
+
+
+def _merge_in_fp32(module: LoraLayer) -> None:
+    if isinstance(module, ParamWrapper):
+        parameters: list[Parameter] = [getattr(module.get_base_layer(), module.parameter_name)]
+    else:
+        parameters = list(module.get_base_layer().parameters(recurse=False))
+    dtypes = [parameter.dtype for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.float()
+    # With safe_merge, peft raises an error if a merged weight is not finite.
+    module.merge(safe_merge=True)
+    for parameter, dtype in zip(parameters, dtypes, strict=True):
+        parameter.data = parameter.data.to(dtype)
 
 
 def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -3,6 +3,7 @@ reported before anything is loaded."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections import namedtuple
@@ -11,13 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from engine.commands.export import merge as merge_command
-from engine.errors import MemoryExhaustedError, UsageError
-from engine.export.merge import merge
+from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.export.logits import compare_logits
+from engine.export.merge import merge, merge_rounded_once
 from engine.journal.directory import RunDirectory
+from engine.model.reference import base_of_adapter
+from tests.model.samples import load, run_spec, write_model
 from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 
@@ -82,3 +86,78 @@ def test_without_a_result_the_fix_merges_the_newest_checkpoint(finished: RunDire
     with pytest.raises(UsageError, match="no result yet") as caught:
         merge_command(str(unfinished))
     assert caught.value.fix == f"tunedeck resume {unfinished}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_merged_weight_is_w_plus_sba_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = write_model(tmp_path / "base", "qwen2")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    wrapped = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    factors = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        for name, module in wrapped.get_base_model().named_modules():
+            if hasattr(module, "lora_B"):
+                module.lora_B["default"].weight.data.normal_(std=0.02)
+                factors[name] = module.lora_B["default"].weight.float(), module.lora_A["default"].weight.float()
+    after = merge_rounded_once(wrapped).state_dict()
+    assert len(factors) == 4
+    rounded_twice = 0
+    for name, (b, a) in factors.items():
+        old = before[f"{name}.weight"]
+        expected = (old.float() + (b @ a) * 3.0).to(dtype)
+        assert torch.equal(after[f"{name}.weight"], expected)
+        rounded_twice += int((old + ((b @ a) * 3.0).to(dtype) != expected).sum())
+    assert (rounded_twice > 0) == (dtype != torch.float32)  # the test can tell the two apart
+    assert all(torch.equal(after[name], before[name]) for name in before if name.removesuffix(".weight") not in factors)
+
+
+def test_the_difference_of_logits_is_told(finished: RunDirectory, tmp_path: Path) -> None:
+    said: list[str] = []
+    merge(finished.adapter, tmp_path / "merged", said.append)
+    (told,) = [line for line in said if line.startswith("largest difference")]
+    assert float(told.split(": ")[1].split()[0]) < 1e-4 and told.endswith("the same on 5 of 5")
+
+
+def test_another_model_is_no_merged_one() -> None:
+    logits = [torch.arange(6.0).reshape(2, 3)]
+    with pytest.raises(EnvironmentProblem, match="largest difference"):
+        compare_logits(logits, [-logits[0]])
+
+
+def test_a_local_base_is_found_by_the_run_and_not_named_in_any_file(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "elsewhere" / "base", "qwen2")
+    samples = write_samples(tmp_path / "samples.jsonl")
+    model = {"id": str(base), "tokenizer": None, "init": "pretrained"}
+    place = new_run(tmp_path / "runs", make_spec(samples, model=model, method={"kind": "lora"}, train={"max_steps": 1}))
+    assert train(place)[0] == 0
+    assert all(str(tmp_path).encode() not in file.read_bytes() for file in place.adapter.rglob("*") if file.is_file())
+    assert base_of_adapter(place.adapter) == (str(base), None)
+    merge(place.adapter, tmp_path / "merged", lambda text: None)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    shutil.copytree(place.adapter, tmp_path / "alone")
+    with pytest.raises(UsageError, match="does not name its base model"):
+        merge(tmp_path / "alone", tmp_path / "again", lambda text: None)
+
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_result_ends_answers_where_the_chat_template_does(tmp_path: Path, kind: str) -> None:
+    base = write_model(tmp_path / "base", "qwen2", vocab_size=272)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(base)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    loaded = load(run_spec(str(base), method={"kind": kind}))
+    loaded.save(tmp_path / "result")
+    saved = GenerationConfig.from_pretrained(tmp_path / "result")
+    assert saved.eos_token_id == [257, end]
+    if kind == "lora":
+        config = tmp_path / "result" / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(base)}))
+        merge(tmp_path / "result", tmp_path / "merged", lambda text: None)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generation_config.eos_token_id == [257, end]

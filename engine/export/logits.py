@@ -1,0 +1,54 @@
+"""Compares two forms of a model by their logits on five prompts: the adapter on its base, and the merged model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.errors import EnvironmentProblem
+
+PROMPTS = (
+    "The capital of France is",
+    "Question: what is 12 + 30?\nAnswer:",
+    "def reverse(text):\n    return",
+    "Once upon a time there was a",
+    '{"name": "Ada", "born": ',
+)
+"""Prose, arithmetic, code and JSON."""
+
+OTHER_MODEL = 0.25
+"""Difference, as a part of the largest logit, beyond which no rounding explains it. bf16 has 2^-9 a weight."""
+
+
+def logits_on_prompts(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+    """fp32 logits [S, V] of each of PROMPTS."""
+    model.eval()
+    with torch.no_grad():
+        return [model(**_inputs(text, tokenizer)).logits[0].float() for text in PROMPTS]
+
+
+def _inputs(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(first, second, strict=True))
+
+
+def compare_logits(adapter: list[Tensor], merged: list[Tensor]) -> str:
+    """A sentence with the largest difference. Raises EnvironmentProblem if the two are different models."""
+    difference, largest = largest_difference(adapter, merged), max(float(each.abs().max()) for each in adapter)
+    same = sum(int(one[-1].argmax() == other[-1].argmax()) for one, other in zip(adapter, merged, strict=True))
+    told = (
+        f"largest difference of merged and adapter logits on {len(PROMPTS)} prompts: {difference:.2g} "
+        f"(largest logit {largest:.2g}); next token the same on {same} of {len(PROMPTS)}"
+    )
+    if not difference <= OTHER_MODEL * largest:
+        raise EnvironmentProblem(
+            told, expected="the merged model to compute what the adapter does", fix="serve the adapter, and report this"
+        )
+    return told
