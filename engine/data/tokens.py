@@ -189,6 +189,14 @@ class TokenData:
     def documents_of(self, row: int) -> NDArray[np.int64]:
         return self.documents[self.row_offsets[row] : self.row_offsets[row + 1]]
 
+    def document_lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each document of these rows, without what `limit` cuts off: int64[documents]."""
+        lengths = []
+        for row in rows:
+            ends = np.cumsum(self.columns.lengths[self.documents_of(int(row))], dtype=np.int64)
+            lengths.append(np.diff(np.minimum(ends, self.lengths[row]), prepend=0))
+        return np.concatenate(lengths)
+
     def split_question(self, row: int) -> tuple[list[int], list[int]]:
         """(tokens before the last answer, tokens of that answer) of an unpacked row; of plain text, its halves."""
         document = int(self.documents_of(row)[0])

@@ -179,7 +179,7 @@ class Training:
         self.state.overflows += outcome.overflowed
         self.experts.after_step(outcome.choices_LE)
         if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
-            self._write_step(outcome, rate, time.perf_counter() - began)
+            self._write_step(outcome, samples, rate, time.perf_counter() - began)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
@@ -193,11 +193,9 @@ class Training:
         predictable = not any(remedy.name in UNPLANNED for remedy in context.active_remedies)
         self.peak = Peak(peak_bytes, outcome.ran, spec, predictable)
 
-    def _write_step(self, outcome: StepOutcome, rate: float, seconds: float) -> None:
+    def _write_step(self, outcome: StepOutcome, samples: NDArray[np.int64], rate: float, seconds: float) -> None:
         memory = self.context.device.memory()
         per_second = outcome.tokens / seconds
-        peak_tflops = self.setup.spec.profile.device.peak_tflops
-        mfu = self.setup.flops_per_token * per_second / (peak_tflops * 1e12) if peak_tflops else None
         self.journal.write(
             "step",
             step=self.state.step,
@@ -210,7 +208,7 @@ class Training:
             tokens_per_second=round(per_second, 1),
             step_seconds=round(seconds, 4),
             data_wait_seconds=round(outcome.data_wait_seconds, 4),
-            mfu=mfu,
+            mfu=self._mfu(outcome, samples, seconds),
             micro_batches=outcome.micro_batches,
             largest_micro_batch=outcome.micro_batch_rows,
             allocated_bytes=memory.allocated_bytes,
@@ -225,6 +223,14 @@ class Training:
             **({"loss_scale": self.context.scaler.scale} if self.context.scaler.enabled else {}),
         )
         self.experts.warn(outcome.choices_LE)
+
+    def _mfu(self, outcome: StepOutcome, samples: NDArray[np.int64], seconds: float) -> float | None:
+        """Model FLOPs per second of all devices, over their peak; None where either is not known."""
+        flops, peak_tflops = self.setup.flops, self.setup.spec.profile.device.peak_tflops
+        if flops is None or peak_tflops is None:
+            return None
+        lengths_D = self.context.data.document_lengths(samples)
+        return flops.of(lengths_D, outcome.target_tokens) / (seconds * peak_tflops * 1e12 * self.ranks.size)
 
     def _between_steps(self) -> None:
         spec, step = self.setup.spec.recipe, self.state.step

@@ -26,6 +26,7 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.writer import Journal
 from engine.model.config import model_config_dict
 from engine.model.decoder import require_images
+from engine.model.flops import step_flops
 from engine.model.load import LoadedModel
 from engine.model.packing import require_known_family, require_separation
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -88,7 +89,7 @@ def set_up(
         schedule=Schedule.of(recipe.train, total_steps),
         total_steps=total_steps,
         identity=Identity.of(asked, prepared.fingerprint, tokenizer_hash(tokenizer)),
-        flops_per_token=flops_per_token(strategy.loaded),
+        flops=step_flops(strategy.loaded),
     )
 
 
@@ -209,13 +210,6 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
     journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")
     spec = with_changes(spec, micro_batches.plan.remedies)
     return spec, micro_batch_cost(spec, longest)
-
-
-def flops_per_token(loaded: LoadedModel) -> float:
-    """Model FLOPs to train one token: per weight of a matrix 2 for forward, 2 for its input's gradient, and 2 for its
-    own if it is trained. Recomputation does not count (PaLM, appendix B, on MFU)."""
-    matrices = [(p.numel(), p.requires_grad) for p in loaded.model.parameters() if p.dim() >= 2]
-    return float(sum(4 * count + 2 * count * learns for count, learns in matrices))
 
 
 def _write_plan(plan: Plan, journal: Journal) -> None:

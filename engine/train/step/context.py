@@ -21,6 +21,7 @@ from engine.device.base import Device
 from engine.distributed.ranks import Ranks
 from engine.errors import UsageError
 from engine.launch.resume_run import find_changes, refused_changes
+from engine.model.flops import StepFlops
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
@@ -145,4 +146,5 @@ class TrainingSetup:
     schedule: Schedule
     total_steps: int
     identity: Identity
-    flops_per_token: float
+    flops: StepFlops | None
+    """Model FLOPs of steps; None where they are not known."""
