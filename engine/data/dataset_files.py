@@ -22,6 +22,7 @@ from engine.config.files.caches import cache_folder
 from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, find_data_files, suffix_of
 from engine.config.schema.data import Source
 from engine.data.bounds import screen
+from engine.data.documents import Documents, unpacked
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.records import Screened, SourceRows, describe_source, find_json_error, no_rows, split_name
 from engine.data.store import hash_file, hash_files, hash_text, make_cache_folder
@@ -56,6 +57,14 @@ def _open_local(source: Source, path: Path) -> SourceRows:
         if left_out and not any(each.kept for each in screened):
             raise _nothing_left(source, left_out)
         reads = {each.file: each.reads for each in screened}
+        unit = source.unit or "file"
+        kinds = {LOADERS.get(suffix_of(each.file)) for each in screened}
+        if kinds == {"text"} and unit != "line":
+            reads_files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+            documents = _documents_of(source, reads_files, unit)
+            return SourceRows(["text"], len(documents), hash_text(fingerprint, unit), documents, left_out=left_out)
+        if source.unit not in (None, "line"):
+            raise _unit_of_table(source)
         data = _load_local(source, path, screened, base)
         rows = replace(_rows(data, fingerprint, partial(_unreadable, source, path, reads)), left_out=left_out)
         has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
@@ -67,6 +76,21 @@ def _open_local(source: Source, path: Path) -> SourceRows:
         ) from error
     except READ_ERRORS as error:
         raise _unreadable(source, path, reads, error) from error
+
+
+def _documents_of(source: Source, files: Sequence[Path], unit: str) -> Any:
+    documents = Documents(files, unit)
+    if source.split == split_name(source):
+        return documents
+    return documents[slice(*absolute_slice(source, len(documents)))]
+
+
+def _unit_of_table(source: Source) -> DataError:
+    return DataError(
+        f"source {source.name}: unit = {source.unit!r} with rows of a table",
+        expected="text files (.txt, .md): each row of a table is one document",
+        fix=f"add --set data.sources.{source.name}.unit=",
+    )
 
 
 def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str) -> Any:

@@ -106,7 +106,7 @@ class Format:
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
-        return TextRecord(values["text"])
+        return TextRecord(values["text"], row.get("starts") is not False, row.get("ends") is not False)
 
     def _pair(self, values: dict[str, Any]) -> Record | Dropped:
         """A prompt and a completion, each a text or a list of messages."""

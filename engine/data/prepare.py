@@ -151,6 +151,7 @@ def _prepare_sources(
         hash_text(
             each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
             *([repr(each.format.boxes)] if each.format.boxes else []),
+            *([f"split {tokeniser.overlap}"] if tokeniser.split and each.format.name == "text" else []),
             *([f"{PAIRS_VERSION} {each.format.pairs}"] if each.format.has_chat_pairs else []),
         )
         for each in opened
@@ -241,6 +242,8 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
 
 
 def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
+    if tokeniser.first_version and source.unit is None:
+        source = source.model_copy(update={"unit": "line"})
     rows = open_rows(source, seed=seed)
     if tokeniser.first_version and source.template == "auto":
         made = recognise(rows.columns, source, has_template=tokeniser.has_template)

@@ -20,9 +20,11 @@ from engine.errors import DataError
 
 @dataclass(frozen=True)
 class TextRecord:
-    """Plain text, all of it targets."""
+    """Plain text, all of it targets: a document, or a part of one."""
 
     text: str
+    starts: bool = True
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class SourceRows:
     fingerprint: str
     """Hash of the contents, independent of where the files lie."""
     table: Any
-    """A `datasets.Dataset`, or a list of rows."""
+    """A `datasets.Dataset`, a list of rows, or `engine.data.documents.Documents`, whose slices are lists."""
     explain: Callable[[BaseException], DataError] | None = None
     """Turns an exception from reading a row into the error to show; None for a list of rows, which is in memory."""
     line_files: Mapping[Path, Path] = field(default_factory=dict)
@@ -236,6 +238,11 @@ class SourceRows:
     left_out: Sequence[Screened] = ()
     """Files with lines that are not among the rows, as they are beyond the bounds of `engine.data.bounds`."""
     image_columns: Sequence[str] = ()
+
+    @property
+    def in_lists(self) -> bool:
+        """Whether slices of the table are lists of rows."""
+        return isinstance(self.table, list) or hasattr(self.table, "in_lists")
 
     def places(self, rows: Sequence[int]) -> list[str]:
         """`FILE:LINE`, or the number of the row, counted from 1."""
@@ -247,7 +254,7 @@ class SourceRows:
         where it is larger than that."""
         for start in range(0, self.count, size):
             stop = min(start + size, self.count)
-            if isinstance(self.table, list):
+            if self.in_lists:
                 yield self.table[start:stop]
             else:
                 yield from self._pieces(start, stop)
@@ -271,7 +278,7 @@ class SourceRows:
 
     def row(self, number: int) -> dict[str, Any]:
         """Counted from 0, a dict by column. Images stay undecoded. Raises DataError for text that is not UTF-8."""
-        (row,) = self.table[number : number + 1] if isinstance(self.table, list) else self._decoded(number, number + 1)
+        (row,) = self.table[number : number + 1] if self.in_lists else self._decoded(number, number + 1)
         return dict(row)
 
     def _decoded(self, start: int, stop: int) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ CHAT_FACTS = {
     "from_pair": 'prompts and completions inside the chat template, which the source\'s template = "none" leaves '
     "plain: {:,}",
     "marked": "prompts and completions that carry the chat template's markers already, left as they are: {:,}",
+    "split": "documents longer than data.max_length, split into pieces: {:,}",
+    "pieces": "pieces of them: {:,}",
     "untrained": "answers that are context and not learned, as their message says so (weight, train): {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }

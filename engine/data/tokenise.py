@@ -89,6 +89,23 @@ def _within(answer: Span, length: int) -> Span:
     return (start, end) if start < end else (max(1, length // 2), length)
 
 
+def piece_spans(count: int, most: int, overlap: int) -> list[Span]:
+    """Cut `count` tokens into pieces of `most` or less, each with the last `overlap` tokens of the one before. No piece
+    is a single token, of which nothing could be learned."""
+    spans, start = [], 0
+    while start + most < count:
+        stop = start + most - (count - start - most + overlap == 1)
+        spans.append((start, stop))
+        start = stop - overlap
+    return [*spans, (start, count)]
+
+
+def _answer_of(record: Record | Dropped, row: TokenRow, rendered: RenderedRows, most: int) -> Span | None:
+    """Of plain text, the second half of each piece, which has at most `most` tokens."""
+    is_text = isinstance(record, TextRecord)
+    return (min(len(row[0]), most) // 2, len(row[0])) if is_text else rendered.answer
+
+
 def _characters(record: Record | DetectionRecord) -> int:
     """Of all texts in a record."""
     if isinstance(record, TextRecord):
@@ -119,6 +136,8 @@ class Tokeniser:
         """`first_version`: rows are read as `RunSpec.data_version` 1 says."""
         self.tokenizer, self.images, self.first_version = tokenizer, images, first_version
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
+        self.overlap = data.overlap
+        self.split = data.over_length == "split" or (data.over_length == "auto" and not first_version)
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
         self.last_only, self.template_args = data.loss_on == "last", data.template_args
         self._chat: ChatRenderer | None = None
@@ -142,7 +161,9 @@ class Tokeniser:
         encoded = record if isinstance(record, Dropped) else self._encode(record)
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
         made = [
-            row if isinstance(row, Dropped) else self._document(row, rendered.answer, origin, images)
+            row
+            if isinstance(row, Dropped)
+            else self._document(row, _answer_of(record, row, rendered, self.max_length), origin, images)
             for row in rendered.rows
         ]
         documents = [document for document in made if isinstance(document, Document)]
@@ -155,6 +176,8 @@ class Tokeniser:
         """Leave out or cut what data.max_length has no room for: a megabyte takes seconds to tokenise."""
         most = CHARACTERS_PER_TOKEN * self.max_length
         if isinstance(record, Dropped) or _characters(record) <= most:
+            return record
+        if self.split and isinstance(record, TextRecord):
             return record
         if self.truncate and isinstance(record, TextRecord):
             return TextRecord(record.text[:most])
@@ -208,11 +231,24 @@ class Tokeniser:
                 )  # fmt: skip
             return self._chat.render(record)
         if isinstance(record, TextRecord):
-            if not record.text.strip():
+            if not record.text.strip() and record.starts and record.ends:
                 return Dropped("text is empty")
-            ids = self.prefix + self._plain(record.text) + [self._end()]
-            return RenderedRows([(ids, [True] * len(ids))], answer=(min(len(ids), self.max_length) // 2, len(ids)))
+            return self._text(record)
         return self._pair(record)
+
+    def _text(self, record: TextRecord) -> RenderedRows:
+        """A document, in pieces where it is too long and `split` says so; all of them hold each token once, apart from
+        the overlap, which is context."""
+        starts, ends = self.prefix if record.starts else [], [self._end()] if record.ends else []
+        ids = starts + self._plain(record.text) + ends
+        if not self.split or len(ids) <= self.max_length:
+            return RenderedRows([(ids, [True] * len(ids))])
+        spans = piece_spans(len(ids), self.max_length, self.overlap)
+        rows: list[TokenRow | Dropped] = []
+        for start, stop in spans:
+            context = self.overlap if start else 0
+            rows.append((ids[start:stop], [False] * context + [True] * (stop - start - context)))
+        return RenderedRows(rows, facts=Counter(split=1, pieces=len(rows)))
 
     def _pair(self, record: PairRecord) -> RenderedRows | Dropped:
         """Dropped if the completion is empty. Prompt and completion are tokenised separately, because at inference the

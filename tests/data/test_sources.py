@@ -61,7 +61,7 @@ def test_every_kind_of_file_gives_its_rows(tmp_path: Path, kind: str) -> None:
 
 def test_text_gives_one_row_per_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert read(open_rows(source(tmp_path / "a.txt"), seed=0)) == [{"text": "one"}, {"text": "two"}]
+    assert read(open_rows(source(tmp_path / "a.txt", unit="line"), seed=0)) == [{"text": "one"}, {"text": "two"}]
 
 
 def test_a_glob_and_a_folder_read_all_files_in_order(tmp_path: Path) -> None:

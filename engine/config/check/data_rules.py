@@ -76,6 +76,20 @@ def one_kind_of_validation(recipe: Recipe) -> Problems:
         )
 
 
+def overlap_leaves_room(recipe: Recipe) -> Problems:
+    most = recipe.data.max_length // 2
+    if recipe.data.overlap > most:
+        yield Problem(
+            ("data", "overlap"),
+            f"{recipe.data.overlap} beside max_length = {recipe.data.max_length}",
+            f"{most} or less is allowed, half of max_length",
+            (("data", "max_length"),),
+        )
+    if recipe.data.overlap and recipe.data.over_length not in ("auto", "split"):
+        found = f"overlap beside over_length = {quoted(recipe.data.over_length)}"
+        yield Problem(("data", "overlap"), found, 'over_length = "split" is needed')
+
+
 def image_sizes_in_order(recipe: Recipe) -> Problems:
     low, high = recipe.data.image_min_pixels, recipe.data.image_max_pixels
     if low is not None and high is not None and low > high:

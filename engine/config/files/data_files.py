@@ -28,7 +28,7 @@ LOADERS = {
     ".txt": "text",
     ".md": "text",
 }
-"""The loader of `datasets` for each suffix. Text files hold one sample per line."""
+"""The loader of `datasets` for each suffix."""
 
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 

@@ -49,7 +49,7 @@ RECIPE_TABLES: tuple[tuple[str, type[BaseModel], Values], ...] = (
     ("checkpoint", Checkpoint, {"every_minutes": 30.0, "keep": 2}),
     ("eval", Eval, {"metrics": ["loss"]}),
 )
-DATA: Values = {"max_length": 2048, "over_length": "drop", "packing": False, "valid_fraction": 0.0}
+DATA: Values = {"max_length": 2048, "over_length": "auto", "packing": False, "valid_fraction": 0.0}
 SOURCE: Values = {"name": "main", "path": "data/train.jsonl", "format": "auto"}
 
 

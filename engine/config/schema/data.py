@@ -33,6 +33,9 @@ class Source(Table):
     template: Literal["auto", "chat", "none"] = "auto"
     """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
     except rows that carry its markers already; chat: all rows; none: they stay plain text."""
+    unit: Annotated[str, Field(min_length=1)] | None = None
+    """What a document of a text file is: file (the default of .txt and .md), paragraph, line, or the text that ends
+    each document, such as "<|endoftext|>". A row of a table is one document."""
     limit: Count | None = None
     """Use at most this many samples, from the start of the source."""
     enabled: bool = True
@@ -63,8 +66,10 @@ class Data(Table):
     """Sources of validation samples, instead of valid_fraction."""
     max_length: Count = 2048
     """Longest sequence in tokens."""
-    over_length: Literal["drop", "truncate"] = "drop"
-    """Whether longer samples are dropped or truncated."""
+    over_length: Literal["auto", "drop", "truncate", "split"] = "auto"
+    """What happens to longer samples; split: plain text into pieces, others are dropped; auto: split."""
+    overlap: CountOrZero = 0
+    """Tokens that a piece of split text repeats from the piece before it, as context that is not learned."""
     shuffle: bool = True
     """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
     packing: bool = False
