@@ -216,4 +216,4 @@ def test_plan_and_train_plan_for_the_same_lengths_once_the_data_were_read(tunede
     assert tunedeck("data", "-r", "my.toml").code == 0
     document = json.loads(tunedeck("plan", *MY, "--json").out)
     assert (document["basis"], document["length"]) == ("data", 17)
-    assert "14 tokens is the longest sequence of the data" in tunedeck("plan", *MY).out
+    assert "17 tokens is the longest sequence of the data" in tunedeck("plan", *MY).out
