@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from engine.simulate.plan import ExactPlan, exact_plan
@@ -185,3 +186,14 @@ def test_a_four_bit_base_is_refused_with_the_way_out(tmp_path: Path) -> None:
     spec = run_spec(folder_of(QWEN2, tmp_path), card, model={"quantize": "nf4", "init": "pretrained"})
     with pytest.raises(UsageError, match="4-bit"):
         simulate_step(spec, rows=1, length=64)
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """State-space models have an upper limit of time steps, which is infinity in most."""
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    config = AutoConfig.for_model(**SHALLOW | {"model_type": "bamba"}, attn_layer_indices=[1], **sizes)
+    config.save_pretrained(tmp_path)
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert find_config(str(tmp_path), None)["time_step_limit"] == [0.0, float("inf")]
+    spec = run_spec(tmp_path, method={"rank": 4})
+    assert simulate_step(spec, rows=1, length=40).peak_bytes > 4 * config.vocab_size * config.hidden_size

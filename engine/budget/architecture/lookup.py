@@ -223,7 +223,7 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
 def _read_json(path: Path) -> dict[str, Any]:
     """Raises UsageError when the file is absent or not JSON."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_hook=_or_float)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
@@ -233,6 +233,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UsageError(f"{path} does not hold a JSON object", fix="check the folder named by model.id")
     return loaded
+
+
+def _or_float(found: dict[str, Any]) -> Any:
+    """transformers writes infinity and NaN as {"__float__": "Infinity"}, in the time steps of state-space models."""
+    number = found.get("__float__")
+    return float(number) if len(found) == 1 and number in ("Infinity", "-Infinity", "NaN") else found
 
 
 ANSWER_SECONDS = 10.0
