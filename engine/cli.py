@@ -16,6 +16,7 @@ import typer
 
 from engine.commands import (
     background,
+    chat,
     compare,
     data,
     doctor,
@@ -80,7 +81,7 @@ _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, r
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(background.sync, export.merge, data.data)
+_add(chat.chat, background.sync, export.merge, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)

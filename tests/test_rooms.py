@@ -34,7 +34,7 @@ def test_no_files_import_each_other_in_a_ring() -> None:
 
 
 CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands", "replace_image_token",
-                       "available_themes", "*Screen", "_*", "ignore_compile_internals"]  # fmt: skip
+                       "available_themes", "*Screen", "_*", "ignore_compile_internals", "put"]  # fmt: skip
 """Textual, torch and transformers use these by name: screens from a table, actions from the table of keys."""
 
 

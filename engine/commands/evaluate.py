@@ -149,7 +149,7 @@ def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[t
 
 
 def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
-    _prepare_libraries(spec)
+    prepare_libraries(spec)
     with importing():
         from engine.evaluate.run import score_model
     return Scored(name, None, score_model(spec, print_progress, scorer=asked.scorer))
@@ -158,7 +158,7 @@ def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
 def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
     from engine.config.load import load_run_spec
 
-    _prepare_libraries(load_run_spec(place.run_toml, own=True))
+    prepare_libraries(load_run_spec(place.run_toml, own=True))
     with importing():
         from engine.evaluate.run import score_run
     found = score_run(
@@ -167,7 +167,7 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
     return [Scored(place.name, step, scores) for step, scores in found]
 
 
-def _prepare_libraries(spec: RunSpec) -> None:
+def prepare_libraries(spec: RunSpec) -> None:
     """Set variables for the devices before torch is imported; turn off the libraries' progress bars and warnings."""
     from engine.launch.environment import set_device_environment
 

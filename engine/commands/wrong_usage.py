@@ -18,7 +18,7 @@ COMMANDS = {
     "help": "--help", "version": "--version", "ls": "runs", "list": "runs", "ps": "runs", "status": "runs",
     "logs": "log last", "tail": "log last -f", "follow": "watch last", "attach": "watch last", "kill": "stop last",
     "cancel": "stop last", "info": "show last", "continue": "resume last", "evaluate": "eval last",
-    "test": "eval last", "generate": "eval last", "chat": "eval last", "infer": "eval last",
+    "test": "eval last", "generate": "chat last", "talk": "chat last", "infer": "chat last",
     "push": "show last", "upload": "show last", "publish": "show last", "export": "show last", "delete": "rm last",
     "remove": "rm last", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
     "config": "recipes list",
@@ -49,7 +49,6 @@ WHAT_EXISTS = {
         ("push", "upload", "publish", "export"),
         "show prints the result's folder, and hf upload REPO FOLDER sends it",
     ),
-    **dict.fromkeys(("chat", "infer", "generate"), "answers to the evaluation data: there is no chat"),
     "dpo": "supervised fine-tuning: training on preferences does not exist",
 }
 """Said beside the command that is nearest to something that does not exist."""

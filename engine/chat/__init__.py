@@ -1,0 +1,1 @@
+"""Talks to trained models: which weights to load, conversations that fit, streamed answers. No code of training."""

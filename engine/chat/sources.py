@@ -1,0 +1,202 @@
+"""The models of a chat: which weights each target names, and how they are loaded. Adapters, and the base that they were
+trained on, share one base model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from engine.budget.architecture.facts import Architecture, from_config
+from engine.budget.architecture.parameters import parameter_count
+from engine.budget.predict.inference import generation_bytes
+from engine.budget.predict.parallel_layout import on_one_device
+from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.schema.run import RunSpec
+from engine.device.base import Device
+from engine.device.oom import retry_on_oom
+from engine.errors import DoesNotFitError, UnknownArchitectureError, UsageError
+from engine.journal.checkpoints_on_disk import damage, find_checkpoints
+from engine.journal.directory import RunDirectory
+from engine.journal.event_text import format_bytes
+from engine.model.adapted_linear import compute_in_input_dtype
+from engine.model.adapters import set_adapter_dtype
+from engine.model.config import model_config_dict
+from engine.model.decoder import eval_mode
+from engine.model.load import load_model
+from engine.model.loaded import ADAPTER, LoadedModel
+from engine.model.reference import find_run_weights, find_starting_weights
+from engine.model.tokenizer import load_tokenizer
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ChatSource:
+    """Weights to talk to: those of `spec`'s model with `weights` (a saved adapter or full model) loaded into it."""
+
+    label: str
+    spec: RunSpec
+    weights: Path | None
+    """None: the model that the run starts from."""
+
+
+def weights_of_run(place: RunDirectory, which: str | None, notify: Notify) -> Path:
+    """The folder of the run's result or, of `which`, a step or "best". A run without a result: its newest checkpoint,
+    and `notify` says which. Raises UsageError if there is none."""
+    if which is not None:
+        return find_run_weights(f"run:{place.path}@{which}")
+    if place.adapter.is_dir() or place.model.is_dir():
+        return find_run_weights(f"run:{place.path}")
+    whole = next((found for found in find_checkpoints(place.checkpoints) if not damage(found)), None)
+    if whole is None:
+        raise UsageError(
+            f"{place.name} has neither a result nor a checkpoint yet",
+            fix=f"write one while it trains: tunedeck checkpoint {place.name}",
+        )
+    notify(f"{place.name} has no result yet: its newest checkpoint, step {whole.step}, answers")
+    return whole.weights
+
+
+@dataclass
+class ChatModel:
+    """A model that answers. Several may share `loaded`; each has an adapter of its own there, or none (the base)."""
+
+    label: str
+    spec: RunSpec
+    loaded: LoadedModel
+    adapter: str | None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block the loaded model computes as this one, in evaluation mode and without gradients."""
+        model = self.loaded.model
+        with eval_mode(model):
+            if not isinstance(model, PeftModel):
+                yield
+            elif self.adapter is None:
+                with model.disable_adapter():
+                    yield
+            else:
+                model.set_adapter(self.adapter)
+                yield
+
+
+def load_sources(sources: Sequence[ChatSource], device: Device, notify: Notify) -> list[ChatModel]:
+    """Load all sources, in the order given. Call this inside `device.activate()`.
+
+    Raises DoesNotFitError, before anything is loaded, if the weights do not fit into free memory.
+    """
+    require_room(sources, device)
+    shared: dict[tuple[Any, ...], LoadedModel] = {}
+    found: dict[int, ChatModel] = {}
+    # Bases last: an adapter's base needs no memory of its own.
+    for number, source in sorted(enumerate(sources), key=lambda item: item[1].weights is None):
+        found[number] = _load(source, number, shared, device, notify)
+    return [found[number] for number in range(len(sources))]
+
+
+def _load(
+    source: ChatSource, number: int, shared: dict[tuple[Any, ...], LoadedModel], device: Device, notify: Notify
+) -> ChatModel:
+    spec, key = source.spec, _base_key(source.spec)
+    loaded = shared.get(key) if spec.recipe.method.kind == "lora" else None
+    if loaded is not None and source.weights is None:
+        return ChatModel(source.label, spec, loaded, None)
+    if loaded is not None and source.weights is not None:
+        if not (_has_whole_modules(loaded, ADAPTER) or _saves_whole_modules(source.weights)):
+            return ChatModel(source.label, spec, loaded, _add_adapter(loaded, source, f"chat{number}", device))
+        notify(f"{source.label} has modules that were trained in full: it is loaded with a base of its own")
+    notify(f"loading {source.label}")
+    tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+
+    def report(failure: object, remedy: str, attempt: int) -> None:
+        notify(f"out of memory while loading {source.label}: {remedy} {attempt}")
+
+    loaded = retry_on_oom(lambda: load_model(spec, device, tokenizer), "load", device, report)
+    if source.weights is not None:
+        loaded.load_weights(source.weights)
+    if isinstance(loaded.model, PeftModel):
+        shared.setdefault(key, loaded)
+    starts_from_adapter = find_starting_weights(spec.recipe.model).adapter is not None
+    is_adapter = isinstance(loaded.model, PeftModel) and (source.weights is not None or starts_from_adapter)
+    return ChatModel(source.label, spec, loaded, ADAPTER if is_adapter else None)
+
+
+def _add_adapter(loaded: LoadedModel, source: ChatSource, name: str, device: Device) -> str:
+    """Load a further adapter onto the base; returns its name there."""
+    model = loaded.model
+    assert isinstance(model, PeftModel)
+    place = str(device.torch_device)
+    model.load_adapter(str(source.weights), adapter_name=name, is_trainable=False, torch_device=place)
+    set_adapter_dtype(model, source.spec.recipe.method)
+    compute_in_input_dtype(model)
+    device.adopt([tensor for key, tensor in model.named_parameters() if f".{name}." in key])
+    return name
+
+
+def _base_key(spec: RunSpec) -> tuple[Any, ...]:
+    """What two runs must have in common to be trained on the same base weights, computed in the same way."""
+    recipe, start = spec.recipe, find_starting_weights(spec.recipe.model)
+    settings = recipe.model.model_dump_json(exclude={"id", "adapter", "revision", "tokenizer", "chat_template"})
+    is_new = recipe.model.init == "random" or start.base.startswith(BUILTIN_PREFIX)
+    seed = recipe.train.seed if is_new else None
+    return start.base, start.revision, settings, seed, recipe.model.tokenizer, recipe.model.chat_template
+
+
+def _has_whole_modules(loaded: LoadedModel, name: str) -> bool:
+    assert isinstance(loaded.model, PeftModel)
+    config = loaded.model.peft_config[name]
+    return bool(getattr(config, "modules_to_save", None) or getattr(config, "trainable_token_indices", None))
+
+
+def _saves_whole_modules(folder: Path) -> bool:
+    """Whether a saved adapter has modules or token rows that replace the base's."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    return bool(getattr(config, "modules_to_save", None) or getattr(config, "trainable_token_indices", None))
+
+
+def facts_for_memory(spec: RunSpec) -> tuple[Architecture, MemoryConfig] | None:
+    """None without a closed form of the architecture."""
+    try:
+        arch = from_config(model_config_dict(spec))
+    except UnknownArchitectureError:
+        return None
+    return arch, memory_config_of(arch, on_one_device(spec))
+
+
+def require_room(sources: Sequence[ChatSource], device: Device) -> None:
+    """Raise DoesNotFitError if the weights of all bases, and the cache of a short answer, exceed the free memory.
+    4-bit weights and architectures without a closed form are tried instead."""
+    needed_bytes, bases = 0, set()
+    for source in sources:
+        facts = facts_for_memory(source.spec)
+        key = (_base_key(source.spec), source.spec.recipe.method.kind == "lora" or source.weights)
+        if facts is None or facts[1].quantized or key in bases:
+            continue
+        bases.add(key)
+        arch, config = facts
+        needed_bytes += parameter_count(arch) * config.base_bytes
+        one = generation_bytes(arch, config, rows=1, prompt=1, generate=source.spec.recipe.generate)
+        needed_bytes += one if len(bases) == 1 else 0
+    free_bytes = device.available_bytes - device.memory().allocated_bytes
+    if needed_bytes > free_bytes:
+        raise DoesNotFitError(
+            f"the chat needs {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free on {device.name}",
+            fix="name fewer models, lower generate.max_new_tokens with --set, or use a profile with more memory: -p",
+        )
+
+
+def free_for_answers(device: Device) -> int:
+    """Bytes that prompt, cache and logits of an answer may take."""
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+    return device.available_bytes - device.memory().allocated_bytes
