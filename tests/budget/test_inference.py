@@ -58,6 +58,15 @@ def test_a_single_long_prompt_has_no_mask(tmp_path: Path) -> None:
     assert -0.01 <= predicted_generation(spec, 400, rows=1) / measured - 1 <= 0.01
 
 
+def test_a_long_answer_in_eager_attention_repeats_keys_and_values(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"model": {"attention": "eager"}, "generate": {"max_new_tokens": 300}}
+    spec = run_spec(folder_of(QWEN2, tmp_path / "model"), method={"rank": 8}, **tables)
+    arch = find_architecture(spec)
+    static = static_bytes(arch, memory_config_of(arch, spec)).total.static
+    measured = measured_generation(spec, 4, 4) - static
+    assert predicted_generation(spec, 4) - static == pytest.approx(measured, rel=0.02)
+
+
 def test_scoring_is_planned_without_optimizer_state_and_with_the_cache_it_needs() -> None:
     answers: dict[str, Any] = {"evaluate": {"metrics": ["rouge"]}, "generate": {"max_new_tokens": 2000}}
     spec = run_spec(device={"kind": "metered", "memory_gib": 0.25}, **HELD_OUT, **answers)

@@ -191,7 +191,8 @@ def test_a_four_bit_base_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     """State-space models have an upper limit of time steps, which is infinity in most."""
     sizes = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
-    config = AutoConfig.for_model(**SHALLOW | {"model_type": "bamba"}, attn_layer_indices=[1], **sizes)
+    settings = {**SHALLOW, **sizes, "model_type": "bamba", "attn_layer_indices": [1]}
+    config = AutoConfig.for_model(**settings)
     config.save_pretrained(tmp_path)
     assert "Infinity" in (tmp_path / "config.json").read_text()
     assert find_config(str(tmp_path), None)["time_step_limit"] == [0.0, float("inf")]
