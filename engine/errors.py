@@ -14,6 +14,9 @@ FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 BROKEN_DISK = {errno.EIO, errno.EROFS}
 """Numbers of the OSErrors of a disk that fails, or that the system has made read-only."""
 
+NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+"""Numbers of the OSErrors of files and folders that this user may not change."""
+
 KILLED_CODE = 137
 """As shells report a run that was stopped by force: 128 + SIGKILL."""
 
@@ -39,13 +42,17 @@ class TunedeckError(Exception):
 
 
 def disk_problem(error: BaseException, default: str) -> EnvironmentProblem | None:
-    """Words for a full, failing or read-only disk; None for any other error. `default` stands for a file whose name
-    the error does not have."""
-    if not isinstance(error, OSError) or error.errno not in FULL_DISK | BROKEN_DISK:
+    """Words for a full, failing or read-only disk, and for missing permission; None for any other error. `default`
+    stands for a file whose name the error does not have."""
+    if not isinstance(error, OSError) or error.errno not in FULL_DISK | BROKEN_DISK | NOT_ALLOWED:
         return None
-    is_full = error.errno in FULL_DISK
-    verb = "written" if is_full or error.errno == errno.EROFS else "read or written"
-    fix = "make room on that disk" if is_full else "see dmesg: the disk or its connection fails, or is read-only"
+    verb = "written" if error.errno in {*FULL_DISK, errno.EROFS} else "read or written"
+    if error.errno in FULL_DISK:
+        fix = "make room on that disk"
+    elif error.errno in BROKEN_DISK:
+        fix = "see dmesg: the disk or its connection fails, or is read-only"
+    else:
+        fix = "give yourself permission to read and write it, see: ls -ld"
     return EnvironmentProblem(f"{error.filename or default} cannot be {verb}: {error.strerror}", fix=fix)
 
 

@@ -29,8 +29,11 @@ def _note(directory: RunDirectory) -> Path:
 
 
 def note_attempt(directory: RunDirectory, attempt: Attempt) -> None:
-    """Raises OSError."""
-    write_atomically(_note(directory), json.dumps(asdict(attempt)))
+    """Raises OSError. Removes what an engine left that was killed while it wrote its note."""
+    note = _note(directory)
+    write_atomically(note, json.dumps(asdict(attempt)))
+    for draft in note.parent.glob(f".{note.name}.*.tmp"):
+        draft.unlink(missing_ok=True)
 
 
 def forget_attempt(directory: RunDirectory) -> None:

@@ -42,8 +42,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
     try:
         draft.mkdir()
         _write_manifest(draft, step, fill(draft) or {})
-        replaced = _step_aside(final)
-        os.rename(draft, final)
+        replaced = _put_in_place(draft, final)
     except Exception as error:  # raised again: no error of a file writer may leave a draft behind
         shutil.rmtree(draft, ignore_errors=True)
         found = OS_ERROR.search(str(error))
@@ -65,6 +64,8 @@ def prune(folder: Path, keep: int) -> None:
     for draft in folder.glob(f".{PREFIX}*"):
         if not draft.name.endswith(f".{os.getpid()}"):
             shutil.rmtree(draft, ignore_errors=True)
+    for record in folder.glob(f".{BEST}.*.tmp"):
+        record.unlink(missing_ok=True)
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -99,8 +100,7 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
-    _step_aside(target)
-    os.rename(draft, target)
+    _put_in_place(draft, target)
     # The replaced result, and drafts of processes that died.
     for debris in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(debris, ignore_errors=True)
@@ -117,12 +117,18 @@ def _share(source: str, target: str) -> None:
     shutil.copy2(source, target)
 
 
-def _step_aside(path: Path) -> Path | None:
-    """Rename a folder, so that another can take its name by one rename; returns the new name, if there was one."""
-    if not path.exists():
-        return None
-    aside = path.with_name(f".{path.name}.old.{os.getpid()}")
-    os.rename(path, aside)
+def _put_in_place(draft: Path, target: Path) -> Path | None:
+    """Rename a finished folder to its name. Returns the new name of the one that had it; if the rename fails, that one
+    gets its name back."""
+    aside = target.with_name(f".{target.name}.old.{os.getpid()}") if target.exists() else None
+    if aside is not None:
+        os.rename(target, aside)
+    try:
+        os.rename(draft, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
     return aside
 
 

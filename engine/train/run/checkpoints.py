@@ -151,8 +151,8 @@ class CheckpointManager:
         self.last_saved = checkpoint.step
         self._state.best = Best(**self._ranks.run_on_rank0(self._agree_on_the_best))
         if self._ranks.is_rank0:
-            forget_after(self._directory.checkpoints, checkpoint.step)
-            prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
+            self._when_there_is_room(lambda: forget_after(self._directory.checkpoints, checkpoint.step))
+            self._prune()
         same_length: bool = saved["total_steps"] == here["total_steps"]
         self._journal.write(
             "resumed",
@@ -196,7 +196,7 @@ class CheckpointManager:
         checkpoint = self._when_there_is_room(
             lambda: retry_on_oom(self._write_checkpoint, "checkpoint", self._context.device, self._retried)
         )
-        prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep)
+        self._prune()
         self._journal.write(
             "checkpoint_saved",
             step=self._state.step,
@@ -207,6 +207,10 @@ class CheckpointManager:
         )
         self._journal.phase("training")
         return True
+
+    def _prune(self) -> None:
+        """Remove old checkpoints, which takes room on some file systems."""
+        self._when_there_is_room(lambda: prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep))
 
     def _write_checkpoint(self) -> Checkpoint:
         setup = self._setup

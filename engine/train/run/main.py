@@ -45,7 +45,7 @@ from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.host_kills import Attempt, forget_attempt, killed_attempt, note_attempt
 from engine.journal.liveness import claim
-from engine.journal.writer import Journal, heartbeats
+from engine.journal.writer import Journal, heartbeats, until_there_is_room
 from engine.launch.followers import run_on_finish, trackers_following
 from engine.model.config import disable_progress_bars
 from engine.train.proofs.among_ranks import refuse_shared_cards
@@ -169,7 +169,7 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
             raise
         traceback.print_exc()
         status, code, error = _describe(failure, start.directory)
-    forget_attempt(start.directory)
+    _forget_attempt(start.directory)
     journal.write(
         "run_finished",
         status=status,
@@ -180,6 +180,13 @@ def _train_and_record(start: RunStart, journal: Journal, requests: RunRequests) 
         **facts,
     )
     return status, code
+
+
+def _forget_attempt(place: RunDirectory) -> None:
+    try:
+        forget_attempt(place)
+    except OSError as error:  # a note that stays counts only after another kill; the journal must say how the run ended
+        log.warning("the note of this attempt cannot be removed: %s", error)
 
 
 def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
@@ -202,7 +209,7 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
 def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[Ending, dict[str, Any]]:
     """How the run ended, and the measured fields of `run_finished`."""
     spec, place, ranks = start.spec, start.directory, start.ranks
-    killed = _note_attempt(start, journal)
+    killed = _note_attempt(start, journal, requests)
     device = _open(spec_of_rank(spec, ranks.local_rank), journal, requests, ranks)
     _write_run_started(start, journal, device)
     with device.activate(), deterministic_kernels(spec.recipe.train.deterministic, device.kind):
@@ -225,7 +232,8 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         if killed is not None:
             training.start_smaller(killed)
         if ranks.is_rank0:
-            note_attempt(place, Attempt(oom_kills(), setup.context.budget.budget_bytes))
+            attempt = Attempt(oom_kills(), setup.context.budget.budget_bytes)
+            until_there_is_room(lambda: note_attempt(place, attempt), requests.poll, journal.warn_of_full_disk)
         with frozen_gc(), watchdog.watching(), _checkpoint_on_failure(training, ranks):
             ending = training.run()
         if ranks.is_rank0:
@@ -233,7 +241,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 
-def _note_attempt(start: RunStart, journal: Journal) -> Attempt | None:
+def _note_attempt(start: RunStart, journal: Journal, requests: RunRequests) -> Attempt | None:
     """Note for the next attempt that this one begins; returns the last one, on all ranks, if the kernel killed it for
     host memory. Raises MemoryExhaustedError for the second in a row that did not come to train."""
     killed = killed_attempt(start.directory) if start.ranks.is_rank0 else None
@@ -249,7 +257,8 @@ def _note_attempt(start: RunStart, journal: Journal) -> Attempt | None:
     if killed is not None:
         journal.warn("host_memory", "the kernel killed the last engine of this run because host memory ran out")
     if start.ranks.is_rank0:
-        note_attempt(start.directory, Attempt(oom_kills(), None, count))
+        attempt = Attempt(oom_kills(), None, count)
+        until_there_is_room(lambda: note_attempt(start.directory, attempt), requests.poll, journal.warn_of_full_disk)
     return killed
 
 

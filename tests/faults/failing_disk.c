@@ -1,0 +1,144 @@
+/* Preloaded into a process and all that it starts: makes the n-th change of a file below one folder fail, or kills the
+   process right before it. The folder, n and the error stand in a shared page (tests/faults/failing_disk.py), which
+   also counts the changes of all processes. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+struct control {
+    unsigned long long count, number; /* changes so far; the one that fails, 0 for none */
+    int error;                        /* 0 kills */
+    int done;                         /* set by the process that it happened to */
+    char root[1024], what[1024];
+};
+
+static struct control *page;
+
+__attribute__((constructor)) static void attach(void) {
+    const char *path = getenv("FAILING_DISK");
+    int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (file < 0) return;
+    void *found = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (found != MAP_FAILED) page = found;
+}
+
+#define REAL(name) ((__typeof__(&name))real(#name))
+
+static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
+
+static int fails_at(const char *call, const char *path) {
+    if (strncmp(path, page->root, strlen(page->root))) return 0;
+    unsigned long long number = __atomic_add_fetch(&page->count, 1, __ATOMIC_SEQ_CST);
+    if (number != page->number) return 0;
+    snprintf(page->what, sizeof page->what, "%s %s", call, path);
+    page->done = getpid();
+    if (!page->error) kill(getpid(), SIGKILL);
+    errno = page->error;
+    return 1;
+}
+
+static int on_path(const char *call, int folder, const char *path) {
+    char full[4096] = "", link[64];
+    if (!page || !page->root[0] || !path) return 0;
+    if (path[0] != '/') {
+        if (folder == AT_FDCWD) strcpy(link, "/proc/self/cwd");
+        else snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+        ssize_t length = readlink(link, full, 2000);
+        if (length < 0) return 0;
+        full[length] = '/';
+        full[length + 1] = 0;
+    }
+    if (strlen(path) > 2000) return 0;
+    strcat(full, path);
+    return fails_at(call, full);
+}
+
+static int on_file(const char *call, int file) {
+    char link[64], full[4096];
+    if (!page || !page->root[0]) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, full, sizeof full - 1);
+    if (length < 0) return 0;
+    full[length] = 0;
+    return fails_at(call, full);
+}
+
+static int writes(int flags) { return flags & (O_CREAT | O_TRUNC | O_WRONLY | O_RDWR); }
+
+#define OPEN(name)                                                                                                     \
+    int name(const char *path, int flags, ...) {                                                                       \
+        va_list rest;                                                                                                  \
+        va_start(rest, flags);                                                                                         \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0;                                        \
+        va_end(rest);                                                                                                  \
+        if (writes(flags) && on_path("open", AT_FDCWD, path)) return -1;                                               \
+        return REAL(name)(path, flags, mode);                                                                          \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                                                                                   \
+    int name(int folder, const char *path, int flags, ...) {                                                           \
+        va_list rest;                                                                                                  \
+        va_start(rest, flags);                                                                                         \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0;                                        \
+        va_end(rest);                                                                                                  \
+        if (writes(flags) && on_path("open", folder, path)) return -1;                                                 \
+        return REAL(name)(folder, path, flags, mode);                                                                  \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+#define FOPEN(name)                                                                                                    \
+    FILE *name(const char *path, const char *mode) {                                                                   \
+        if (strpbrk(mode, "wa+") && on_path("open", AT_FDCWD, path)) return NULL;                                      \
+        return REAL(name)(path, mode);                                                                                 \
+    }
+FOPEN(fopen)
+FOPEN(fopen64)
+
+#define ON_FILE(type, name, parameters, arguments)                                                                     \
+    type name parameters {                                                                                             \
+        if (on_file(#name, file)) return -1;                                                                           \
+        return REAL(name) arguments;                                                                                   \
+    }
+ON_FILE(ssize_t, write, (int file, const void *bytes, size_t count), (file, bytes, count))
+ON_FILE(ssize_t, writev, (int file, const struct iovec *parts, int count), (file, parts, count))
+ON_FILE(ssize_t, pwrite, (int file, const void *bytes, size_t count, off_t at), (file, bytes, count, at))
+ON_FILE(ssize_t, pwrite64, (int file, const void *bytes, size_t count, off64_t at), (file, bytes, count, at))
+ON_FILE(int, ftruncate, (int file, off_t size), (file, size))
+ON_FILE(int, ftruncate64, (int file, off64_t size), (file, size))
+ON_FILE(int, fsync, (int file), (file))
+ON_FILE(int, fdatasync, (int file), (file))
+ON_FILE(ssize_t, sendfile, (int file, int from, off_t *at, size_t count), (file, from, at, count))
+ON_FILE(ssize_t, sendfile64, (int file, int from, off64_t *at, size_t count), (file, from, at, count))
+
+#define ON_PATH(name, parameters, folder, path, arguments)                                                             \
+    int name parameters {                                                                                              \
+        if (on_path(#name, folder, path)) return -1;                                                                   \
+        return REAL(name) arguments;                                                                                   \
+    }
+ON_PATH(mkdir, (const char *path, mode_t mode), AT_FDCWD, path, (path, mode))
+ON_PATH(mkdirat, (int folder, const char *path, mode_t mode), folder, path, (folder, path, mode))
+ON_PATH(rename, (const char *path, const char *to), AT_FDCWD, to, (path, to))
+ON_PATH(renameat, (int from, const char *path, int folder, const char *to), folder, to, (from, path, folder, to))
+ON_PATH(unlink, (const char *path), AT_FDCWD, path, (path))
+ON_PATH(unlinkat, (int folder, const char *path, int flags), folder, path, (folder, path, flags))
+ON_PATH(rmdir, (const char *path), AT_FDCWD, path, (path))
+ON_PATH(link, (const char *path, const char *to), AT_FDCWD, to, (path, to))
+ON_PATH(linkat, (int from, const char *path, int folder, const char *to, int flags), folder, to,
+        (from, path, folder, to, flags))
+ON_PATH(symlink, (const char *to, const char *path), AT_FDCWD, path, (to, path))

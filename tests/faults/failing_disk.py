@@ -1,0 +1,66 @@
+"""A disk that fails once: processes below a folder get an error from the n-th change of a file, or are killed there.
+
+`preload()` compiles failing_disk.c and sets LD_PRELOAD for the processes that are started afterwards; they share one
+page of memory with this process, which says what fails and counts the changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("failing_disk.c")
+
+
+class _Page(ctypes.Structure):
+    """`struct control` of failing_disk.c."""
+
+    _fields_ = (
+        ("count", ctypes.c_ulonglong), ("number", ctypes.c_ulonglong), ("error", ctypes.c_int), ("done", ctypes.c_int),
+        ("root", ctypes.c_char * 1024), ("what", ctypes.c_char * 1024),
+    )  # fmt: skip
+
+
+class FailingDisk:
+    """The control page of all processes that were started since `preload`."""
+
+    def __init__(self, page: _Page) -> None:
+        self._page = page
+
+    @contextmanager
+    def failing(self, root: Path, number: int, error: int) -> Iterator[None]:
+        """Inside the block, the `number`-th change of a file below `root` fails with `error`, or kills if that is 0.
+        With number 0, changes are only counted."""
+        page = self._page
+        page.count, page.number, page.error, page.done, page.what = 0, number, error, 0, b""
+        page.root = os.fsencode(root)
+        try:
+            yield
+        finally:
+            page.root = b""
+
+    @property
+    def count(self) -> int:
+        """Changes in the last block."""
+        return int(self._page.count)
+
+    @property
+    def what(self) -> str:
+        """The call that failed and its path; empty if there were fewer changes."""
+        return os.fsdecode(self._page.what)
+
+
+def preload(folder: Path) -> FailingDisk:
+    """Let processes that this one starts from now on have the failing disk; its library is compiled into `folder`."""
+    library, control = folder / "failing_disk.so", folder / "control"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+    control.write_bytes(bytes(ctypes.sizeof(_Page)))
+    with control.open("r+b") as file:
+        page = _Page.from_buffer(mmap.mmap(file.fileno(), 0))
+    os.environ.update(LD_PRELOAD=str(library), FAILING_DISK=str(control))
+    return FailingDisk(page)
