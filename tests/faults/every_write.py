@@ -1,0 +1,260 @@
+"""Every write is cut: each change of a file that a run makes fails once, with each of four errors, and kills once.
+
+A scenario is a few commands in a folder of their own. After the fault nothing that looks complete may be damaged, no
+command ends with a traceback, an error names a fix, and when the user has done what is said, losses and weights equal
+those of the undisturbed scenario bit for bit.
+
+Not a test module. Try: `python -P -m tests.faults.every_write --sample 20`
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from engine.journal.checkpoints_on_disk import damage, find_checkpoints
+from engine.journal.directory import RunDirectory
+from engine.journal.stages import stage_directories
+from engine.journal.summary import summarise
+from engine.launch.process import ENTRY_FILE
+from tests import fork_server
+from tests.cli.small_recipes import write_profile, write_recipe
+from tests.conftest import FOLDERS
+from tests.events import read_events
+from tests.faults.failing_disk import FailingDisk, preload
+
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
+PATIENCE_SECONDS = 180.0
+
+say = partial(print, flush=True)
+
+TRAINING = (("max_steps = 2", "max_steps = 4"), ("every_steps = 1", "every_steps = 2\nkeep = 1"),
+            ("micro_batch = 2\n", "micro_batch = 2\nseed = 3\n"))  # fmt: skip
+EVALUATION = '\n[eval]\nevery_steps = 2\nlimit = 2\n\n[[data.validation]]\nname = "held"\npath = "data.jsonl"\n'
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    words: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+
+class Place:
+    """A folder with a recipe, a profile, runs and the user's own folders."""
+
+    def __init__(self, folder: Path, more: str = "", profile: str = "") -> None:
+        self.folder = folder.resolve()
+        self.runs = self.folder / "runs"
+        for each in ("input", "runs", *(name.lower() for name in FOLDERS)):
+            (self.folder / each).mkdir(parents=True, exist_ok=True)
+        self.recipe = write_recipe(self.folder / "input", *TRAINING, more=EVALUATION + more)
+        self.profile = write_profile(self.folder / "input", ("memory_gib = 8.0", "memory_gib = 8.0\n" + profile))
+        self.environment = {name: str(self.folder / name.lower()) for name in FOLDERS}
+        self.environment |= {"TUNEDECK_RUNS": str(self.runs), "HF_HUB_OFFLINE": "1"}
+        self.ended: list[Ended] = []
+
+    def call(self, *words: object) -> Ended:
+        """Run one command to its end."""
+        command = [sys.executable, "-P", str(ENTRY_FILE), *map(str, words)]
+        done = subprocess.run(
+            command, cwd=self.folder / "input", env={**os.environ, **self.environment}, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+        self.ended.append(Ended(tuple(map(str, words)), done.returncode, done.stdout, done.stderr))
+        return self.ended[-1]
+
+    def found(self) -> list[RunDirectory]:
+        """The runs that are there."""
+        return [RunDirectory(path) for path in sorted(self.runs.iterdir()) if (path / "run.toml").is_file()]
+
+
+def train(place: Place) -> None:
+    place.call("train", "-p", place.profile, "-r", place.recipe)
+
+
+def queue(place: Place) -> None:
+    for name in ("one", "two"):
+        place.call("queue", "add", "-p", place.profile, "-r", place.recipe, "--name", name)
+    place.call("queue", "start")
+
+
+def evaluate(place: Place) -> None:
+    place.call("eval", "last", "--limit", "2")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is disturbed, in which kind of place, and how many runs it must leave."""
+
+    name: str
+    disturbed: Callable[[Place], None]
+    before: Callable[[Place], None] = lambda place: None
+    runs: int = 1
+    more: str = ""
+    profile: str = ""
+
+    def place(self, folder: Path) -> Place:
+        return Place(folder, self.more, self.profile)
+
+
+STAGES = '\n[[stages]]\nname = "one"\n\n[[stages]]\nname = "two"\nfrom = "one"\n'
+SCENARIOS = (
+    Scenario("single run", train),
+    Scenario("two ranks", train, profile="count = 2\n"),
+    Scenario("staged run", train, more=STAGES),
+    Scenario("queue", queue, runs=2),
+    Scenario("evaluation", evaluate, before=train),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What must be equal: losses of each step and weights of each run, by stage."""
+
+    losses: dict[str, dict[int, float]]
+    weights: dict[str, dict[str, torch.Tensor]]
+
+    def differs(self, other: Result) -> list[str]:
+        """In words; empty if both are equal to the bit."""
+        wrong = [] if self.losses == other.losses else [f"losses {self.losses} are not {other.losses}"]
+        for name, tensors in other.weights.items():
+            own = self.weights.get(name, {})
+            same = own.keys() == tensors.keys() and all(torch.equal(own[key], tensors[key]) for key in tensors)
+            wrong += [] if same else [f"the weights of {name} differ"]
+        return wrong
+
+
+def result_of(place: Place) -> Result:
+    """Read the result of all runs of a place."""
+    parts = {
+        f"{number}/{part.path.name if part is not run else ''}": part
+        for number, run in enumerate(place.found())
+        for part in (stage_directories(run) or [run])
+    }
+    return Result({name: _losses(part) for name, part in parts.items()},
+                  {name: load_file(part.model / "model.safetensors") for name, part in parts.items()})  # fmt: skip
+
+
+def _losses(run: RunDirectory) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_events(run.events) if event["kind"] == "step"}
+
+
+def finish(place: Place, scenario: Scenario) -> list[str]:
+    """Do what a user would: wait for engines that live, resume what has ended early, start again what was never made.
+    Returns what stands in the way."""
+    for _ in range(2):
+        for run in place.found():
+            place.call("wait", run.path.name)
+            if summarise(run).status not in ("done", "queued"):
+                ended = place.call("resume", run.path.name)
+                if ended.code != 0:
+                    return [f"resume ends with {ended.code}: {ended.err[-600:]}"]
+        if len(place.found()) >= scenario.runs and all(summarise(run).status == "done" for run in place.found()):
+            break
+        (queue if scenario.disturbed is queue else train)(place)
+    if scenario.disturbed not in (train, queue):
+        scenario.disturbed(place)
+        if place.ended[-1].code != 0:
+            return [f"{place.ended[-1].words[0]} again ends with {place.ended[-1].code}: {place.ended[-1].err[-600:]}"]
+    return [f"{run.name} is {summarise(run).status}" for run in place.found() if summarise(run).status != "done"]
+
+
+def complaints(place: Place, scenario: Scenario, error: str, reference: Result) -> list[str]:
+    """What is wrong after a fault, in words."""
+    wrong = []
+    for ended in place.ended:
+        if "Traceback" in ended.err or "Traceback" in ended.out or "unexpected" in ended.err:
+            wrong.append(f"{ended.words[0]} ends with {ended.code} and a defect's words: {ended.err[-900:]}")
+        elif ended.code not in (0, -9, 130) and error != "killed" and "fix:" not in ended.out + ended.err:
+            wrong.append(f"{ended.words[0]} ends with {ended.code} and no fix: {(ended.out + ended.err)[-600:]!r}")
+    for run in place.found():
+        unsound = [each for each in find_checkpoints(run.checkpoints) if damage(each)]
+        wrong += [f"{run.name}: {each.path.name} {damage(each)}" for each in unsound]
+    stuck = finish(place, scenario)
+    if not stuck:
+        count = len(place.found())
+        stuck = result_of(place).differs(reference) if count == scenario.runs else [f"there are {count} runs"]
+    wrong += stuck
+    return wrong + debris(place)
+
+
+def debris(place: Place) -> list[str]:
+    """Drafts that nothing will ever remove."""
+    return [f"left behind: {path.relative_to(place.folder)}" for path in place.runs.rglob(".*")
+            if path.name not in (".trash", ".queue") and not path.name.endswith(".lock")]  # fmt: skip
+
+
+def main() -> int:
+    """Cut every write of every scenario, print a table; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", type=int, help="faults of each scenario, instead of every one")
+    parser.add_argument("--only", help="one scenario")
+    parser.add_argument("--seed", type=int, default=20261124)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder:
+        disk = preload(Path(folder))
+        fork_server.install()
+        wrong = 0
+        for scenario in SCENARIOS:
+            if asked.only in (None, scenario.name):
+                wrong += cut(scenario, disk, Path(folder), asked.sample, random.Random(f"{asked.seed} {scenario.name}"))
+        fork_server.close()
+    return 1 if wrong else 0
+
+
+def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None, draw: random.Random) -> int:
+    """Cut the writes of one scenario; returns how often something was wrong."""
+    whole = scenario.place(folder / "undisturbed")
+    scenario.before(whole)
+    with disk.failing(whole.runs, 0, 0):
+        scenario.disturbed(whole)
+    bad = [ended for ended in whole.ended if ended.code]
+    assert not bad, bad
+    reference, count = result_of(whole), disk.count
+    shutil.rmtree(whole.folder)
+    cases = [(number, error) for number in range(1, count + 1) for error in ERRORS]
+    if sample is not None:
+        cases = draw.sample(cases, min(sample, len(cases)))
+    tried: Counter[str] = Counter()
+    wrong = 0
+    began = time.monotonic()
+    for number, error in cases:
+        place = scenario.place(folder / "place")
+        scenario.before(place)
+        with disk.failing(place.runs, number, ERRORS[error]):
+            scenario.disturbed(place)
+        what = disk.what.replace(str(place.folder), "")
+        tried[error] += 1
+        found = complaints(place, scenario, error, reference)
+        wrong += bool(found)
+        for text in found:
+            say(f"  {scenario.name}, {error} at change {number} ({what}): {text}")
+        shutil.rmtree(place.folder, ignore_errors=True)
+    words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
+    verdict = f"{wrong} WRONG" if wrong else "nothing lost"
+    seconds = time.monotonic() - began
+    say(f"{scenario.name:<16} {len(cases):>6} of {count * len(ERRORS)} faults ({words})   {verdict}   {seconds:.0f} s")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
