@@ -39,8 +39,8 @@ durations: $(READY)
 torture: $(READY)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.stages.kill_anywhere --moments 30
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.faults.every_write --sample 100
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -m torture -s
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.faults.every_write --sample 100
 
 plans: $(READY)
 	$(BIN)/python -m benchmarks.plans

@@ -107,7 +107,7 @@ def _start_text(name: str) -> str:
 
 def _ending(directory: RunDirectory) -> tuple[str, int]:
     summary = summarise(directory)
-    error = f": {clean(summary.last_error.splitlines()[0])}" if summary.last_error else ""
+    error = f": {clean('; '.join(summary.last_error.splitlines()))}" if summary.last_error else ""
     code = 1 if summary.exit_code is None else summary.exit_code
     return f"{directory.name}: {summary.status} at step {summary.step}{error}", code
 

@@ -28,10 +28,12 @@ def started(tunedeck: Tunedeck) -> Iterator[tuple[RunDirectory, int]]:
     told = json.loads(tunedeck("train", "-p", "demo", "-r", "demo", *LONG, "--detach", "--json").out)
     engine = identify(told["pid"])
     run = RunDirectory(Path(told["path"]))
-    until(lambda: summarise(run).step > 0)
-    yield run, told["pid"]
-    if engine is not None and is_alive(engine):
-        os.kill(engine.pid, signal.SIGKILL)
+    try:
+        until(lambda: summarise(run).step > 0)
+        yield run, told["pid"]
+    finally:
+        if engine is not None and is_alive(engine):
+            os.kill(engine.pid, signal.SIGKILL)
 
 
 def until_ended(pid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,10 @@ def disturb(loaded: LoadedModel) -> None:
 def tokenizer_at(folder: Path) -> Any:
     """Load the tokenizer in `folder` with transformers alone."""
     return AutoTokenizer.from_pretrained(folder)
+
+
+def name_base(adapter: Path, base: Path) -> None:
+    """Write a folder into a saved adapter's config as its base, as peft does: here it is outside the run that would
+    tell its base."""
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(base)}))

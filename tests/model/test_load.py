@@ -19,7 +19,7 @@ from engine.model.config import model_config_dict
 from engine.model.load import load_model
 from engine.model.loss import make_loss
 from engine.model.reference import find_run_weights, find_starting_weights
-from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, run_spec, write_model
+from tests.model.samples import batch_of, cpu, disturb, load, load_family, logits_of, name_base, run_spec, write_model
 from tests.present import grad_of
 
 
@@ -62,6 +62,7 @@ def test_the_builtin_model_has_the_size_the_budget_knows() -> None:
 def test_the_config_is_the_base_models_also_behind_an_adapter(tmp_path: Path) -> None:
     loaded = load_family(tmp_path, "llama")
     loaded.save(tmp_path / "adapter")
+    name_base(tmp_path / "adapter", tmp_path / "llama")
     config = model_config_dict(run_spec(str(tmp_path / "adapter")))
     assert (config["model_type"], config["hidden_size"]) == ("llama", 32)
 
@@ -243,6 +244,7 @@ def test_a_model_without_memory_has_the_parameters_of_the_real_one_also_where_an
 ) -> None:
     first = load_family(tmp_path, "qwen2")
     first.save(tmp_path / "result")
+    name_base(tmp_path / "result", tmp_path / "qwen2")
     spec = run_spec(str(tmp_path / "result"))
     real, bare = (load_model(spec, cpu(), first.tokenizer, torch.device(place)) for place in ("cpu", "meta"))
     shapes = [

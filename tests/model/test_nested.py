@@ -22,7 +22,7 @@ from engine.model.decoder import find_head, hidden_states
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss, verify_logits
 from engine.model.trained import outside_text
-from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec
+from tests.model.samples import batch_of, cpu, disturb, load, logits_of, name_base, run_spec
 from tests.nested_models import NEEDS_IMAGES, NESTED, write_nested
 
 FIVE = ("qwen3_5", "llama4", "mllama", "mistral3", "qwen3_vl")
@@ -51,8 +51,7 @@ def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
     for loaded, name in ((adapter, "adapter"), (full, "full")):
         disturb(loaded)
         loaded.save(base / name)
-    config = base / "adapter" / "adapter_config.json"  # of an adapter outside a run, which names a folder as its base
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(base)}))
+    name_base(base / "adapter", base)
     return Saved(base, adapter, full)
 
 

@@ -26,7 +26,7 @@ from engine.model.config import load_config
 from engine.model.decoder import hidden_states
 from engine.model.loss import make_loss
 from engine.model.reference import find_starting_weights
-from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec, write_model
+from tests.model.samples import batch_of, cpu, disturb, load, logits_of, name_base, run_spec, write_model
 from tests.train.run_helpers import losses, make_spec, new_run, train, write_samples
 
 YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}
@@ -155,6 +155,7 @@ def test_an_adapter_lies_beside_the_config_that_its_base_needs(tmp_path: Path) -
     loaded = load(long_spec(folder, 512, YARN))
     disturb(loaded)
     loaded.save(tmp_path / "adapter")
+    name_base(tmp_path / "adapter", folder)
     batch = batch_of(length=200)
     mine = logits_of(loaded.model, batch)
     config = AutoConfig.from_pretrained(tmp_path / "adapter")
