@@ -172,7 +172,7 @@ DATA: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "no text": ('{"text": ""}\n', ("1 x text is empty",)),
     "numbers for text": ('{"text": 5}\n{"text": 6}\n', ("2 x text is not text",)),
     "all masked": ('{"prompt": "a", "completion": ""}\n' * 3, ("3 x completion is empty",)),
-    "all too long": ('{"text": "' + "a" * 500 + '"}\n', ("longer than data.max_length",)),
+    "all too long": ('{"prompt": "a", "completion": "' + "a" * 500 + '"}\n', ("longer than data.max_length",)),
     "not UTF-8": (b'{"text": "\xff\xfe"}\n', ("data.jsonl:1: not JSON (not UTF-8 text)",)),
     "binary": (bytes(range(256)) * 4, ("data.jsonl:1: not JSON",)),
     "conversation that is text": ('{"messages": "hello"}\n', ("not a list of turns",)),
