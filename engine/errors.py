@@ -121,6 +121,12 @@ class DivergedError(TunedeckError):
     exit_code = 7
 
 
+class WorseError(TunedeckError):
+    """A score is worse than `compare --fail-if` allows."""
+
+    exit_code = 8
+
+
 class StoppedError(TunedeckError):
     """The run was stopped or paused on request; a checkpoint has been written."""
 

@@ -18,7 +18,7 @@ from engine.commands.shared import (
     print_notices,
     runs_folder,
 )
-from engine.errors import UsageError
+from engine.errors import UsageError, WorseError
 
 if TYPE_CHECKING:
     from engine.journal.compare import Comparison
@@ -40,32 +40,52 @@ AgainstOption = Annotated[
 ]
 
 
+FailIfOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if", metavar="EXPR", show_default=False,
+        help="End with code 8 if a score changed so, from --against or the first run: \"exact_match < -1%\".",
+    ),
+]  # fmt: skip
+
+
 def compare(
     targets: RunArguments,
     metric: MetricOption = None,
     against: AgainstOption = None,
+    fail_if: FailIfOption = None,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
+    from engine.journal.gate import failures, parse_condition
     from engine.journal.score_groups import gains
 
+    conditions = [parse_condition(text) for text in fail_if or ()]
     directories = [directory for target in targets for directory in _find(target, runs)]
     if len({directory.path for directory in directories}) < 2:
         raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
     directories = list(dict.fromkeys(directories))
     found = None
-    if against is not None:
-        reference = _reference(against, runs, directories)
+    reference = _reference(against, runs, directories) if against is not None else directories[0].name
+    if against is not None and not (conditions and metric is None):
         found = gains(directories, _metric(metric, against), reference)
+    failed = failures(directories, conditions, reference)
     comparison = compare_runs(directories)
     if as_json:
-        print_json(comparison.as_json() | ({"gains": asdict(found)} if found else {}), indent=None)
+        more = {"gains": asdict(found)} if found else {}
+        gate = {"failed": [each._asdict() for each in failed]} if conditions else {}
+        print_json(comparison.as_json() | more | gate, indent=None)
     else:
         _print(comparison, metric)
         if found is not None:
             _print_gains(found)
+    if failed:
+        raise WorseError(
+            "\n".join(f"{each.condition}: {each.sentence}" for each in failed),
+            expected="no score beyond what --fail-if allows",
+        )
 
 
 def _metric(metric: str | None, against: str) -> str:
