@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
 from engine.data.chat_template import THINKING_SWITCHES, ChatTemplate, Message, Mode, TemplateRefusal
+from engine.data.conversations import contains, system_folded
 from engine.data.tokenise import Tokeniser
 from engine.errors import DataError, UsageError
 
@@ -52,10 +53,17 @@ class PromptTokens:
         """The prompt with its special tokens. Raises DataError if the template refuses the messages."""
         if self._template is None:
             return str(messages[-1]["content"])
-        try:
-            return self._template.render(messages, None, prompt=True, mode=self._mode)
-        except TemplateRefusal as refusal:
-            raise DataError(str(refusal), fix="leave the system prompt out, or use --plain") from refusal
+        folded, refused = system_folded(messages), None
+        for given in [messages] if folded is None else [messages, folded]:
+            try:
+                text = self._template.render(given, None, prompt=True, mode=self._mode)
+            except TemplateRefusal as refusal:
+                refused = refused or refusal
+                continue
+            # A system turn that the template leaves out goes into the first user turn, as in training.
+            if folded is None or given is folded or contains(text, messages[0]["content"]):
+                return text
+        raise DataError(str(refused), fix="leave the system prompt out, or use --plain") from refused
 
     def ids(self, messages: list[Message]) -> list[int]:
         return [*self._prefix, *self._tokenizer(self.text(messages), add_special_tokens=False)["input_ids"]]

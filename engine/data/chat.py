@@ -26,10 +26,18 @@ from engine.data.chat_template import (
     TemplateRefusal,
     Tools,
     common_length,
+    is_unicode,
     special_ids,
     tool_call_shapes,
 )
-from engine.data.conversations import contains, ends_thinking, require_complete, thinking_of, without_thinking
+from engine.data.conversations import (
+    contains,
+    ends_thinking,
+    require_complete,
+    system_folded,
+    thinking_of,
+    without_thinking,
+)
 from engine.data.records import NO_TARGET, ChatRecord, Dropped
 from engine.errors import DataError
 
@@ -82,11 +90,13 @@ class ChatRenderer:
         last_only: bool = False,
         written: tuple[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
+        folds_system: bool = True,
     ) -> None:
         """`learn_all`: every token is a target, not answers alone; `last_only`: the last answer alone is. `written`:
-        (the text that the template writes for an image, the text that replaces it). `variables` of the template."""
+        (the text that the template writes for an image, the text that replaces it). `variables` of the template.
+        `folds_system`: a system turn that the template refuses or leaves out goes into the first user turn."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
-        self.last_only = last_only
+        self.last_only, self.folds_system = last_only, folds_system
         self.template = ChatTemplate(tokenizer, written, variables)
         if not tokenizer.is_fast:
             raise DataError(
@@ -97,11 +107,23 @@ class ChatRenderer:
 
     def render(self, record: ChatRecord) -> RenderedRows | Dropped:
         """The rows, or why the conversation is dropped. Raises DataError after MAX_STOPPED renderings timed out."""
-        messages, first_refusal = self._with_system(record.messages), ""
+        messages = self._with_system(record.messages)
         context = frozenset[int]() if self.learn_all and record.from_pair else record.untrained
         untrained = {number + len(messages) - len(record.messages) for number in context}
         if self.last_only:
             untrained |= set(_assistant_turns(messages)[:-1])
+        rendered = self._in_some_shape(messages, record, untrained)
+        if isinstance(rendered, Dropped) and self.folds_system and (folded := system_folded(messages)):
+            again = self._in_some_shape(folded, record, {number - 1 for number in untrained})
+            if not isinstance(again, Dropped):
+                return replace(again, facts=again.facts + Counter(system_folded=1))
+        return rendered
+
+    def _in_some_shape(
+        self, messages: list[Message], record: ChatRecord, untrained: Collection[int]
+    ) -> RenderedRows | Dropped:
+        """The rows, with tool calls in the first shape that the template reads; else the reason of the first."""
+        first_refusal = ""
         for shape in tool_call_shapes(messages):
             try:
                 rendered = self._rows(shape, record.tools, untrained)
@@ -128,7 +150,7 @@ class ChatRenderer:
         """The rows; tool calls already have one of the shapes of `tool_call_shapes`, and the answers numbered in
         `untrained` are context. Raises TemplateRefusal when the template does not render the whole conversation."""
         whole = self.template.render(messages, tools)
-        if not _is_unicode(whole):
+        if not is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
         if self.learn_all:
             require_complete(messages, whole, None)
@@ -374,11 +396,3 @@ def _turn_facts(messages: list[Message], turns: dict[int, AssistantTurn]) -> Cou
         facts["unprompted"] += not turn.prompted
         facts["thinking_left_out"] += not contains(turn.answer, thinking_of(messages[number]))
     return +facts
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

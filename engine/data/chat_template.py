@@ -190,6 +190,14 @@ def common_length(texts: Sequence[Sequence[str]]) -> int:
     return sum(1 for _ in takewhile(lambda alike: len(set(alike)) == 1, zip(*texts, strict=False)))
 
 
+def is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token with which the chat template ends an answer, such as <|im_end|>: base models often name another
     one as their end of sequence. None: there is no template, or it ends answers with plain text."""

@@ -121,14 +121,16 @@ ROLES = {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "function": "tool",
     "function_call": "assistant",
 }
 """The role that chat templates use, for each role name found in data sets."""
 
 
-def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:
+def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = True) -> Record | Dropped:
     """`values` are the columns messages or conversations, system and tools. With `parts`, a turn's content may be a
-    list of more than text; otherwise such a row is dropped."""
+    list of more than text; otherwise such a row is dropped. With `calls`, older ways to write tool calls become those
+    that templates read."""
     turns = values.get("messages", values.get("conversations"))
     if isinstance(turns, str):
         turns = parsed(turns)
@@ -141,7 +143,7 @@ def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dro
     messages: list[Message] = []
     untrained: set[int] = set()
     for turn in turns:
-        message = _message(turn, parts)
+        message = _message(_with_tool_calls(turn) if calls else turn, parts)
         if isinstance(message, Dropped):
             return message
         if _is_untrained(message):
@@ -159,18 +161,21 @@ def conversation(values: dict[str, Any], *, parts: bool = False) -> Record | Dro
     return ChatRecord(messages, tools, untrained=frozenset(untrained))
 
 
-def conversation_of_pair(prompt: Any, completion: Any) -> Record | Dropped:
-    """Texts, or lists of messages; only the answers of `completion` are targets."""
+def conversation_of_pair(values: dict[str, Any]) -> Record | Dropped:
+    """`values` are the columns prompt and completion, texts or lists of messages, system and tools; only the answers of
+    the completion are targets."""
+    prompt, completion = values["prompt"], values["completion"]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if before is None or after is None:
         return Dropped("prompt is missing" if before is None else "completion is missing")
     if not isinstance(before, list) or not isinstance(after, list):
         return Dropped("prompt or completion is neither text nor a list of messages")
-    record = conversation({"messages": [*before, *after]})
+    record = conversation({**values, "messages": [*before, *after]})
     if not isinstance(record, ChatRecord):
         return record
-    context = [number for number in range(len(before)) if record.messages[number]["role"] == "assistant"]
+    first = len(record.messages) - len(after)
+    context = [number for number in range(first) if record.messages[number]["role"] == "assistant"]
     return replace(record, untrained=record.untrained | set(context), from_pair=True)
 
 
@@ -192,6 +197,35 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
     if content is not None and not isinstance(content, str) and not (parts and isinstance(content, list)):
         return Dropped("a turn's content is not text")
     return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}
+
+
+def _with_tool_calls(turn: Any) -> Any:
+    """The turn with `tool_calls` in place of sharegpt's function_call, a turn whose text is the call as JSON, and of
+    the key `function_call` of OpenAI's first API."""
+    if not isinstance(turn, dict) or turn.get("tool_calls"):
+        return turn
+    given, rest = turn.get("function_call"), {key: value for key, value in turn.items() if key != "function_call"}
+    if given is None and str(turn.get("from", turn.get("role"))).lower() == "function_call":
+        text = turn.get("value", turn.get("content"))
+        given = parsed(text) if isinstance(text, str) else text
+        rest = {"role": "assistant"}
+    found = given if isinstance(given, list) else [given]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
+        return turn
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in found]
+    calls = [{"type": "function", "function": function} for function in functions]
+    return {**rest, "tool_calls": calls}
+
+
+def system_folded(messages: list[Message]) -> list[Message] | None:
+    """The conversation with its system turn at the start of the first user turn; None if it does not begin with a
+    system turn and a user's text."""
+    if len(messages) < 2 or messages[0]["role"] not in ("system", "developer") or messages[1]["role"] != "user":
+        return None
+    system, asked = messages[0]["content"], messages[1]["content"]
+    if not isinstance(system, str) or not isinstance(asked, str):
+        return None
+    return [{**messages[1], "content": f"{system}\n\n{asked}" if system else asked}, *messages[2:]]
 
 
 def _is_untrained(message: dict[str, Any]) -> bool:

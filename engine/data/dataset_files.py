@@ -19,11 +19,19 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from engine.config.files.caches import cache_folder
-from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, find_data_files, suffix_of
+from engine.config.files.data_files import (
+    COMPRESSION_SUFFIXES,
+    LOADERS,
+    find_data_files,
+    find_data_files_in,
+    suffix_of,
+)
 from engine.config.schema.data import Source
 from engine.data.bounds import screen
 from engine.data.documents import Documents, unpacked
+from engine.data.folders import data_of_folder, separator_of, without_long_records
 from engine.data.hub_connection import offline_if_unreachable
+from engine.data.json_rows import SKIP_FIX, JsonRows
 from engine.data.records import Screened, SourceRows, describe_source, find_json_error, no_rows, split_name
 from engine.data.store import hash_file, hash_files, hash_text, make_cache_folder
 from engine.errors import DataError, EnvironmentProblem
@@ -32,43 +40,36 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, Recu
 """What `datasets` raises for damaged or misnamed files."""
 
 
-def open_data_set(source: Source) -> SourceRows:
-    """Does not apply the source's `limit`.
+def open_data_set(source: Source, *, skip_broken: bool, version: int) -> SourceRows:
+    """Does not apply the source's `limit`. `skip_broken` is `data.broken = "skip"`, `version` `RunSpec.data_version`.
 
     Raises DataError: missing, unreadable or empty; EnvironmentProblem: unreachable hub.
     """
     with _silent():
         make_cache_folder(cache_folder() / "datasets")
         make_cache_folder(cache_folder() / "screened")
-        return _open_hub(source) if source.path is None else _open_local(source, Path(source.path).expanduser())
+        if source.path is None:
+            return _open_hub(source)
+        return _open_local(source, Path(source.path).expanduser(), skip_broken, version)
 
 
-def _open_local(source: Source, path: Path) -> SourceRows:
+def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> SourceRows:
     files = find_data_files(source)
-    base = split_name(source)
     reads = {file: file for file in files}
     try:
         digests = [hash_file(file) for file in files]
         fingerprint = hash_text(hash_files(files, digests, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        screened = screen(files, digests)
-        left_out = [each for each in screened if each.dropped]
-        if left_out and not any(each.kept for each in screened):
+        found, notices = _data_files(source, path, files, version)
+        kept = [digest for file, digest in zip(files, digests, strict=True) if file in set(found)]
+        screened = screen(found, kept)
+        if (left_out := [each for each in screened if each.dropped]) and not any(each.kept for each in screened):
             raise _nothing_left(source, left_out)
         reads = {each.file: each.reads for each in screened}
-        unit = source.unit or "file"
-        kinds = {LOADERS.get(suffix_of(each.file)) for each in screened}
-        if kinds == {"text"} and unit != "line":
-            reads_files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
-            documents = _documents_of(source, reads_files, unit)
-            return SourceRows(["text"], len(documents), hash_text(fingerprint, unit), documents, left_out=left_out)
-        if source.unit not in (None, "line"):
-            raise _unit_of_table(source)
-        data = _load_local(source, path, screened, base)
-        rows = replace(_rows(data, fingerprint, partial(_unreadable, source, path, reads)), left_out=left_out)
-        has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(files[0])] == "json"
-        return replace(rows, line_files=reads) if has_lines else rows
+        rows = _rows_of(source, path, screened, kept, fingerprint, skip_broken)
+        left_out = [each for each in screened if each.dropped]
+        return replace(rows, left_out=left_out, notices=[*notices, *rows.notices])
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
@@ -78,11 +79,65 @@ def _open_local(source: Source, path: Path) -> SourceRows:
         raise _unreadable(source, path, reads, error) from error
 
 
-def _documents_of(source: Source, files: Sequence[Path], unit: str) -> Any:
-    documents = Documents(files, unit)
+def _data_files(source: Source, path: Path, files: list[Path], version: int) -> tuple[list[Path], list[str]]:
+    """The files that hold the data, and what is said of the others."""
+    if not path.is_dir() or _is_saved(path) or version < 3:
+        return files, []
+    found = data_of_folder(source, files)
+    if not found.data or not found.beside:
+        return files, []
+    names = [str(file.relative_to(path)) for file in found.beside]
+    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return found.data, [f"source {source.name}: not read, as it holds no rows of the data: {listed}"]
+
+
+def _rows_of(
+    source: Source, path: Path, screened: list[Screened], digests: Sequence[str], fingerprint: str, skip_broken: bool
+) -> SourceRows:
+    """Of text, documents; else a table, or rows read one by one where Arrow has no table for them."""
+    unit, base = source.unit or "file", split_name(source)
+    kinds = {LOADERS.get(suffix_of(each.file)) for each in screened}
+    if kinds == {"text"} and unit != "line":
+        files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+        documents = _part_of(source, Documents(files, unit))
+        return SourceRows(["text"], len(documents), hash_text(fingerprint, unit), documents)
+    if source.unit not in (None, "line"):
+        raise _unit_of_table(source)
+    reads = {each.file: each.reads for each in screened}
+    explain = partial(_unreadable, source, path, reads)
+    try:
+        rows = _rows(_load_local(source, path, screened, base), fingerprint, explain)
+    except READ_ERRORS:
+        if kinds == {"csv"} and skip_broken:
+            _leave_out_long_records(screened, digests)
+            return _rows(_load_local(source, path, screened, base), fingerprint, explain)
+        if kinds != {"json"} or path.is_dir() or (find_json_error(reads) is not None and not skip_broken):
+            raise
+        files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+        table = JsonRows(screened, files, skip=skip_broken)
+        if not len(table) and any(each.dropped for each in screened):
+            raise _nothing_left(source, screened) from None
+        part = _part_of(source, table)
+        return SourceRows(table.columns, len(part), fingerprint, part)
+    has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(screened[0].file)] == "json"
+    return replace(rows, line_files=reads) if has_lines else rows
+
+
+def _part_of(source: Source, table: Any) -> Any:
     if source.split == split_name(source):
-        return documents
-    return documents[slice(*absolute_slice(source, len(documents)))]
+        return table
+    return table[slice(*absolute_slice(source, len(table)))]
+
+
+def _leave_out_long_records(screened: Sequence[Screened], digests: Sequence[str]) -> None:
+    for each, digest in zip(screened, digests, strict=True):
+        copy = cache_folder() / "screened" / f"{digest}-fields.csv"
+        with tempfile.TemporaryDirectory(dir=copy.parent) as folder:
+            draft = Path(folder, copy.name)
+            for line, reason in without_long_records(each.reads, separator_of(each.reads), draft).items():
+                each.leave_out(reason, line)
+            draft.replace(copy)
+        each.reads = copy
 
 
 def _unit_of_table(source: Source) -> DataError:
@@ -93,15 +148,22 @@ def _unit_of_table(source: Source) -> DataError:
     )
 
 
+def _is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote this folder."""
+    return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str) -> Any:
-    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if _is_saved(path):
         return _saved_split(source, datasets.load_from_disk(str(path)), base)
     options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
-    if path.is_dir():
-        return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)
     suffix = suffix_of(screened[0].file)
-    if suffix == ".tsv":
-        options["sep"] = "\t"
+    if path.is_dir():
+        if LOADERS.get(suffix) == "csv" and (separator := separator_of(screened[0].reads)) != ",":
+            options["sep"] = separator
+        return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)
+    if LOADERS[suffix] == "csv":
+        options["sep"] = separator_of(screened[0].reads)
     if LOADERS[suffix] == "csv" and (longest := max(each.longest for each in screened)) > CSV_BYTES // CSV_ROWS:
         options["chunksize"] = CSV_BYTES // longest
     files = {base: [str(each.reads) for each in screened]}
@@ -111,7 +173,9 @@ def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: 
 def _folder_to_read(path: Path, screened: Sequence[Screened]) -> Path:
     """`path`, or a folder of links with the same names, to the screened copies where there are some. The same contents
     give the same folder, as `datasets` keeps what it has read under its name."""
-    if not any(each.dropped for each in screened):
+    beside = {file for file in find_data_files_in(path) if file not in {each.file for each in screened}}
+    strays = any(LOADERS.get(suffix_of(file)) not in (None, "text") for file in beside)
+    if not any(each.dropped for each in screened) and not strays:
         return path
     key = hash_text(*(f"{each.file} {each.reads} {each.reads.stat().st_mtime_ns}" for each in screened))
     folder = cache_folder() / "screened" / key / path.name
@@ -124,6 +188,8 @@ def _folder_to_read(path: Path, screened: Sequence[Screened]) -> Path:
                 name = name.with_suffix("")
             Path(draft, name).parent.mkdir(parents=True, exist_ok=True)
             Path(draft, name).symlink_to(each.reads.absolute())
+        if (path / "README.md").is_file() and strays:  # may say which files belong to which split
+            Path(draft, "README.md").symlink_to((path / "README.md").absolute())
         folder.parent.mkdir(exist_ok=True)
         os.rename(draft, folder)
     return folder
@@ -138,7 +204,7 @@ def _nothing_left(source: Source, left_out: Sequence[Screened]) -> DataError:
              for each in left_out for reason, count in each.dropped.items()]  # fmt: skip
     return DataError(
         f"source {source.name}: no row is left; dropped: {', '.join(found)}",
-        fix="docs/data.md has the bounds of a data file: split what is larger",
+        fix="mend the files; docs/data.md has the bounds of what is read",
     )
 
 
@@ -220,10 +286,12 @@ def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: B
     """The error to show; for JSON that does not parse it names file and line."""
     broken = find_json_error({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) == "json"})
     if broken is not None:
-        return DataError(f"source {source.name}: {broken}", fix="mend or remove that line")
+        return DataError(f"source {source.name}: {broken}", fix=SKIP_FIX)
     if "corresponds to no data" in str(error):
         return no_rows(source)
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+    if "Expected" in str(cause) and "fields in line" in str(cause):
+        return DataError(f"source {source.name}: {path}: {_short(cause)}", fix=SKIP_FIX)
     return DataError(
         f"source {source.name}: {path} cannot be read: {_short(cause)}",
         fix="check that the file is whole, that its suffix names its format, and the split",
@@ -237,14 +305,16 @@ def _short(error: BaseException) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No progress bars and log lines of `datasets` inside the block."""
-    logger, bars = logging.getLogger("datasets"), datasets.are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """No progress bars and log lines of `datasets` and of the hub's library inside the block."""
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels, bars = [logger.level for logger in loggers], datasets.are_progress_bars_disabled()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if not bars and not os.environ.get("HF_DATASETS_DISABLE_PROGRESS_BARS"):
             datasets.enable_progress_bars()

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from engine.config.check.aliases import WITHOUT_PREFERENCES
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import IMAGE_FORMATS, Source
-from engine.data.conversations import conversation, conversation_of_pair
+from engine.config.schema.run import DATA_VERSION
+from engine.data.conversations import conversation, conversation_of_pair, parsed
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
-from engine.data.records import ChatRecord, Dropped, PairRecord, Record, TextRecord
+from engine.data.records import Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -27,8 +28,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "chat": ("tools",),
     "sharegpt": ("tools", "system"),
-    "alpaca": ("input", "system"),
+    "alpaca": ("input", "system", "history", "tools"),
+    "prompt-completion": ("tools", "system"),
 }
+
+OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "system"), "prompt-completion": ()}
+"""What `RunSpec.data_version` 1 and 2 read; other columns were ignored."""
 
 IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
 """Columns of a conversation, of which a source of images has one set, beside `image` or `images`."""
@@ -48,6 +53,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "completion": ("response", "answer"),
     "messages": ("chat", "dialog", "dialogue"),
     "conversations": ("conversation",),
+    "tools": ("functions",),
 }
 """Other names under which a column is recognised, if none has its own name."""
 
@@ -74,6 +80,8 @@ class Format:
     """Which prompts with completions become conversations: all, those without a marker of the chat template, none."""
     markers: Sequence[str] = field(default=(), repr=False)
     """Texts of which a row has one that went through the chat template already."""
+    version: int = field(default=DATA_VERSION, repr=False)
+    """`RunSpec.data_version`."""
 
     @property
     def renders_chat(self) -> bool:
@@ -98,7 +106,7 @@ class Format:
         if self.name == "image-chat":
             return image_chat(values)
         if self.name in ("chat", "sharegpt"):
-            return conversation(values)
+            return conversation(values, calls=self.version > 2)
         if self.name == "alpaca":
             return _instruction(values, self.chat)
         if self.name == "prompt-completion":
@@ -112,25 +120,33 @@ class Format:
         """A prompt and a completion, each a text or a list of messages."""
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return conversation_of_pair(prompt, completion)
+            return conversation_of_pair(values)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
         if self.pairs == "plain":
-            return PairRecord(prompt, completion)
+            return _plain_pair(values, prompt, completion)
         if self.pairs == "unmarked" and any(marker in text for marker in self.markers for text in (prompt, completion)):
             return PairRecord(prompt, completion, has_markers=True)
-        return conversation_of_pair(prompt, completion) if completion else Dropped("completion is empty")
+        return conversation_of_pair(values) if completion else Dropped("completion is empty")
 
 
-def recognise(columns: Sequence[str], source: Source, *, has_template: bool, markers: Sequence[str] = ()) -> Format:
+def recognise(
+    columns: Sequence[str],
+    source: Source,
+    *,
+    has_template: bool,
+    markers: Sequence[str] = (),
+    version: int = DATA_VERSION,
+) -> Format:
     """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
-    `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Raises
-    DataError when no format fits, or several do, or `template` does not fit the format."""
+    `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Columns
+    are read as `RunSpec.data_version` = `version` says. Raises DataError when no format fits, or several do, or
+    `template` does not fit the format."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source)
     mapped = _mapped_columns(columns, source)
-    fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped)) is not None}
+    fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped, version)) is not None}
     if source.format != "auto":
         fitting = {name: fields for name, fields in fitting.items() if name == source.format}
     elif mapped:
@@ -147,7 +163,7 @@ def recognise(columns: Sequence[str], source: Source, *, has_template: bool, mar
     pairs: Literal["chat", "unmarked", "plain"] = "chat" if source.template == "chat" else "plain"
     if source.template == "auto" and has_template and not builtin:
         pairs = "unmarked"
-    return Format(name, fields, source.name, chat=chat, pairs=pairs, markers=markers)
+    return Format(name, fields, source.name, chat=chat, pairs=pairs, markers=markers, version=version)
 
 
 def _check_template(format_name: str, source: Source) -> None:
@@ -189,12 +205,15 @@ def _image_root(source: Source) -> str | None:
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
-    """`objects.bbox` is the field bbox of the column objects."""
+    """`objects.bbox` is the field bbox of the column objects, `answers.text.0` the first of a list in it."""
     if column in row:
         return row[column]
     value: Any = row
     for name in column.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, list) and name.isdecimal():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
@@ -213,7 +232,7 @@ def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | No
     return dict(source.columns)
 
 
-def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) -> dict[str, str] | None:
+def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str], version: int) -> dict[str, str] | None:
     """None when a required column is missing or ambiguous."""
     fields = {}
     for ours in NEEDS[format_name]:
@@ -222,9 +241,11 @@ def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str]) ->
         if len(theirs) != 1:
             return None
         fields[ours] = theirs[0]
-    for ours in OPTIONAL.get(format_name, ()):
-        if mapped.get(ours, ours) in columns:
-            fields[ours] = mapped.get(ours, ours)
+    optional = OPTIONAL if version > 2 else OLDER_OPTIONAL
+    for ours in optional.get(format_name, ()):
+        names = [mapped.get(ours, ours), *(ALIASES.get(ours, ()) if version > 2 and ours not in mapped else ())]
+        if found := [name for name in names if name in columns or (ours in mapped and name == mapped[ours])]:
+            fields[ours] = found[0]
     return fields
 
 
@@ -254,10 +275,37 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
     )
 
 
+def preference_notice(columns: Sequence[str], source: Source, format_: Format) -> str | None:
+    """What is said of a source whose rows hold preferences; None if they do not."""
+    used = ", ".join(format_.fields.values())
+    if {"chosen", "rejected"} <= set(columns):
+        return (
+            f"source {source.name}: rows of preferences (chosen, rejected), and {WITHOUT_PREFERENCES}: "
+            f"{used} {'is' if len(format_.fields) == 1 else 'are'} read, and what is rejected has no effect"
+        )
+    if format_.name == "prompt-completion" and "label" in columns:
+        return (
+            f"source {source.name}: a column label beside prompt and completion, as in preference data (KTO), and "
+            f"{WITHOUT_PREFERENCES}: every completion is imitated, whatever its label"
+        )
+    return None
+
+
 def _not_text(name: str, value: Any) -> str:
     if value is None:
         return f"{name} is missing"
     return "" if isinstance(value, str) else f"{name} is not text"
+
+
+def _plain_pair(values: dict[str, Any], prompt: str, completion: str) -> Record | Dropped:
+    if values.get("tools"):
+        return Dropped(TOOLS_NEED_TEMPLATE)
+    system = values.get("system")
+    return PairRecord(f"{system}\n\n{prompt}" if system and isinstance(system, str) else prompt, completion)
+
+
+TOOLS_NEED_TEMPLATE = "tools need a chat template"
+"""Drop reason."""
 
 
 def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
@@ -265,11 +313,28 @@ def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
     for name in ("instruction", "output", "input", "system"):
         if problem := _not_text(name, given.get(name)):
             return Dropped(problem)
+    rounds = _rounds(given.get("history"))
+    if isinstance(rounds, Dropped):
+        return rounds
     if not chat:
+        if given.get("tools"):
+            return Dropped(TOOLS_NEED_TEMPLATE)
         layout = ALPACA_LAYOUT_INPUT if given["input"] else ALPACA_LAYOUT
         head = f"{given['system']}\n\n" if given["system"] else ""
+        head += "".join(f"{ALPACA_LAYOUT.format(instruction=asked)}{answer}\n\n" for asked, answer in rounds)
         return PairRecord(head + layout.format(**given), given["output"])
     question = "\n\n".join(part for part in (given["instruction"], given["input"]) if part)
-    turns = [{"role": "system", "content": given["system"]}] if given["system"] else []
-    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": given["output"]}]
-    return ChatRecord(turns)
+    turns = [{"role": role, "content": text}
+             for asked in [*rounds, (question, given["output"])]
+             for role, text in zip(("user", "assistant"), asked, strict=True)]  # fmt: skip
+    return conversation({"messages": turns, "system": given["system"], "tools": given.get("tools")})
+
+
+def _rounds(history: Any) -> list[tuple[str, str]] | Dropped:
+    """Earlier questions with their answers, from a list of pairs or its JSON text."""
+    given = parsed(history) if isinstance(history, str) and history.strip() else history or []
+    if not isinstance(given, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in given
+    ):
+        return Dropped("history is not a list of questions with their answers")
+    return [(asked, answer) for asked, answer in given]

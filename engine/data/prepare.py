@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.config.files.caches import cache_folder, lengths_record, record_longest
 from engine.config.schema.data import Source
-from engine.config.schema.run import RunSpec
+from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.conversations import LEFT_OUT
-from engine.data.formats import Format, recognise
+from engine.data.formats import Format, preference_notice, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
+from engine.data.json_rows import BROKEN_REASONS
 from engine.data.order import pack
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
@@ -29,7 +31,7 @@ from engine.data.tokenise import TOO_LONG, Results, Tokeniser, tokenise_rows
 from engine.data.tokens import Columns, TokenData
 from engine.errors import DataError
 
-CHAT_VERSION = "chat 4"
+CHAT_VERSION = "chat 5"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
 `_rendering_version`, which is part of the fingerprint."""
 
@@ -39,7 +41,7 @@ PAIRS_VERSION = "pairs 1"
 BOUNDS_VERSION = "bounds 1"
 """Part of the fingerprint where a line or row is beyond the bounds. Increase it when they change."""
 
-BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS)
+BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS, *BROKEN_REASONS)
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -83,6 +85,8 @@ class _Tokenised(NamedTuple):
     """A hash of each source's rows and format. It depends neither on the source's name nor on the tokenizer."""
     images: ImageReader | None
     """None if there are no images."""
+    notices: list[str]
+    """What is said of the sources besides their counts."""
 
 
 def prepare_data(
@@ -100,7 +104,7 @@ def prepare_data(
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
     lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
-    tokeniser = Tokeniser(tokenizer, data, images, first_version=spec.data_version == 1)
+    tokeniser = Tokeniser(tokenizer, data, images, version=spec.data_version)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
@@ -119,6 +123,7 @@ def prepare_data(
     record_longest(lengths, int(train.lengths.max()))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
+    notices += found.notices
     report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
@@ -137,7 +142,7 @@ def prepare_sources(
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
     data, seed = spec.recipe.data, spec.recipe.train.seed
-    tokeniser = Tokeniser(tokenizer, data, images, first_version=spec.data_version == 1)
+    tokeniser = Tokeniser(tokenizer, data, images, version=spec.data_version)
     found = _prepare_sources(enabled, tokeniser, seed, data.workers, "evaluation", notify)
     return _view(found, np.arange(len(found.columns)), None)
 
@@ -160,6 +165,7 @@ def _prepare_sources(
     version += [PAIRS_VERSION] if any(each.format.name == "prompt-completion" for each in opened) else []
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
     version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
+    version += [f"data {tokeniser.version}"] if tokeniser.version < DATA_VERSION else []
     key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
     entry = cache_folder() / "tokens" / key
 
@@ -191,12 +197,29 @@ def _prepare_sources(
         hash_text(each.rows.fingerprint, str(each.rows.count), repr(each.format), repr(each.format.boxes))
         for each in opened
     ]
-    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader)
+    notices = [notice for each in opened for notice in _notices(each, tokeniser)]
+    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices)
+
+
+def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
+    """What is said of a source: files left aside, preference columns, columns that an older version ignores."""
+    source, columns, notices = opened.source, opened.rows.columns, list(opened.rows.notices)
+    preferred = preference_notice(columns, source, opened.format)
+    notices += [preferred] if preferred else []
+    if tokeniser.version < DATA_VERSION and not opened.format.has_images:
+        now = recognise(columns, source, has_template=tokeniser.has_template)
+        if ignored := sorted(set(now.fields.values()) - set(opened.format.fields.values())):
+            notices.append(
+                f"source {source.name}: the run was started by an older version, which ignores {', '.join(ignored)}"
+            )
+    return notices
 
 
 def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
     """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
     older version go on where the rows are the same."""
+    if any(count.chat.get("system_folded") for count in counts):
+        return ["chat 5"]
     if any(count.chat.get("unclosed") for count in counts):
         return ["chat 3"]
     if any(count.chat.get(fact) for count in counts for fact in ("untrained", "from_pair")):
@@ -242,14 +265,13 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
 
 
 def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
-    if tokeniser.first_version and source.unit is None:
+    if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
-    rows = open_rows(source, seed=seed)
-    if tokeniser.first_version and source.template == "auto":
-        made = recognise(rows.columns, source, has_template=tokeniser.has_template)
-        return _Opened(source, rows, replace(made, pairs="plain"))
-    made = recognise(rows.columns, source, has_template=tokeniser.has_template, markers=tokeniser.markers)
-    return _Opened(source, rows, made)
+    rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
+    as_chat = partial(recognise, rows.columns, source, has_template=tokeniser.has_template, version=tokeniser.version)
+    if tokeniser.version == 1 and source.template == "auto":
+        return _Opened(source, rows, replace(as_chat(), pairs="plain"))
+    return _Opened(source, rows, as_chat(markers=tokeniser.markers))
 
 
 def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:

@@ -135,17 +135,25 @@ def _line_problem(file: Path) -> str:
     """`LINE: the problem` of the first line that is not a JSON object; "" when all of them are."""
     with open_unpacked(file) as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                return f"{number}: not JSON ({_reason(error)}): {_excerpt(line)}"
-            except RecursionError:
-                return f"{number}: nested too deeply to be read: {_excerpt(line)}"
-            if not isinstance(value, dict):
-                return f"{number}: an object was expected, found {type(value).__name__}: {_excerpt(line)}"
+            _, problem = line_problem(line)
+            if problem:
+                return f"{number}: {problem}"
     return ""
+
+
+def line_problem(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The object of a line of JSON, and what is wrong with one that holds none; neither for a blank line."""
+    if not line.strip():
+        return None, ""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        return None, f"not JSON ({_reason(error)}): {_excerpt(line)}"
+    except RecursionError:
+        return None, f"nested too deeply to be read: {_excerpt(line)}"
+    if not isinstance(value, dict):
+        return None, f"an object was expected, found {type(value).__name__}: {_excerpt(line)}"
+    return value, ""
 
 
 def _document_problem(file: Path) -> str | None:
@@ -238,6 +246,8 @@ class SourceRows:
     left_out: Sequence[Screened] = ()
     """Files with lines that are not among the rows, as they are beyond the bounds of `engine.data.bounds`."""
     image_columns: Sequence[str] = ()
+    notices: Sequence[str] = ()
+    """What the reader left aside or assumed, as sentences."""
 
     @property
     def in_lists(self) -> bool:

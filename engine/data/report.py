@@ -36,6 +36,7 @@ CHAT_FACTS = {
     "marked": "prompts and completions that carry the chat template's markers already, left as they are: {:,}",
     "split": "documents longer than data.max_length, split into pieces: {:,}",
     "pieces": "pieces of them: {:,}",
+    "system_folded": "system turns written at the start of the first user turn, as the chat template has none: {:,}",
     "untrained": "answers that are context and not learned, as their message says so (weight, train): {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }

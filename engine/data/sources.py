@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import Source
+from engine.config.schema.run import DATA_VERSION
 from engine.data.records import SourceRows, no_rows, split_name
 from engine.data.store import hash_text
 from engine.errors import DataError
@@ -80,12 +81,13 @@ MONTHS = (
 )
 
 
-def open_rows(source: Source, *, seed: int) -> SourceRows:
-    """Applies the source's `limit`. `seed` is used by built-in generators only.
+def open_rows(source: Source, *, seed: int, skip_broken: bool = False, version: int = DATA_VERSION) -> SourceRows:
+    """Applies the source's `limit`. `seed` is used by built-in generators only, `skip_broken` (`data.broken = "skip"`)
+    and `version` (`RunSpec.data_version`) by files.
 
     Raises DataError: missing, unreadable or empty; EnvironmentProblem: unreachable hub.
     """
-    rows = _open_builtin(source, seed) if _is_builtin(source) else _open_data_set(source)
+    rows = _open_builtin(source, seed) if _is_builtin(source) else _open_data_set(source, skip_broken, version)
     if rows.count == 0:
         raise no_rows(source)
     return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
@@ -95,10 +97,10 @@ def _is_builtin(source: Source) -> bool:
     return source.path is not None and source.path.startswith(BUILTIN_PREFIX)
 
 
-def _open_data_set(source: Source) -> SourceRows:
+def _open_data_set(source: Source, skip_broken: bool, version: int) -> SourceRows:
     from engine.data.dataset_files import open_data_set  # imported here: `datasets` takes a second, built-in rows none
 
-    return open_data_set(source)
+    return open_data_set(source, skip_broken=skip_broken, version=version)
 
 
 def _open_builtin(source: Source, seed: int) -> SourceRows:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.schema.data import Data
+from engine.config.schema.run import DATA_VERSION
 from engine.data.bounds import CHARACTERS_PER_TOKEN, TOO_MANY_CHARACTERS
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
 from engine.data.chat_template import Span, markers_of, special_ids
@@ -131,13 +132,13 @@ class Tokeniser:
         data: Data,
         images: ImageProcessor | None = None,
         *,
-        first_version: bool = False,
+        version: int = DATA_VERSION,
     ) -> None:
-        """`first_version`: rows are read as `RunSpec.data_version` 1 says."""
-        self.tokenizer, self.images, self.first_version = tokenizer, images, first_version
+        """Rows are read as `RunSpec.data_version` = `version` says."""
+        self.tokenizer, self.images, self.version = tokenizer, images, version
         self.max_length, self.truncate = data.max_length, data.over_length == "truncate"
-        self.overlap = data.overlap
-        self.split = data.over_length == "split" or (data.over_length == "auto" and not first_version)
+        self.overlap, self.skip_broken = data.overlap, data.broken == "skip"
+        self.split = data.over_length == "split" or (data.over_length == "auto" and version > 1)
         self.learn_all, self.system_prompt = data.loss_on == "all", data.system_prompt
         self.last_only, self.template_args = data.loss_on == "last", data.template_args
         self._chat: ChatRenderer | None = None
@@ -228,6 +229,7 @@ class Tokeniser:
                 self._chat = ChatRenderer(
                     self.tokenizer, system_prompt=self.system_prompt, learn_all=self.learn_all,
                     last_only=self.last_only, written=written, variables=self.template_args,
+                    folds_system=self.version > 2,
                 )  # fmt: skip
             return self._chat.render(record)
         if isinstance(record, TextRecord):

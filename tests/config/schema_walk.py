@@ -150,6 +150,7 @@ CASES: dict[str, Case] = {
     "data.validation": Case(data, "", '[{name = "held-out", path = "SAMPLES"}]'),
     "data.max_length": Case(plan, "64", "128"),
     "data.over_length": Case(data, "drop", "truncate", ("data.max_length=16",)),
+    "data.broken": Case(data, "skip", "refuse", ("data.sources.main.path=BROKEN",), refused=True),
     "data.overlap": Case(accepted, "0", "9999", refused=True),
     "data.shuffle": Case(order, "true", "false"),
     "data.packing": Case(data, "false", "true"),

@@ -83,6 +83,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     found["PROFILE"].parent.mkdir()
     _write_revisions("walk/model")
+    found["BROKEN"] = folder / "broken.jsonl"
+    found["BROKEN"].write_text(found["SAMPLES"].read_text() + "torn\n")
     found["RECIPE"].write_text(RECIPE.format(samples=found["SAMPLES"], chats=chats))
     found["PROFILE"].write_text(PROFILE)
     return found

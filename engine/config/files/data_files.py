@@ -48,10 +48,10 @@ def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
     """The files that a source's path names, sorted. Raises DataError for no files, or files of different formats."""
     path = Path(source.path or "").expanduser()
     if os.path.isdir(path):  # not Path.is_dir, which raises PermissionError inside a folder that may not be read
-        found = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+        found = find_data_files_in(path)
         if not found:
             raise DataError(f"source {source.name}: the folder {path} holds no files", fix=_other_path(source, key))
-        return sorted(found)
+        return found
     pattern = str(path)
     names = [pattern] if os.path.exists(path) or not glob.has_magic(pattern) else glob.glob(pattern, recursive=True)
     files = sorted(Path(name) for name in names if os.path.isfile(name))
@@ -59,6 +59,11 @@ def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
         raise DataError(f"source {source.name}: {_why_no_file(path)}", fix=_other_path(source, key))
     _check_suffixes(source, files)
     return files
+
+
+def find_data_files_in(folder: Path) -> list[Path]:
+    """All files of a folder but hidden ones, sorted."""
+    return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
 
 
 def _other_path(source: Source, key: str) -> str:

@@ -43,8 +43,8 @@ class Source(Table):
     weight: Positive = 1.0
     """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
     columns: dict[str, str] = {}
-    """Our column name = the file's, such as prompt = "question"; for detection also a nested column, such as boxes =
-    "objects.bbox"."""
+    """Our column name = the file's, such as prompt = "question", or a nested one, such as completion =
+    "answers.text.0"."""
     image_root: str | None = None
     """Folder that image paths are relative to; by default the folder of the data file."""
     prompt: str | None = None
@@ -70,6 +70,9 @@ class Data(Table):
     """What happens to longer samples; split: plain text into pieces, others are dropped; auto: split."""
     overlap: CountOrZero = 0
     """Tokens that a piece of split text repeats from the piece before it, as context that is not learned."""
+    broken: Literal["refuse", "skip"] = "refuse"
+    """What happens where a line of a JSON file holds no object, or a record of a CSV file has more fields than columns:
+    the data are refused, or these are left out, counted and listed."""
     shuffle: bool = True
     """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
     packing: bool = False

@@ -1,0 +1,144 @@
+"""Files as people have them: a folder with other files beside its data, separators, an object per file, types that
+change from row to row, broken lines that are left out and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.schema.data import Source
+from engine.data.prepare import PreparedData, prepare_data
+from engine.data.records import Dropped, SourceRows
+from engine.data.sources import open_rows
+from engine.errors import DataError
+from tests.data.specs import run_spec, tokenizer
+
+Write = Callable[..., str]
+ROW = {"prompt": "a", "completion": "b"}
+SETTINGS = json.dumps({"width": 3, "names": {"x": 1}}, indent=1)
+
+
+def lines(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def opened(path: Path, **keys: Any) -> SourceRows:
+    return open_rows(Source.model_validate({"name": "s", "path": str(path)}), seed=0, **keys)
+
+
+def read(rows: SourceRows) -> list[dict[str, Any]]:
+    return [row for batch in rows.batches() for row in batch if not isinstance(row, Dropped)]
+
+
+def folder(tmp_path: Path, **files: str) -> Path:
+    made = tmp_path / "folder"
+    for name, text in files.items():
+        file = made / name.replace("__", "/").replace("_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return made
+
+
+def prepared(path: Path, **data: Any) -> PreparedData:
+    return prepare_data(run_spec({"sources": [{"name": "s", "path": str(path)}], **data}), tokenizer())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "train/rows.jsonl"])
+def test_a_readme_and_settings_beside_the_data_are_not_read_and_said(name: str, tmp_path: Path) -> None:
+    rows = "prompt,completion\na,b\n" if name.endswith("csv") else lines(ROW)
+    made = folder(tmp_path, **{name.replace("/", "__").replace(".", "_"): rows})
+    beside = made / name
+    (beside.parent / "settings.json").write_text(SETTINGS)
+    (beside.parent / "empty.json").write_text("[]")
+    (made / "README.md").write_text("# About")
+    found = opened(made)
+    assert read(found) == [ROW]
+    assert "settings.json" in found.notices[0] and "README.md" in found.notices[0]
+    assert any("settings.json" in notice for notice in prepared(made).report.notices)
+
+
+def test_a_readme_beside_text_is_no_document_but_documents_may_be_called_so(tmp_path: Path) -> None:
+    made = folder(tmp_path, a_txt="hello", README_md="# About")
+    assert [row["text"] for row in read(opened(made))] == ["hello"]
+    assert [row["text"] for row in read(opened(made, version=2))] == ["# About", "hello"]
+    (made / "a.txt").unlink()
+    assert [row["text"] for row in read(opened(made))] == ["# About"]
+
+
+def test_tables_of_several_formats_in_a_folder_are_refused_where_one_would_be_lost(tmp_path: Path) -> None:
+    made = folder(tmp_path, a_csv="prompt,completion\na,b\n", b_jsonl=lines(ROW))
+    with pytest.raises(DataError, match=r"tables of several formats \(.csv, .jsonl\)"):
+        opened(made)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_another_separator_is_seen_in_the_first_line(separator: str, tmp_path: Path) -> None:
+    text = f'prompt{separator}completion\n"x{separator}y, z"{separator}b\n'
+    made = folder(tmp_path, a_csv=text)
+    for path in (made, made / "a.csv"):
+        assert read(opened(path)) == [{"prompt": f"x{separator}y, z", "completion": "b"}]
+
+
+def test_an_object_per_file_is_a_row_per_file(tmp_path: Path) -> None:
+    made = folder(tmp_path, a_json=json.dumps(ROW, indent=1), b_json=json.dumps({**ROW, "extra": 1}, indent=1))
+    assert read(opened(made / "*.json")) == [{**ROW, "extra": None}, {**ROW, "extra": 1}]
+    assert read(opened(made / "a.json")) == [ROW]
+
+
+def test_types_and_keys_may_differ_between_files_and_late_rows(tmp_path: Path) -> None:
+    made = folder(tmp_path, a_jsonl=lines({**ROW, "completion": 3}), b_jsonl=lines(ROW, {**ROW, "extra": "x"}))
+    rows = opened(made / "*.jsonl")
+    assert [row["completion"] for row in read(rows)] == [3, "b", "b"]
+    assert rows.columns == ["prompt", "completion", "extra"]
+    assert prepared(made / "*.jsonl").report.sources[0].dropped == {"completion is not text": 1}
+
+
+def test_broken_lines_are_refused_or_left_out_counted_and_listed(tmp_path: Path) -> None:
+    path = folder(tmp_path, a_jsonl=lines(ROW) + "{torn\n[1]\n" + lines(ROW)) / "a.jsonl"
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON") as caught:
+        prepared(path)
+    assert "data.broken=skip" in caught.value.render()
+    (count,) = prepared(path, broken="skip").report.sources
+    assert (count.read, count.kept, count.dropped) == (4, 2, {"not a JSON object": 2})
+    assert count.dropped_at == {"not a JSON object": [f"{path}:2", f"{path}:3"]}
+
+
+def test_records_with_too_many_fields_are_refused_or_left_out(tmp_path: Path) -> None:
+    path = folder(tmp_path, a_csv='prompt,completion\na,"b\nb"\nc,d,e\nf,g\n') / "a.csv"
+    with pytest.raises(DataError, match="Expected 2 fields") as caught:
+        prepared(path)
+    assert "data.broken=skip" in caught.value.render()
+    (count,) = prepared(path, broken="skip").report.sources
+    assert (count.read, count.kept) == (3, 2)
+    assert count.dropped_at == {"more fields than the file has columns": [f"{path}:4"]}
+
+
+def test_nothing_but_broken_lines_is_a_data_error(tmp_path: Path) -> None:
+    path = folder(tmp_path, a_jsonl="torn\n{\n") / "a.jsonl"
+    with pytest.raises(DataError, match="no row is left"):
+        prepared(path, broken="skip")
+
+
+def test_a_nested_column_is_named_with_dots(tmp_path: Path) -> None:
+    row = {"ask": {"text": "q"}, "answers": {"text": ["first", "second"]}}
+    path = folder(tmp_path, a_jsonl=lines(row)) / "a.jsonl"
+    source = {"name": "s", "path": str(path), "template": "none"}
+    source |= {"columns": {"prompt": "ask.text", "completion": "answers.text.1"}}
+    (found,) = prepare_data(run_spec({"sources": [source]}), tokenizer()).train
+    assert tokenizer().decode(found.input_ids) == "qsecond<eos>"
+
+
+def test_preference_rows_are_recognised_and_what_is_learned_of_them_is_said(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    path = folder(tmp_path, a_jsonl=lines(pair)) / "a.jsonl"
+    with pytest.raises(DataError, match="preference pairs, and answers are imitated") as caught:
+        prepared(path)
+    assert 'completion = "chosen"' in caught.value.render()
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    for row in ({**pair, "messages": messages}, {**ROW, "label": False}):
+        path.write_text(lines(row))
+        assert any("preference" in notice for notice in prepared(path).report.notices)
