@@ -209,7 +209,7 @@ def _with_tool_calls(turn: Any) -> Any:
         text = turn.get("value", turn.get("content"))
         given = parsed(text) if isinstance(text, str) else text
         rest = {"role": "assistant"}
-    found = given if isinstance(given, list) else [given]
+    found: list[Any] = given if isinstance(given, list) else [given]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
         return turn
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in found]

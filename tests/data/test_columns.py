@@ -98,8 +98,8 @@ def test_a_history_of_another_shape_drops_the_row_with_a_reason(jsonl: Write) ->
 
 
 def test_tools_of_plain_text_drop_the_row_and_its_system_prompt_comes_first(jsonl: Write) -> None:
-    rows = [{"prompt": "a", "completion": "b", "tools": TOOLS}, {"prompt": "a", "completion": "b", "system": "s"}]
-    rows = [{"tools": None, "system": None, **row} for row in rows]
+    pair = {"prompt": "a", "completion": "b"}
+    rows: list[dict[str, Any]] = [{**pair, "tools": TOOLS, "system": None}, {**pair, "tools": None, "system": "s"}]
     found = prepared(tokenizer(), jsonl(rows), {"template": "none"})
     assert found.report.sources[0].dropped == {"tools need a chat template": 1}
     assert tokenizer().decode(found.train[0].input_ids) == "s\n\nab<eos>"

@@ -126,7 +126,7 @@ def test_nothing_but_broken_lines_is_a_data_error(tmp_path: Path) -> None:
 def test_a_nested_column_is_named_with_dots(tmp_path: Path) -> None:
     row = {"ask": {"text": "q"}, "answers": {"text": ["first", "second"]}}
     path = folder(tmp_path, a_jsonl=lines(row)) / "a.jsonl"
-    source = {"name": "s", "path": str(path), "template": "none"}
+    source: dict[str, Any] = {"name": "s", "path": str(path), "template": "none"}
     source |= {"columns": {"prompt": "ask.text", "completion": "answers.text.1"}}
     (found,) = prepare_data(run_spec({"sources": [source]}), tokenizer()).train
     assert tokenizer().decode(found.input_ids) == "qsecond<eos>"
