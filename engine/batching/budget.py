@@ -3,10 +3,12 @@ and is learned from successes and failures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.batching.micro_batches import LAUNCH_TOKENS, Cost
+from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
@@ -195,6 +197,10 @@ class MicroBatchCost:
     plan: Plan | None
     """None for an architecture whose memory cannot be predicted."""
     budget: MicroBatchBudget
+    recomputing: Callable[[int], Cost] | None
+    """The cost if so many layers recompute their activations; None without a closed form."""
+    checkpointing: bool | int
+    """`train.gradient_checkpointing`, with the plan's number for "auto"."""
 
 
 def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
@@ -206,17 +212,30 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
     config = model_config_dict(spec)
     cost: Cost
     plan: Plan | None
+    asked = spec.recipe.train.gradient_checkpointing
     try:
-        cost, plan = with_simulations(lambda: _planned_cost(spec, config, longest))
-        rows, expected_slope = plan.micro_batch, 1.0
+        plan = with_simulations(lambda: make_plan(spec, longest=longest))
+        checkpointing = plan.checkpointing if asked == "auto" else asked
+        spec = with_changes(spec, {"train.gradient_checkpointing": checkpointing})
+        cost, rows, expected_slope = _cost_of(spec, config), plan.micro_batch, 1.0
     except (UnknownArchitectureError, EnvironmentProblem):  # a simulation may end without a result
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
+        checkpointing = True if asked == "auto" else asked
     top = batch_of_a_rank(spec, layout_of(spec.profile))
     if spec.recipe.train.micro_batch != "auto":
         rows = top = min(spec.recipe.train.micro_batch, top)
     rows = min(rows, top)
     budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
-    return MicroBatchCost(cost, plan, budget)
+    return MicroBatchCost(cost, plan, budget, _cost_recomputing(spec, config), checkpointing)
+
+
+def _cost_recomputing(spec: RunSpec, config: dict[str, Any]) -> Callable[[int], Cost] | None:
+    """The cost as a function of the number of layers that recompute; None without a closed form."""
+    try:
+        arch = from_config(config)
+    except UnknownArchitectureError:
+        return None
+    return lambda layers: cost_model(arch, with_changes(spec, {"train.gradient_checkpointing": layers})).bytes
 
 
 def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
@@ -227,10 +246,6 @@ def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | 
     sizes = {"image_min_pixels": None, "image_max_pixels": int(data.patches.max()) * images.patch_side**2}
     found = spec.recipe.data.model_copy(update=sizes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
-
-
-def _planned_cost(spec: RunSpec, config: dict[str, Any], longest: int) -> tuple[Cost, Plan]:
-    return _cost_of(spec, config), make_plan(spec, longest=longest)
 
 
 def _cost_of(spec: RunSpec, config: dict[str, Any]) -> Cost:

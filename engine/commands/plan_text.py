@@ -127,7 +127,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"{format_size(used, used)} of {format_size(capacity, used)}{each}, "
         f"{format_size(abs(planned.margin_bytes), used)} {rest}{tensors}",
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
-        f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step",
+        f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step"
+        + layers_text(planned),
         length_sentence(planned.basis, planned.length),
     ]
     if planned.parallel:
@@ -171,6 +172,14 @@ def generate_sentence(planned: Plan, used: int) -> str:
     if not planned.generate_adds_bytes:
         return f"{rows} adds nothing: its {needs} are less than the peak of the steps"
     return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+
+
+def layers_text(planned: Plan) -> str:
+    """How many layers recompute their activations, in words; empty if the plan does not know the layers."""
+    layers, recomputed = planned.layers, planned.recomputed_layers
+    if layers is None or recomputed is None:
+        return ""
+    return f"; {recomputed if recomputed else 'none'} of {layers} layers recomputed"
 
 
 def network_sentence(network: NetworkTraffic, micro_batches: int) -> str:

@@ -16,7 +16,7 @@ REMEDY_TEXTS = {
     "retry": "{what} is redone unchanged",
     "defragment": "cached memory is released and {what} is redone",
     "cut": "{what} is redone {size}",
-    "checkpointing": "activations are recomputed from now on, and {what} is redone",
+    "checkpointing": "activations{layers} are recomputed from now on, and {what} is redone",
     "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
     "activation_offload": "activations are kept in host memory from now on, and {what} is redone",
     "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
@@ -25,7 +25,7 @@ REMEDY_TEXTS = {
     "stop": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
     "give_up": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
 }
-"""{what} is an entry of RETRIED_PARTS, {size} how a cut is described."""
+"""{what} is an entry of RETRIED_PARTS, {size} how a cut is described, {layers} of how many layers."""
 
 PHASE_NAMES = {
     "clip": "gradient clipping",
@@ -131,7 +131,7 @@ def describe_backoff(event: Event) -> str:
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
         f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
-        f"{remedy.format(what=what, size=_cut_size(event))}; "
+        f"{remedy.format(what=what, size=_cut_size(event), layers=_layers(event))}; "
         f"{'no sample' if not lost else f'{lost} samples'} lost"
     )
 
@@ -144,6 +144,14 @@ def _cut_size(event: Event) -> str:
     if isinstance(before, int) and before > 1:
         return f"with fewer than {before} sequences at a time"
     return "in smaller micro-batches"
+
+
+def _layers(event: Event) -> str:
+    """How many layers recompute; empty for events of earlier versions, which say true."""
+    after = event.get("after")
+    if not isinstance(after, int) or isinstance(after, bool):
+        return ""
+    return f" of {after} layer{'s' if after != 1 else ''}"
 
 
 def _checkpoint(event: Event) -> str:
@@ -345,7 +353,7 @@ def _processes(report: dict[str, Any]) -> Iterator[str]:
 
 def _remedy(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
-    done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces")
+    done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces", layers=_layers(report))
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
     yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
 

@@ -112,7 +112,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "plan": _event_kind(
         "predicted:prediction verdict:text",
         "capacity_bytes:number deciding_phase:text micro_batch accumulation tokens_per_micro_batch components:table"
-        " phases basis budget remedies:table length generate_adds_bytes:number",
+        " phases basis budget remedies:table length generate_adds_bytes:number layers recomputed_layers",
     ),
     "phase": _event_kind("name:text", "detail:text done:whole total:whole"),
     "heartbeat": _event_kind("", "phase:text"),

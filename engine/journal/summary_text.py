@@ -187,8 +187,10 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
         slope = f"; {learned['slope']:.2f} real bytes for each predicted" if learned["slope"] else ""
         budget = format_bytes(learned["budget_bytes"])
         rows.append(("learned", f"micro-batches of up to {budget} predicted{limit}{slope}"))
-        if learned["remedies"].get("checkpointing"):
-            rows.append(("in force", "gradient checkpointing"))
+        layers = learned["remedies"].get("checkpointing")
+        if layers:
+            number = "" if layers is True else f" of {layers} layer{'s' if layers > 1 else ''}"
+            rows.append(("in force", f"gradient checkpointing{number}"))
     return rows
 
 

@@ -12,7 +12,7 @@ allocates buffers past torch's dispatcher, where they cannot be counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,9 @@ import torch._dynamo.config
 import torch._functorch.config
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.model.loaded import LoadedModel
-from engine.model.trained import decoder_of
+from engine.model.trained import checkpointing_layers, decoder_of
 
 BACKENDS = {"cpu": "inductor", "cuda": "inductor", "metered": "aot_eager_decomp_partition"}
 """torch's name of the backend that compiles, by kind of device."""
@@ -53,7 +52,7 @@ class CompiledLayers:
         self.backend = BACKENDS[loaded.device.kind]
         self.in_use = False
         """Whether a layer that cannot be compiled is run as it is. Before `use` its error is raised."""
-        self.layers = list(_outermost_layers(decoder_of(loaded.base)))
+        self.layers = list(checkpointing_layers(decoder_of(loaded.base)))
         functions = {kind: self._compiled(kind) for kind in {type(layer) for layer in self.layers}}
         self._calls = {layer: _LayerCall(self, layer, functions[type(layer)]) for layer in self.layers}
 
@@ -105,15 +104,6 @@ class _LayerCall:
             self._owner.stop(compile_problem(error))
         ways.append(_without_checkpointing(type(self._layer)))
         return ways[0](self._layer, *inputs, **options)
-
-
-def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers that gradient checkpointing works on, without those inside another one."""
-    for child in module.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _outermost_layers(child)
 
 
 def _without_checkpointing(kind: type[nn.Module]) -> Callable[..., Any]:

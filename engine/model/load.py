@@ -14,13 +14,16 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
+from engine.budget.predict.recompute import recompute_order
+from engine.budget.trace.memory_config import memory_config_of
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import install_command
 from engine.config.schema.run import RunSpec
 from engine.device.base import Device
-from engine.errors import EnvironmentProblem, UsageError
+from engine.errors import EnvironmentProblem, UnknownArchitectureError, UsageError
 from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import (
     Coverage,
@@ -145,8 +148,19 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         attends_to_padding=attends_to_later_tokens(decoder_of(base)),
     )
     loaded.model.train()
-    loaded.set_checkpointing(recipe.train.gradient_checkpointing)
+    loaded.recompute_order = _recompute_order(spec, settings.config)
+    asked = recipe.train.gradient_checkpointing
+    loaded.set_checkpointing(True if asked == "auto" else asked)  # a plan would have made a number of "auto"
     return loaded
+
+
+def _recompute_order(spec: RunSpec, config: PreTrainedConfig) -> tuple[int, ...]:
+    """The order that plans assume; empty for a family without a closed form, whose simulation follows the model."""
+    try:
+        arch = from_config(config.to_dict())
+    except UnknownArchitectureError:
+        return ()
+    return recompute_order(arch, memory_config_of(arch, spec))
 
 
 @contextmanager

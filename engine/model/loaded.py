@@ -10,12 +10,13 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 from engine.model.result_files import name_base, save_generation_config
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
+from engine.model.trained import checkpointing_layers, decoder_of
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -55,8 +57,10 @@ class LoadedModel:
     """Messages to show the user before the run starts."""
     loading: str = ""
     """If weights are sharded, how they came to the ranks, in words; else empty."""
-    checkpointing: bool = False
-    """Whether activations are recomputed in backward (gradient checkpointing)."""
+    checkpointing: int = 0
+    """How many decoder layers recompute their activations in backward (gradient checkpointing)."""
+    recompute_order: tuple[int, ...] = ()
+    """The decoder layers in the order in which they become recomputed ones; empty: from the first to the last."""
     shards: dict[str, Parameter] | None = None
     """If weights are sharded, this rank's shards of the trained parameters, by name (see `plain_name`); else None."""
     first_elements: dict[str, int] = field(default_factory=dict)
@@ -98,10 +102,22 @@ class LoadedModel:
         """(name, tensor) of every parameter, or of this rank's shard."""
         return [(name, local_part(parameter)) for name, parameter in self.model.named_parameters()]
 
-    def set_checkpointing(self, on: bool) -> None:
-        """Switch gradient checkpointing on or off. It is non-reentrant, so the embeddings need no hook that makes their
-        output require gradients."""
+    @property
+    def layers(self) -> int:
+        """Decoder layers, each of which may recompute its activations: the largest value of `checkpointing`."""
+        return max(1, len(self._layers))
+
+    @cached_property
+    def _layers(self) -> list[nn.Module]:
+        return list(checkpointing_layers(decoder_of(self.base)))
+
+    def set_checkpointing(self, layers: bool | int) -> None:
+        """Recompute the activations of so many decoder layers, the first of `recompute_order`; True: of all, False: of
+        none. A vision encoder recomputes its own if any does. A model that decides for all layers at once recomputes
+        all or none. Checkpointing is non-reentrant, so the embeddings need no hook that makes their output require
+        gradients."""
         base = self.base
+        on = layers is not False and layers > 0
         if on and not base.supports_gradient_checkpointing:
             self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
             return
@@ -113,7 +129,17 @@ class LoadedModel:
             follow_checkpoints(self.model)
         elif self.checkpointing:
             getattr(base, f"{kind}_checkpointing_disable")()
-        self.checkpointing = on
+        self.checkpointing = 0 if not on else self.layers if layers is True else min(layers, self.layers)
+        for layer in self._in_order()[self.checkpointing :] if on else ():
+            for module in layer.modules():
+                if "gradient_checkpointing" in vars(module):
+                    vars(module)["gradient_checkpointing"] = False
+
+    def _in_order(self) -> list[nn.Module]:
+        """The layers in the order in which they become recomputed ones."""
+        if len(self.recompute_order) != len(self._layers):
+            return self._layers
+        return [self._layers[layer] for layer in self.recompute_order]
 
     def use_attention(self, kernel: str) -> None:
         self.base.set_attn_implementation(kernel)

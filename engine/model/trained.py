@@ -4,12 +4,13 @@ optimizer's parameter groups."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.config.name_patterns import matches, no_match
 from engine.config.schema.recipe import Method, ParameterGroup, Train
@@ -32,6 +33,15 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     decoder: Any = model.get_decoder()
     holds_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
     return language_model(decoder) if holds_head and decoder is not model else model
+
+
+def checkpointing_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers that gradient checkpointing works on, without those inside another one."""
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from checkpointing_layers(child)
 
 
 def outside_text(model: PreTrainedModel) -> frozenset[str]:

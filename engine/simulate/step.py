@@ -13,7 +13,7 @@ from functools import partial
 from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.prediction import Predictor
-from engine.budget.trace.layer import layer_stack
+from engine.budget.predict.recompute import recomputing_stack
 from engine.budget.trace.memory_config import chunk_tokens, memory_config_of
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError, UsageError
@@ -105,7 +105,8 @@ def _ends(spec: RunSpec) -> dict[int, str]:
     except UnknownArchitectureError:
         return {}
     setting = memory_config_of(arch, spec)
-    return layer_stack(arch, setting).ends(checkpointed=setting.checkpointing)
+    even = setting.checkpointing and not setting.kept_layers
+    return recomputing_stack(arch, setting).ends(checkpointed=even)
 
 
 def _row(held: dict[str, int], peak_bytes: int, gradient_bytes: int) -> dict[str, int]:

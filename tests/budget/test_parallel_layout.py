@@ -75,9 +75,13 @@ def test_ranks_share_the_batch_and_neighbours_in_a_sequence_share_that() -> None
     assert pairs.accumulation == 4
 
 
+ALL = {"gradient_checkpointing": True}
+
+
 def test_parts_of_a_sequence_hold_parts_of_its_activations() -> None:
     whole, halves = (
-        plan_for(4, {**SHARDED, "sequence": sequence}, train={"micro_batch": 1}).prediction for sequence in (1, 2)
+        plan_for(4, {**SHARDED, "sequence": sequence}, train={"micro_batch": 1, **ALL}).prediction
+        for sequence in (1, 2)
     )
     saved = [prediction.phases["layer_first"]["activations"] for prediction in (whole, halves)]
     assert saved[0] == pytest.approx(2 * saved[1], rel=0.01)

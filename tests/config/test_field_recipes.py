@@ -38,7 +38,8 @@ dtype, which takes 6 and 2 GiB less, and the CUDA context of 0.5 GiB is counted 
 def resolved(name: str) -> RunSpec:
     recipe = load_spec_file("recipe", find_spec_file("recipe", name))
     assert isinstance(recipe, Recipe) and recipe.profile is not None
-    return settle_parallel(resolve(recipe.profile, name).spec).spec
+    spec = settle_parallel(resolve(recipe.profile, name).spec).spec
+    return with_changes(spec, {"train.gradient_checkpointing": True})  # as the runs that the figures are from
 
 
 @pytest.mark.parametrize("name", PLANNED_GIB)

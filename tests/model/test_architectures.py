@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.data.batch import Batch
 from engine.model.attention import attends_to_later_tokens
@@ -57,6 +58,11 @@ def test_checkpointing_changes_no_gradient(tmp_path: Path, family: str) -> None:
     loaded.set_checkpointing(False)
     without = gradients(loaded, loss, batch)
     torch.testing.assert_close(with_it, without, rtol=0, atol=0)
+    assert loaded.layers > 1
+    loaded.set_checkpointing(1)
+    recomputing = [module for module in loaded.base.modules() if getattr(module, "gradient_checkpointing", False)]
+    assert sum(isinstance(module, GradientCheckpointingLayer) for module in recomputing) == loaded.checkpointing == 1
+    torch.testing.assert_close(gradients(loaded, loss, batch), without, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -79,7 +79,10 @@ def test_running_out_of_memory_changes_nothing_but_the_split(tmp_path: Path) -> 
     torch.testing.assert_close(tight, roomy, rtol=1e-5, atol=1e-5)
 
 
-def test_checkpointing_is_bit_equal(tmp_path: Path) -> None:
-    plain, _, _ = weights_after_one_step(tmp_path, "plain")
-    recomputed, _, _ = weights_after_one_step(tmp_path, "recomputed", gradient_checkpointing=True)
-    assert torch.equal(plain, recomputed)
+@pytest.mark.parametrize("options", [{}, {"method": "lora", "dropout": 0.3}], ids=["full", "lora, dropout"])
+def test_checkpointing_of_any_number_of_layers_is_bit_equal(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, one, _ = weights_after_one_step(tmp_path, "plain", **options)
+    for layers in (1, 2, True, "auto"):
+        name = f"recomputed {layers}"
+        recomputed, other, _ = weights_after_one_step(tmp_path, name, gradient_checkpointing=layers, **options)
+        assert torch.equal(plain, recomputed) and one.loss == other.loss, layers

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.budget.advise.gate import refuse_unsafe
-from engine.budget.advise.plan import Plan, find_predictor
+from engine.budget.advise.plan import Plan, find_predictor, recomputes_all
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
 from engine.config.check.notes import refuse_unsupported
@@ -108,7 +108,7 @@ def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces")
     if train.loss == "plain":
         yield Lever((("train.loss", "auto"),), 1.0, "logits are made and dropped in chunks; the same loss")
-    if not train.gradient_checkpointing:
+    if not recomputes_all(train.gradient_checkpointing):
         note = "activations are computed again in backward; the same gradients"
         yield Lever((("train.gradient_checkpointing", True),), 30.0, note)
 
@@ -210,7 +210,7 @@ def _image_levers(plan: Plan, facts: ModelFacts) -> Iterator[Lever]:
 def room_levers(spec: RunSpec) -> Iterator[Lever]:
     """Levers that use the unused memory of a run that fits, each without the others."""
     recipe = spec.recipe
-    if recipe.train.gradient_checkpointing:
+    if recipe.train.gradient_checkpointing not in (False, "auto"):
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")
     if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.train.batch_size:
         yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit")
@@ -300,7 +300,7 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
     train = spec.recipe.train
     if component == "loss" and train.loss == "plain":
         yield _Offer('train.loss = "auto"', {"train.loss": "auto"})
-    if not train.gradient_checkpointing:
+    if not recomputes_all(train.gradient_checkpointing):
         yield _Offer("train.gradient_checkpointing = true", {"train.gradient_checkpointing": True})
         return
     if plan.micro_batch > 1:

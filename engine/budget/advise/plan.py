@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from engine.budget.advise.auto_settings import Choice, choose
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, evaluation, generation_bytes
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic, on_one_device
 from engine.budget.predict.prediction import Prediction, Predictor
+from engine.budget.predict.recompute import recomputed_layers
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
@@ -62,12 +64,26 @@ class Plan:
     """Between machines; None for a run on one machine."""
     learning_rate: float | None = None
     """The peak: the recipe's, or the default of its method."""
+    layers: int | None = None
+    """Decoder layers of the model; None if no closed form knows them."""
+    recomputed_layers: int | None = None
+    """How many of them recompute their activations in backward; None if no closed form knows them."""
+    considered: tuple[Choice, ...] = ()
+    """The settings that "auto" was chosen from, the best first."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
     @property
     def predictor(self) -> Literal["closed_form", "simulated"]:
         return "closed_form" if self.simulated_seconds is None else "simulated"
+
+    @property
+    def checkpointing(self) -> bool | int:
+        """`train.gradient_checkpointing` as planned, without "auto"."""
+        if self.layers is None or self.recomputed_layers is None:
+            return self.config.checkpointing
+        some = 0 < self.recomputed_layers < self.layers
+        return self.recomputed_layers if some else self.recomputed_layers > 0
 
     @property
     def peak_bytes(self) -> int:
@@ -127,6 +143,8 @@ class Plan:
             "generation_rows": self.generation_rows,
             "remedies": self.remedies,
             "learning_rate": self.learning_rate,
+            "layers": self.layers,
+            "recomputed_layers": self.recomputed_layers,
             "ranks": self.ranks,
             "parallel": self.parallel,
             "network": self.network.as_json(self.accumulation) if self.network else None,
@@ -148,6 +166,10 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
     length = known or spec.recipe.data.max_length
     predictor, asked = find_predictor(spec, facts), spec.recipe.train.micro_batch
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
+    considered: list[Choice] = []
+    if isinstance(predictor, Predictor) and spec.recipe.train.gradient_checkpointing == "auto":
+        considered = choose(predictor, length, rows, fixed_rows=asked != "auto")
+        rows, predictor = considered[0].rows, predictor.recomputing(considered[0].layers)
     prediction = predictor.predict(rows, length)
     verdict, remedies = _verdict(predictor, spec, prediction, rows, length, facts)
     arch, machines = predictor.arch, spec.profile.nodes.count
@@ -170,6 +192,9 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         generation_rows=predictor.generation_rows(length) if "generate" in prediction.phases else 0,
         parallel=spec.provenance.parallel,
         learning_rate=spec.recipe.train.learning_rate,
+        layers=arch.layers if arch is not None else None,
+        recomputed_layers=recomputed_layers(arch, predictor.config) if arch is not None else None,
+        considered=tuple(considered),
         network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )
@@ -239,7 +264,7 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
     """Changes of the recipe's train table: none, then with one remedy more each, cheapest first."""
     changes: dict[str, Any] = {}
     yield {}
-    if not spec.recipe.train.gradient_checkpointing:
+    if not recomputes_all(spec.recipe.train.gradient_checkpointing):
         changes["gradient_checkpointing"] = True
         yield dict(changes)
     if spec.recipe.train.loss == "plain":
@@ -251,6 +276,11 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
     if not spec.recipe.train.optimizer_offload and spec.profile.device.kind != "cpu":
         changes["optimizer_offload"] = True
         yield dict(changes)
+
+
+def recomputes_all(checkpointing: bool | int | str) -> bool:
+    """Whether a value of `train.gradient_checkpointing` lets all layers recompute if memory asks for it."""
+    return checkpointing is True or checkpointing == "auto"
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from engine.budget.advise.plan import make_plan
+from engine.budget.advise.plan import make_plan, recomputes_all
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.families import experts_note
 from engine.budget.architecture.lookup import ModelFacts
@@ -103,7 +103,7 @@ def _offload(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     if asked and spec.profile.device.kind == "cpu":
         keys = " and ".join(f"train.{key}" for key in asked)
         yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
-    elif train.activation_offload and train.gradient_checkpointing:
+    elif train.activation_offload and recomputes_all(train.gradient_checkpointing):
         yield from _offload_of_checkpoints(facts, spec)
 
 

@@ -52,7 +52,7 @@ def evaluation(arch: Architecture, config: MemoryConfig) -> Sizes:
     config = inference_config(config)
     around = inputs(arch, config, masks_of(config, stack.kinds))
     if arch.layers > 1:
-        around += embeddings_held(arch, config, learning=False)
+        around += embeddings_held(arch, config, None)
 
     def casts(layer: int) -> BytesPolynomial:
         """Bytes of the half-precision copies of weights in all layers before `layer`; autocast caches them until the
@@ -94,7 +94,7 @@ def _prefilling(arch: Architecture, config: MemoryConfig, padded: bool) -> Sizes
     # Text is generated in the weights' own dtype. (Under autocast with flash attention, where it takes less.)
     config = replace(inference_config(config), packed=padded, autocast=False)
     stack = layer_stack(arch, config)
-    batch = inputs(arch, config, masks_of(config, stack.kinds)) + embeddings_held(arch, config, learning=False)
+    batch = inputs(arch, config, masks_of(config, stack.kinds)) + embeddings_held(arch, config, None)
     per_layer = 2 * arch.kv_width * config.base_bytes * TOKEN
     peaks = [
         batch + layer * per_layer + peak

@@ -31,16 +31,26 @@ class ForwardTrace(NamedTuple):
 def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
     """Trace the forward pass of one layer. One that backward does not reach saves nothing; a checkpointed one its
     input."""
-    config = layer_config(config)
     if not kind.learns:
-        return inference_forward(arch, config, kind)
+        return inference_forward(arch, layer_config(config), kind)
+    config = layer_config(_of_kind(config, kind))
     return _layer_step(arch, config, _layer_view(config, kind)).forward
 
 
 def layer_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind, accumulating: bool) -> Sizes:
     """Live bytes at the local maxima of a layer's backward pass, with recomputation if it is checkpointed."""
-    config = layer_config(config)
+    config = layer_config(_of_kind(config, kind))
     return _settled_backward(arch, config, _layer_view(config, kind), accumulating)
+
+
+def _of_kind(config: MemoryConfig, kind: LayerKind) -> MemoryConfig:
+    """The config with checkpointing on or off for all layers, as it is for those of this kind."""
+    return config if config.checkpointing == kind.recomputed else _checkpointing(config, kind.recomputed)
+
+
+@lru_cache(maxsize=256)
+def _checkpointing(config: MemoryConfig, on: bool) -> MemoryConfig:
+    return replace(config, checkpointing=on)
 
 
 @lru_cache(maxsize=256)
@@ -134,7 +144,7 @@ def caching_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -
 
 def _layer_view(config: MemoryConfig, kind: LayerKind) -> LayerKind:
     """The kind without the facts that do not change its trace, so that more kinds share one."""
-    return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False)
+    return kind._replace(masked=kind.masked and config.attention == "sdpa", slides=False, recomputed=False)
 
 
 def head_step(arch: Architecture, config: MemoryConfig, accumulating: bool) -> Sizes:
@@ -196,6 +206,7 @@ def layer_config(config: MemoryConfig) -> MemoryConfig:
         watches_experts=False,
         balances_experts=False,
         prefetches=False,
+        kept_layers=0,
         # A checkpointed layer offloads only its input, which its trace does not count.
         activation_offload=config.activation_offload and not config.checkpointing,
     )
@@ -207,6 +218,7 @@ def inference_config(config: MemoryConfig) -> MemoryConfig:
     return replace(
         config,
         checkpointing=False,
+        kept_layers=0,
         dropout=False,
         attention_dropout=False,
         residual_dropout=False,

@@ -14,8 +14,8 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.calibration import is_expandable, residuals_for
 from engine.budget.predict.layer_traces import head_offloaded, layer_forward
 from engine.budget.predict.parallel_layout import ParallelLayout, layout_of, static_of_a_rank
+from engine.budget.predict.recompute import recomputing_stack
 from engine.budget.predict.vision import vision_cost
-from engine.budget.trace.layer import layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.polynomial import BytesPolynomial, shape_of
 from engine.config.files.cgroups import host_memory_bytes
@@ -111,9 +111,9 @@ def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows:
 def _activations(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
     """Bytes that one rank's forward pass saves on the host; for checkpointed layers, only their inputs."""
     total = head_offloaded(arch, config)
-    for kind, count in layer_stack(arch, config).counts(0, arch.layers).items():
+    for kind, count in recomputing_stack(arch, config).counts(0, arch.layers).items():
         trace = layer_forward(arch, config, kind)
-        total += count * (trace.saved if config.checkpointing else trace.offloaded)
+        total += count * (trace.saved if kind.recomputed else trace.offloaded)
     if config.image_patches:
         total += vision_cost(arch, replace(config, activation_offload=False), False).kept
     return total

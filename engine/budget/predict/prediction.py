@@ -6,6 +6,7 @@ also appear on screen, in events and in `--json`.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -134,19 +135,25 @@ class Predictor:
         self.config = memory_config_of(arch, spec)
         self.batch = batch_of_a_rank(spec, self.layout)
         self.capacity_bytes = spec.profile.device.capacity_bytes
-        self._profile = spec.profile
+        self.profile = spec.profile
         self.total = static_of_a_rank(arch, self.config, self.layout)
         self._non_torch = non_torch_memory(spec)
         self._bucket_bytes = bucket_bytes(arch, self.config, self.layout)
 
+    def recomputing(self, layers: int) -> Predictor:
+        """The predictor of the same run in which so many layers recompute their activations."""
+        changed, kept = copy(self), max(0, self.arch.layers - layers)
+        changed.config = replace(self.config, checkpointing=layers > 0, kept_layers=kept if layers else 0)
+        return changed
+
     def host(self, rows: int, length: int) -> dict[str, int]:
         """Bytes that offloads take on the host of one machine, by what is offloaded."""
-        return host_bytes(self.arch, self.config, self._profile, rows, length)
+        return host_bytes(self.arch, self.config, self.profile, rows, length)
 
     def host_fits(self, rows: int, length: int) -> bool:
         """Whether the host's memory holds what is offloaded; True if nothing is."""
         found = self.host(rows, length)
-        return not found or sum(found.values()) <= host_capacity_bytes(self._profile)
+        return not found or sum(found.values()) <= host_capacity_bytes(self.profile)
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether the predicted peak is within the device's capacity."""

@@ -63,11 +63,14 @@ def simulation_key(spec: RunSpec) -> str:
     simulation."""
     recipe, train = spec.recipe, spec.recipe.train
     model = recipe.model
+    chosen = train.model_dump(mode="json", include=TRAIN_KEYS)
+    if train.gradient_checkpointing == "auto":
+        chosen["gradient_checkpointing"] = True  # what "auto" is planned as
     settings = {
         "model": model.model_dump(mode="json", include=MODEL_KEYS),
         "method": recipe.method.model_dump(mode="json"),
         "moe": recipe.moe.model_dump(mode="json"),
-        "train": train.model_dump(mode="json", include=TRAIN_KEYS),
+        "train": chosen,
         "switches": [train.label_smoothing > 0, train.momentum > 0, train.max_grad_norm > 0, recipe.data.packing],
         "evaluates": evaluates(recipe),
         "generate": recipe.generate.model_dump(mode="json") if generates(recipe) else None,

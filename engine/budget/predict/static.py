@@ -80,7 +80,7 @@ class StaticBytes(NamedTuple):
 @lru_cache(maxsize=256)
 def static_config(config: MemoryConfig) -> MemoryConfig:
     """The config with choices that do not matter to static bytes fixed, so that more configs share a result."""
-    return replace(config, checkpointing=False, activation_offload=False, loss="plain")
+    return replace(config, checkpointing=False, kept_layers=0, activation_offload=False, loss="plain")
 
 
 def static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:

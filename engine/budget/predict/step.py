@@ -13,6 +13,7 @@ from functools import lru_cache
 from engine.budget.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import head_step, layer_backward, layer_forward
 from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout, shards, static_of_a_rank
+from engine.budget.predict.recompute import recomputing_stack
 from engine.budget.predict.static import layer_tensors, static_bytes
 from engine.budget.predict.vision import vision_cost
 from engine.budget.trace.layer import LayerKind, layer_stack, sees_images_both_ways
@@ -100,27 +101,30 @@ class _Step:
     """Predicts the phases of one micro-batch, without a vision encoder."""
 
     def __init__(self, arch: Architecture, config: MemoryConfig, accumulating: bool, layout: ParallelLayout) -> None:
+        self.stack = recomputing_stack(arch, config)
+        self.even = not config.kept_layers  # which layers are recomputed matters to nothing else
+        config = config if self.even else replace(config, kept_layers=0)
         self.arch, self.config, self.accumulating = arch, config, accumulating
         self.static, self.shards = static_bytes(arch, config), shards(arch, config, layout)
         # Sharded gradients accumulate only after reduction: each micro-batch allocates a layer's full gradients anew.
         self.adding = accumulating and self.shards is None
-        self.stack = layer_stack(arch, config)
         self.ahead = {kind: layer_forward(arch, config, kind) for kind in self.stack.kinds}
         self.everything = static_of_a_rank(arch, config, layout).gradients
         self.held = self.everything if accumulating else 0
         # A tied table gets gradients from head and embedding; autograd keeps the head's until the embedding's exists.
         self.waiting = self.static.embedding_gradient if arch.tied else 0
-        self.prefetched = self._prefetched()
         self.routers = router_statistics(arch, config)
-        self.label = "recompute" if config.checkpointing else "activations"
 
-    def _prefetched(self) -> BytesPolynomial:
-        """Bytes of the offloaded tensor that is copied back while the one needed before it is used."""
+    def _prefetched(self, layers: int) -> BytesPolynomial:
+        """Bytes of the offloaded tensor, the largest that the first `layers` layers save, that is copied back while the
+        one needed before it is used."""
         if not self.config.prefetches:
             return NO_BYTES
-        if self.config.checkpointing:
-            return self.arch.hidden * self.config.base_bytes * TOKEN
-        return next(iter(highest(trace.largest_offloaded for trace in self.ahead.values())), NO_BYTES)
+        kinds = self.stack.counts(0, layers)
+        if any(not kind.recomputed for kind in kinds):
+            kept = (trace.largest_offloaded for kind, trace in self.ahead.items() if not kind.recomputed)
+            return next(iter(highest(kept)), NO_BYTES)
+        return self.arch.hidden * self.config.base_bytes * TOKEN
 
     def phases(self) -> Phases:
         phases = {"forward": (*self._forward(), *self._reading()), "loss_backward": (self._head(),)} | self._backward()
@@ -131,7 +135,7 @@ class _Step:
     def _forward(self) -> tuple[PhaseCost, ...]:
         """The costs of the last layer of each kind, when all layers before it have saved their tensors."""
         batch = inputs(self.arch, self.config, masks_of(self.config, self.stack.kinds))
-        embeddings = embeddings_held(self.arch, self.config)
+        embeddings = embeddings_held(self.arch, self.config, self.stack.layers[0])
         return tuple(
             PhaseCost(
                 self.held,
@@ -140,7 +144,7 @@ class _Step:
                 + self.routers.forward(layer)
                 + (embeddings if layer else NO_BYTES),
                 self.ahead[kind].forward,
-                self.label,
+                _label(kind.recomputed),
                 batch,
                 self.shards.micro_batch.forward[layer] if self.shards else 0,
             )
@@ -155,12 +159,13 @@ class _Step:
         output = (config.base_bytes + FLOAT) * arch.hidden * TOKEN  # of the last norm, and what it saves
         kept = self._kept(layers) + self._casts(layers) + self.routers.forward(layers)
         batch = inputs(arch, config, masks_of(config, self.stack.kinds))
-        return (PhaseCost(self.held, kept, (output + self.routers.reading(),), self.label, batch),)
+        label = _label(self.stack.layers[-1].recomputed)
+        return (PhaseCost(self.held, kept, (output + self.routers.reading(),), label, batch),)
 
     def _head(self) -> PhaseCost:
         """From the last layer's output to the loss and back to that output's gradient."""
         layers = self.arch.layers
-        kept = self._kept(layers) + self._casts(layers) + self.routers.loss() + self.prefetched
+        kept = self._kept(layers) + self._casts(layers) + self.routers.loss() + self._prefetched(layers)
         working = head_step(self.arch, self.config, self.adding)
         buffers = self.shards.micro_batch.loss if self.shards else 0
         return PhaseCost(self.held, kept, working, "loss", self._batch(layers), buffers)
@@ -168,7 +173,7 @@ class _Step:
     def _backward(self) -> Phases:
         """The costs of the layers whose backward pass may be the peak (`LayerStack.ends`). With sharded weights,
         also of those that follow in backward: the reduce buffer still has the gradients of the layer before."""
-        ends = self.stack.ends(checkpointed=self.config.checkpointing)
+        ends = self.stack.ends(checkpointed=self.config.checkpointing and self.even)
         if self.shards:
             after = {layer - 1: name for layer, name in ends.items() if name == "layer_first" and layer}
             ends = {layer: name for layer, name in after.items() if self.stack.layers[layer].learns} | ends
@@ -184,8 +189,9 @@ class _Step:
             gradients += self._made_after(layer)
         working = layer_backward(self.arch, self.config, self.stack.layers[layer], self.adding)
         buffers = self.shards.micro_batch.backward[layer] if self.shards else 0
-        kept = self._kept(layer) + self.routers.backward(layer) + (self.prefetched if layer else NO_BYTES)
-        return PhaseCost(gradients, kept, working, self.label, self._batch(layer + 1), buffers)
+        kept = self._kept(layer) + self.routers.backward(layer) + (self._prefetched(layer) if layer else NO_BYTES)
+        label = _label(self.stack.layers[layer].recomputed)
+        return PhaseCost(gradients, kept, working, label, self._batch(layer + 1), buffers)
 
     def _made_after(self, layer: int) -> int:
         if self.shards:
@@ -211,11 +217,10 @@ class _Step:
         return PhaseCost(before + self.waiting, NO_BYTES, tuple(working), "gradients", batch, buffers)
 
     def _kept(self, layer: int) -> BytesPolynomial:
-        """Bytes that all layers before `layer` have saved; 0 if checkpoints are offloaded to the host."""
-        if self.config.activation_offload and self.config.checkpointing:
-            return NO_BYTES
+        """Bytes on the device that all layers before `layer` have saved. Checkpoints may be offloaded to the host."""
         counts = self.stack.counts(0, layer).items()
-        return sum([count * self.ahead[kind].saved for kind, count in counts], NO_BYTES)
+        here = [(kind, count) for kind, count in counts if not (self.config.activation_offload and kind.recomputed)]
+        return sum([count * self.ahead[kind].saved for kind, count in here], NO_BYTES)
 
     def _casts(self, layer: int) -> BytesPolynomial:
         """Bytes of the half-precision copies of weights before `layer`, which autocast caches until the loss."""
@@ -224,8 +229,13 @@ class _Step:
 
     def _batch(self, layers: int) -> BytesPolynomial:
         """Bytes of the batch, and of the masks that the first `layers` layers need when they are recomputed."""
-        again = self.stack.layers[:layers] if self.config.checkpointing else ()
-        return inputs(self.arch, self.config, masks_of(self.config, {kind for kind in again if kind.learns}))
+        again = {kind for kind in self.stack.layers[:layers] if kind.recomputed and kind.learns}
+        return inputs(self.arch, self.config, masks_of(self.config, again))
+
+
+def _label(recomputed: bool) -> str:
+    """The component that a layer's working bytes belong to."""
+    return "recompute" if recomputed else "activations"
 
 
 def _with_vision(
@@ -233,6 +243,7 @@ def _with_vision(
 ) -> Phases:
     """The decoder's phases with the vision encoder's bytes and passes added: it runs forward before the decoder, and
     backward after it. If the embeddings are trained, the gradient of the decoder's input stays allocated meanwhile."""
+    config = replace(config, kept_layers=0)
     static, encoder = static_bytes(arch, config), vision_cost(arch, config, accumulating)
     images = encoder.inputs + (INDEX if sees_images_both_ways(arch, config) else 3 * INDEX) * TOKEN
     around: Phases = {}
@@ -240,7 +251,7 @@ def _with_vision(
         kept = NO_BYTES if name == "embedding_backward" else encoder.kept
         kept += encoder.held if name == "forward" else NO_BYTES
         around[name] = tuple(replace(c, saved=c.saved + kept, inputs=c.inputs + images) for c in costs)
-    label = "recompute" if config.checkpointing else "activations"
+    label = _label(config.checkpointing)
     batch, width = inputs(arch, config, 0) + images, arch.hidden * config.base_bytes * TOKEN
     total, table = static.total.gradients, static.embedding_gradient
     waiting = table if arch.tied else 0
@@ -263,11 +274,10 @@ def _with_vision(
     return around
 
 
-def embeddings_held(arch: Architecture, config: MemoryConfig, *, learning: bool = True) -> BytesPolynomial:
+def embeddings_held(arch: Architecture, config: MemoryConfig, first: LayerKind | None) -> BytesPolynomial:
     """Bytes of the embedding's output, to which a local variable of the model's forward refers until all layers are
-    done. Zero if the first layer saves it for backward, where it is already counted."""
-    follows = layer_stack(arch, config).layers[0].follows
-    saved = learning and (config.checkpointing or (follows and config.base_bytes == FLOAT))
+    done. Zero if the layer `first` saves it for backward, where it is already counted; None without gradients."""
+    saved = first is not None and (first.recomputed or (first.follows and config.base_bytes == FLOAT))
     summed = arch.positions is not None  # layers get the sum with positions; local variables refer to both summands
     size = arch.hidden * config.base_bytes
     if summed and config.packed:

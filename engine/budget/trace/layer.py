@@ -194,6 +194,8 @@ class LayerKind(NamedTuple):
     """Attends within a sliding window."""
     follows: bool
     """The layer's input needs a gradient, because an earlier layer, the embedding or the vision encoder is trained."""
+    recomputed: bool = False
+    """Gradient checkpointing: the layer keeps its input alone, and is computed again in backward."""
 
     @property
     def learns(self) -> bool:
@@ -204,7 +206,7 @@ class LayerKind(NamedTuple):
         """It trains the same weights, and has a mask or an input gradient that `other` lacks, but not the reverse."""
         mine, its = (self.masked, self.follows), (other.masked, other.follows)
         more = mine != its and all(one >= another for one, another in zip(mine, its, strict=True))
-        return more and self.trainable == other.trainable
+        return more and (self.trainable, self.recomputed) == (other.trainable, other.recomputed)
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,8 @@ class LayerStack:
         last layer of each kind, since live bytes change linearly between layers of a kind. Phase `layer_first` is the
         model's second half, which backward reaches first, `layer_last` the other.
 
-        If layers are checkpointed and all train the same weights, each saves the same number of bytes. A kind cannot be
-        the peak if a larger kind has layers both before and after all of its own.
+        If all layers are `checkpointed` and train the same weights, each saves the same number of bytes. A kind cannot
+        be the peak if a larger kind has layers both before and after all of its own.
         """
         last = len(self.layers) - 1
         even = checkpointed and len({kind.trainable for kind in self.kinds}) == 1
@@ -252,14 +254,15 @@ class LayerStack:
 
 @lru_cache(maxsize=256)
 def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
-    """The kind of each layer of a model, as this config trains it."""
+    """The kind of each layer of a model, as this config trains it; with checkpointing, all are recomputed."""
     trainable = trainable_by_layer(arch, config.patterns)
     slides = arch.sliding_layers or (False,) * arch.layers
     always_masked = config.packed or sees_images_both_ways(arch, config)
     follows = vision_learns(arch, config) or embedding_learns(arch, config.patterns)
     layers = []
     for each, sliding in zip(trainable, slides, strict=True):
-        kind = LayerKind(each, always_masked or (sliding and config.window_reached), sliding, follows)
+        masked = always_masked or (sliding and config.window_reached)
+        kind = LayerKind(each, masked, sliding, follows, config.checkpointing)
         layers.append(kind)
         follows = kind.learns
     return LayerStack(tuple(layers))

@@ -58,6 +58,7 @@ class MemoryConfig:
     dora: bool
     dropout: bool
     checkpointing: bool
+    """Gradient checkpointing: layers are recomputed in backward, all but `kept_layers` of the decoder."""
     activation_offload: bool
     """Tensors saved for backward are moved to the host until backward needs them."""
     loss: Literal["plain", "chunked", "fused"]
@@ -102,6 +103,8 @@ class MemoryConfig:
     """The auxiliary loss is computed from the router logits; None: only if a router is trained."""
     one_row: bool = False
     """A single sequence, for which the model saves different tensors than for several; see `for_rows`."""
+    kept_layers: int = 0
+    """With checkpointing: decoder layers that keep their activations all the same, the last of `recompute_order`."""
 
     @property
     def lora(self) -> bool:
@@ -142,7 +145,8 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         patterns=patterns_of(arch, recipe),
         dora=lora and method.dora,
         dropout=lora and method.dropout > 0,
-        checkpointing=train.gradient_checkpointing,
+        checkpointing=train.gradient_checkpointing is not False,
+        kept_layers=_kept_layers(arch, train.gradient_checkpointing),
         activation_offload=train.activation_offload and device.kind != "cpu",
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab, device.capacity_bytes),
@@ -171,6 +175,13 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         watches_experts=arch.experts is not None and recipe.moe.watch_experts,
         balances_experts=_balances_experts(arch, recipe),
     )
+
+
+def _kept_layers(arch: Architecture, recomputed: bool | int | Literal["auto"]) -> int:
+    """Layers beyond the first `recomputed`. "auto" counts as all layers until a plan has found a number."""
+    if isinstance(recomputed, (bool, str)):
+        return 0
+    return max(0, arch.layers - recomputed)
 
 
 def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:

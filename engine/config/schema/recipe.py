@@ -164,8 +164,9 @@ class Train(Table):
     """Share of the target probability that is spread over the vocabulary."""
     seed: CountOrZero = 0
     """Seed of sample order, initial weights, dropout and generated data."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: Literal["auto"] | bool | Count = "auto"
+    """Recompute activations in the backward pass instead of keeping them: of all layers, of none, or of so many, the
+    first ones. auto: of as few as the memory needs, by the plan."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"

@@ -54,6 +54,7 @@ from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
 from engine.train.run.measured_memory import calibrate
 from engine.train.run.run_context import RunContext, RunStart, Watchdog
+from engine.train.run.run_state import with_layers_of_checkpoint
 from engine.train.run.setup import set_up
 from engine.train.step.ladder import effective_spec
 from engine.train.step.oom_report import OomReports, oom_reporter
@@ -221,7 +222,10 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
             refuse_shared_cards(device, ranks)
             warm_up(device, ranks.patience_seconds)
             journal.write_notices(device.fit_capacity())
-        setup = set_up(within_container(spec, device), device, journal, report, ranks)
+        to_train = within_container(spec, device)
+        if start.resume:
+            to_train = with_layers_of_checkpoint(to_train, place.checkpoints, start.from_step, ranks)
+        setup = set_up(to_train, device, journal, report, ranks)
         prove(setup, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)

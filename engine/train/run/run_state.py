@@ -12,8 +12,10 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
+from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
-from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage
+from engine.distributed.ranks import Ranks
+from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage, find_checkpoints
 from engine.journal.score_groups import LOWER_IS_BETTER
 from engine.model.tensor_file import Hashes
 from engine.train.run.checkpoint_files import mark_best, unmark_best
@@ -23,6 +25,7 @@ from engine.train.step.context import Identity, LossScaler, StepContext
 from engine.train.step.failures import ActiveRemedy
 from engine.train.step.ladder import MemorySettings, adopt_memory, memory_as_json
 
+LAYERS_KEY = "train.gradient_checkpointing"
 BUFFERS = "buffers.safetensors"
 """Buffers that training changes (BatchNorm statistics, router biases): an adapter's weights do not hold them."""
 
@@ -127,6 +130,29 @@ def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
         "parallel": profile.parallel.model_dump(exclude={"timeout_seconds"}),
     }
     return {"memory": {**hardware, **chosen}, "total_steps": total_steps}
+
+
+def with_layers_of_checkpoint(spec: RunSpec, folder: Path, not_after: int | None, ranks: Ranks) -> RunSpec:
+    """`spec` with the number of recomputing layers that the newest checkpoint in `folder` was made with, in place of
+    "auto": a plan may come out otherwise since, and what the run has learned belongs to that number. Unchanged if
+    other memory settings differ, so that a new plan is due."""
+    if spec.recipe.train.gradient_checkpointing != "auto":
+        return spec
+    layers = ranks.run_on_rank0(lambda: _layers_of_checkpoint(spec, folder, not_after))
+    return spec if layers is None else with_changes(spec, {LAYERS_KEY: layers})
+
+
+def _layers_of_checkpoint(spec: RunSpec, folder: Path, not_after: int | None) -> bool | int | None:
+    for checkpoint in find_checkpoints(folder):
+        if not_after is not None and checkpoint.step > not_after:
+            continue
+        try:
+            saved = checkpoint.state()["settings"]["memory"]
+            layers: bool | int = saved["gradient_checkpointing"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, which a resume warns of
+        return layers if settings(with_changes(spec, {LAYERS_KEY: layers}), 0)["memory"] == saved else None
+    return None
 
 
 def fill_checkpoint(

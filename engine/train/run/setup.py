@@ -69,7 +69,7 @@ def set_up(
         journal.warn("warmup", note)  # with max_steps it was said before the start
     refuse_unsafe(spec, facts, has_images=prepared.train.has_images)
     spec = with_largest_image(spec, prepared.train, images)
-    spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal)
+    spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal, ranks)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
@@ -147,6 +147,7 @@ def _step_context(
         max_grad_norm=train.max_grad_norm,
         may_grow=backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
+        cost_recomputing=micro_batches.recomputing,
         report=report,
         local_recoveries=local_recoveries,
         suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom),
@@ -189,8 +190,11 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
     return order, order.steps(epochs, train.max_steps)
 
 
-def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tuple[RunSpec, MicroBatchCost]:
+def planned(
+    spec: RunSpec, device: Device, longest: int, journal: Journal, ranks: Ranks = SINGLE_PROCESS
+) -> tuple[RunSpec, MicroBatchCost]:
     """Write the plan for the longest kept sequence (tokens); returns (the spec to start with, its micro-batch cost).
+    The spec has the number of layers that recompute in place of "auto".
 
     Where only a smaller micro-batch or a remedy fits, the run starts with it, except with `--force` and on the metered
     device, where a run starts as it is written, to show what happens.
@@ -202,14 +206,25 @@ def planned(spec: RunSpec, device: Device, longest: int, journal: Journal) -> tu
             "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
             "set train.micro_batch to a number you know to fit",
         )
-        return spec, micro_batches
+        return _with_layers(spec, micro_batches, longest, ranks)
     _write_plan(micro_batches.plan, journal)
     if micro_batches.plan.verdict != "fits_smaller" or device.simulated or spec.limits.as_written:
-        return spec, micro_batches
+        return _with_layers(spec, micro_batches, longest, ranks)
     changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
     journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")
     spec = with_changes(spec, micro_batches.plan.remedies)
-    return spec, micro_batch_cost(spec, longest)
+    return _with_layers(spec, micro_batch_cost(spec, longest), longest, ranks)
+
+
+def _with_layers(
+    spec: RunSpec, micro_batches: MicroBatchCost, longest: int, ranks: Ranks
+) -> tuple[RunSpec, MicroBatchCost]:
+    """`spec` with the layers that recompute on rank 0: what machines have learned of their devices, and with it their
+    plans, may differ."""
+    layers = ranks.broadcast_object(micro_batches.checkpointing)
+    spec = with_changes(spec, {"train.gradient_checkpointing": layers})
+    agree = (type(layers), layers) == (type(micro_batches.checkpointing), micro_batches.checkpointing)
+    return spec, micro_batches if agree else micro_batch_cost(spec, longest)
 
 
 def _write_plan(plan: Plan, journal: Journal) -> None:
@@ -227,4 +242,6 @@ def _write_plan(plan: Plan, journal: Journal) -> None:
         generate_adds_bytes=document["generate_adds_bytes"],
         accumulation=document["accumulation"],
         tokens_per_micro_batch=document["tokens_per_micro_batch"],
+        layers=document["layers"],
+        recomputed_layers=document["recomputed_layers"],
     )

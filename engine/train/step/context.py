@@ -94,6 +94,8 @@ class StepContext:
     """Records failures that only this rank knows of."""
     suggest_fixes: Callable[[RankOom], str]
     """Changes of the recipe that would have avoided a failure, as a sentence; empty where nothing can be predicted."""
+    cost_recomputing: Callable[[int], Cost] | None = None
+    """`cost` if so many layers recompute their activations; None where this cannot be predicted."""
     static_bytes: int = 0
     """Allocated between steps, by weights and optimizer state."""
     active_remedies: list[ActiveRemedy] = field(default_factory=list)

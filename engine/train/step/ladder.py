@@ -3,11 +3,13 @@ that remedies change."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.batching.budget import MicroBatchBudget
+from engine.batching.budget import SAFETY, MicroBatchBudget
+from engine.batching.micro_batches import Cost
 from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.device.oom import ATTEMPTS
@@ -31,8 +33,9 @@ class MemorySettings:
 
     micro_batch_budget: int
     """Predicted bytes that a micro-batch may cost."""
-    checkpointing: bool
-    """Gradient checkpointing: whether activations are recomputed in backward."""
+    checkpointing: int
+    """Gradient checkpointing: how many layers recompute their activations in backward. Checkpoints of earlier versions
+    say true or false, for all or none."""
     chunk_tokens: int | None
     """Tokens that the loss is computed over at a time; None where its implementation has no such setting."""
     activation_offload: bool
@@ -49,10 +52,11 @@ class MemorySettings:
     def with_value(self, remedy: str, value: Any) -> MemorySettings:
         return replace(self, **{SETTING_OF_REMEDY[remedy]: value})
 
-    def recipe_values(self) -> dict[str, Any]:
-        """Settings by recipe key; those without a recipe key are left out."""
+    def recipe_values(self, layers: int) -> dict[str, Any]:
+        """Settings by recipe key, for a model of so many layers; those without a recipe key are left out."""
+        some = 0 < self.checkpointing < layers
         return {
-            "train.gradient_checkpointing": self.checkpointing,
+            "train.gradient_checkpointing": self.checkpointing if some else self.checkpointing > 0,
             "train.activation_offload": self.activation_offload,
             "train.optimizer_offload": self.optimizer_offload,
         }
@@ -87,7 +91,7 @@ def apply_settings(context: StepContext, settings: MemorySettings) -> None:
 
 def effective_spec(spec: RunSpec, context: StepContext) -> RunSpec:
     """`spec` with the memory settings in force, so that advice does not suggest what is already done."""
-    return with_changes(spec, current_settings(context).recipe_values())
+    return with_changes(spec, current_settings(context).recipe_values(context.loaded.layers))
 
 
 def memory_as_json(context: StepContext) -> dict[str, Any]:
@@ -108,6 +112,8 @@ def adopt_memory(context: StepContext, saved: dict[str, Any]) -> None:
     context.active_remedies[:] = [ActiveRemedy(**remedy) for remedy in saved["standing"]]
 
 
+LAYERS_SHARE = 1 / 8
+"""Share of the layers that recompute their activations in addition at each failure, at least."""
 SMALLEST_CHUNK_TOKENS = 16
 SHORTEST_TOKENS = 16
 
@@ -128,10 +134,13 @@ class BackoffContext:
     """Allocated between steps, by weights and optimizer state."""
     on_plain_cpu: bool
     """Whether device memory is host memory, so that moving anything to the host gains nothing."""
-    can_checkpoint: bool
+    layers: int
+    """Decoder layers that may recompute their activations; 0 if the model cannot do it."""
     has_optimizer_state: bool
     planned_chunk_tokens: int
     """Tokens per chunk that plans assume, for a loss that is not yet computed in chunks."""
+    cost_recomputing: Callable[[int], Cost] | None = None
+    """The predicted cost if so many layers recompute; None for a model whose memory is predicted otherwise."""
 
     @property
     def room_bytes(self) -> int:
@@ -172,10 +181,20 @@ def cut(now: BackoffContext) -> MemorySettings | None:
 
 
 def checkpointing(now: BackoffContext) -> MemorySettings | None:
-    """Gradient checkpointing; None if it is on already, the model cannot do it, or outside micro-batches."""
-    if now.oom.micro_batch is None or now.settings.checkpointing or not now.can_checkpoint:
+    """Gradient checkpointing of more layers: as many as the failed micro-batch needs by its prediction, at least
+    LAYERS_SHARE of all. None if all recompute already, the model cannot do it, or outside micro-batches."""
+    micro_batch, before = now.oom.micro_batch, now.settings.checkpointing
+    if micro_batch is None or before >= now.layers:
         return None
-    return replace(now.settings, checkpointing=True)
+    least = min(now.layers, before + math.ceil(LAYERS_SHARE * now.layers))
+    if now.cost_recomputing is None:
+        return replace(now.settings, checkpointing=least)
+    # What was measured under other settings says nothing, but a prediction is never taken to be too high.
+    room_bytes = SAFETY * now.room_bytes / max(1.0, now.budget.slope)
+    for layers in range(least, now.layers):
+        if now.cost_recomputing(layers)(micro_batch.rows, micro_batch.length) <= room_bytes:
+            return replace(now.settings, checkpointing=layers)
+    return replace(now.settings, checkpointing=now.layers)
 
 
 def chunk_loss(now: BackoffContext) -> MemorySettings | None:
@@ -265,9 +284,10 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         context.device.available_bytes,
         context.static_bytes,
         on_plain_cpu=context.device.kind == "cpu",
-        can_checkpoint=context.loaded.base.supports_gradient_checkpointing,
+        layers=context.loaded.layers if context.loaded.base.supports_gradient_checkpointing else 0,
         has_optimizer_state=not context.guard.host_state.empty,
         planned_chunk_tokens=context.loss.chunk_tokens,
+        cost_recomputing=context.cost_recomputing,
     )
     chosen = choose(context.ladder, now)
     if chosen is None:
@@ -277,8 +297,18 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         context.budget.cut(oom.cost_bytes, now.room_bytes, beside_co_tenant=now.beside_co_tenant)
     apply_settings(context, settings)
     if settings != now.settings and name != "cut":
-        context.active_remedies.append(_active_remedy(name, now, settings, context))
+        _record(context, _active_remedy(name, now, settings, context))
     return name
+
+
+def _record(context: StepContext, remedy: ActiveRemedy) -> None:
+    """Add a remedy in force. Further layers that recompute before any micro-batch succeeded belong to the remedy
+    before: they are lifted together, back to what worked."""
+    last = context.active_remedies[-1] if context.active_remedies else None
+    if last is not None and last.name == remedy.name == "checkpointing" and not remedy.learned["proven_bytes"]:
+        remedy = replace(last, after=remedy.after)
+        context.active_remedies.pop()
+    context.active_remedies.append(remedy)
 
 
 def _active_remedy(name: str, now: BackoffContext, settings: MemorySettings, context: StepContext) -> ActiveRemedy:

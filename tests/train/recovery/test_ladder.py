@@ -12,7 +12,7 @@ from engine.device.oom import OutOfMemory
 from engine.train.step.failures import RankOom, memory_exhausted
 from engine.train.step.ladder import RUNGS, SETTING_OF_REMEDY, BackoffContext, MemorySettings, choose
 
-SETTINGS = MemorySettings(1000, False, 1024, False, False, None)
+SETTINGS = MemorySettings(1000, 0, 1024, False, False, None)
 FAILURE = OutOfMemory("device", 4096, "full", "forward", 900, 900)
 LADDER = list(RUNGS)
 
@@ -22,7 +22,7 @@ def context(rows: int = 4, length: int = 100) -> BackoffContext:
     micro_batch = MicroBatch(tuple(range(rows)), length, 200 * rows)
     return BackoffContext(
         RankOom(FAILURE, 0, micro_batch, 2000, 0), SETTINGS, MicroBatchBudget(1000, 1000), [], 2000, 500,
-        on_plain_cpu=False, can_checkpoint=True, has_optimizer_state=True,
+        on_plain_cpu=False, layers=16, has_optimizer_state=True,
         planned_chunk_tokens=110,
     )  # fmt: skip
 
@@ -48,16 +48,31 @@ def test_rungs_change_nothing_by_themselves() -> None:
 
 def test_several_sequences_are_cut_and_one_is_recomputed() -> None:
     assert choose(LADDER, context()) == ("cut", replace(SETTINGS, micro_batch_budget=640))
-    assert choose(LADDER, context(rows=1)) == ("checkpointing", replace(SETTINGS, checkpointing=True))
+    assert choose(LADDER, context(rows=1)) == ("checkpointing", replace(SETTINGS, checkpointing=2))
+
+
+def test_as_many_layers_recompute_as_the_prediction_asks_for() -> None:
+    """1,500 bytes of room; with n of 16 layers the micro-batch takes 2,400 - 100 n, so 10 layers leave 3 % to spare."""
+    now = replace(
+        context(rows=1), cost_recomputing=lambda layers: lambda rows, length, patches=None: 2400 - 100 * layers
+    )
+    assert choose(LADDER, now) == ("checkpointing", replace(SETTINGS, checkpointing=10))
+    measured = MicroBatchBudget(1000, 1000, slope=2.0)
+    assert choose(LADDER, replace(now, budget=measured)) == ("checkpointing", replace(SETTINGS, checkpointing=16))
+    again = replace(now, settings=replace(SETTINGS, checkpointing=10))
+    assert choose(LADDER, again) == ("checkpointing", replace(SETTINGS, checkpointing=12)), "it was too low"
+    all_of_them = replace(now, settings=replace(SETTINGS, checkpointing=16))
+    chosen = choose(LADDER, all_of_them)
+    assert chosen is not None and chosen[0] == "chunk_loss"
 
 
 def test_a_model_that_cannot_recompute_goes_on_to_the_next_rung() -> None:
-    chosen = choose(LADDER, replace(context(rows=1), can_checkpoint=False))
+    chosen = choose(LADDER, replace(context(rows=1), layers=0))
     assert chosen == ("chunk_loss", replace(SETTINGS, chunk_tokens=50))
 
 
 def test_a_loss_that_is_not_in_chunks_is_first_put_into_chunks() -> None:
-    whole = replace(context(rows=1), settings=replace(SETTINGS, chunk_tokens=None, checkpointing=True))
+    whole = replace(context(rows=1), settings=replace(SETTINGS, chunk_tokens=None, checkpointing=16))
     assert choose(LADDER, whole) == ("chunk_loss", replace(whole.settings, chunk_tokens=110))
 
 

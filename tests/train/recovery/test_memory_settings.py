@@ -34,7 +34,7 @@ def setup(tmp_path: Path) -> Iterator[TrainingSetup]:
 def other(settings: MemorySettings) -> MemorySettings:
     """Settings that all differ from those in `settings`."""
     return MemorySettings(
-        settings.micro_batch_budget // 2, not settings.checkpointing, present(settings.chunk_tokens) // 2,
+        settings.micro_batch_budget // 2, settings.checkpointing + 3, present(settings.chunk_tokens) // 2,
         not settings.activation_offload, not settings.optimizer_offload, 24,
     )  # fmt: skip
 
@@ -104,12 +104,19 @@ ADDED = {"floor_tokens": 0, "launch_tokens": 256}
 
 def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(setup: TrainingSetup) -> None:
     adopt_memory(setup.context, json.loads(json.dumps(IN_CHECKPOINTS)))
-    assert current_settings(setup.context) == MemorySettings(640, True, 64, False, True, 24)
+    layers = setup.context.loaded.layers
+    assert current_settings(setup.context) == MemorySettings(640, layers, 64, False, True, 24)
     written = json.loads(json.dumps(memory_as_json(setup.context)))
-    assert written == IN_CHECKPOINTS | {"budget": {**IN_CHECKPOINTS["budget"], **ADDED}}
+    now = {
+        "budget": IN_CHECKPOINTS["budget"] | ADDED,
+        "remedies": IN_CHECKPOINTS["remedies"] | {"checkpointing": layers},
+    }
+    assert written == IN_CHECKPOINTS | now, "true stood for all layers"
+    adopt_memory(setup.context, written)
+    assert memory_as_json(setup.context) == written
 
 
 def test_the_effective_spec_names_what_is_in_force(setup: TrainingSetup) -> None:
     apply_settings(setup.context, other(current_settings(setup.context)))
     train = effective_spec(setup.spec, setup.context).recipe.train
-    assert (train.gradient_checkpointing, train.activation_offload, train.optimizer_offload) == (True, True, True)
+    assert (train.gradient_checkpointing, train.activation_offload, train.optimizer_offload) == (3, True, True)

@@ -1,0 +1,171 @@
+"""Predicts how long an optimizer step takes on one device, for ranking settings: products by the device's arithmetic,
+everything else by the bytes that move, launches, and what is recomputed or copied to the host.
+
+A roofline: the products of a layer take as long as the slower of their arithmetic and reading its weights. What lies
+between products (norms, activations, adapters in fp32) moves a multiple of the bytes that a layer saves for backward,
+which the memory trace knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.parameters import elements, layer_parameters
+from engine.budget.predict.layer_traces import layer_forward
+from engine.budget.predict.prediction import Predictor
+from engine.budget.predict.products import Flops, adapter_weights, layer_flops, trained_weights
+from engine.budget.predict.recompute import recompute_order
+from engine.budget.predict.static import static_bytes
+from engine.budget.trace.layer import LayerKind, layer_stack
+from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.polynomial import BytesPolynomial, shape_of
+from engine.config.schema.run import Profile
+
+PRODUCT_SHARE = 0.67
+"""Share of the datasheet's FLOP/s that a layer's products reach (the largest reach 0.8: an H200, 770 to 800 of 989
+TFLOP/s at 8192³)."""
+FP32_SHARE = 1 / 15
+"""FLOP/s of fp32 products, as a share of those in bf16 (an H100: 67 of 989 TFLOP/s)."""
+FORWARD_PASSES, BACKWARD_PASSES = 7, 11
+"""How often as many bytes as a layer saves pass through memory between its products: values are written and read
+several times before one of them is saved (norms, rotary embedding, activation and adapters of an 8B model, each as one
+kernel after the other: 256 ms of 750)."""
+LAUNCHES_PER_LAYER = 50
+"""Kernels of a layer's forward pass; backward has twice as many (6,300 in a micro-batch of a recomputing 8B model)."""
+LAUNCH_SECONDS = 14e-6
+"""Of the host for one kernel of a GPU, while the device works on others (90 ms for 6,300)."""
+PASS_SECONDS = 2e-3
+"""What one more micro-batch costs beside its work: its batch is made, its results are read."""
+CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS = 0.06, 8.0, 12e-6
+"""Of one core with fp32, where the profile does not tell: launches do not overlap with the work."""
+HOST_LINK_GBS = 25.0
+"""Between device and host: PCIe 4 with 16 lanes."""
+UPDATE_PASSES = 4
+"""How often the optimizer's step moves a trained weight, its gradient and its state."""
+
+
+class Speed(NamedTuple):
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+    launch_seconds: float
+    overlaps: bool
+    """Kernels are launched while the device works."""
+    stated: bool
+    """Arithmetic and bandwidth are the profile's, not typical values."""
+
+
+def speed_of(profile: Profile, config: MemoryConfig) -> Speed:
+    device = profile.device
+    on_cuda, stated = device.kind == "cuda", bool(device.peak_tflops and device.bandwidth_gbs)
+    tflops, gbs = (device.peak_tflops, device.bandwidth_gbs) if stated else (CPU_TFLOPS, CPU_GBS)
+    assert tflops is not None and gbs is not None
+    share = PRODUCT_SHARE * (FP32_SHARE if on_cuda and config.base_bytes == 4 and not config.autocast else 1.0)
+    launch_seconds = LAUNCH_SECONDS if on_cuda else CPU_LAUNCH_SECONDS
+    return Speed(tflops * 1e12 * share, gbs * 1e9, launch_seconds, on_cuda, stated)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What the layers of one kind do in a micro-batch."""
+
+    learns: bool
+    forward: Flops
+    backward_share: float
+    """FLOPs of backward as a multiple of those of forward."""
+    weight_bytes: int
+    saved: BytesPolynomial
+    """What a layer that is not recomputed saves."""
+
+    def seconds(self, speed: Speed, rows: int, length: int) -> tuple[float, float]:
+        """(forward, backward), without launches."""
+        flops, reading = self.forward.of(rows, length), self.weight_bytes / speed.bytes
+        moved = self.saved.at(shape_of(rows, length, 1)) / speed.bytes
+        forward = max(flops / speed.flops, reading) + FORWARD_PASSES * moved
+        if not self.learns:
+            return forward, 0.0
+        return forward, max(self.backward_share * flops / speed.flops, reading) + BACKWARD_PASSES * moved
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The duration of steps of one run."""
+
+    speed: Speed
+    layers: tuple[LayerWork, ...]
+    """In the order in which they become recomputed ones."""
+    head: LayerWork
+    update_bytes: int
+    batch: int
+    sequence: int
+    """Devices that share each sequence."""
+    offloaded: float
+    """Share of the activations that is copied to the host and back."""
+
+    @classmethod
+    def of(cls, predictor: Predictor) -> StepTime:
+        arch, config = predictor.arch, replace(predictor.config, checkpointing=False, kept_layers=0)
+        total = predictor.total
+        return cls(
+            speed_of(predictor.profile, config),
+            _layers(arch, replace(config, activation_offload=False)),
+            _head(arch, config),
+            total.optimizer + 2 * total.gradients,
+            predictor.batch,
+            predictor.layout.sequence,
+            float(config.activation_offload),
+        )
+
+    def step(self, rows: int, length: int, recomputed: int) -> float:
+        """Seconds of an optimizer step with micro-batches of `rows` sequences of `length` tokens, in which so many
+        layers are recomputed."""
+        full, rest = divmod(self.batch, rows)
+        passes = full * self.micro_batch(rows, length, recomputed)
+        passes += self.micro_batch(rest, length, recomputed) if rest else 0.0
+        return passes + UPDATE_PASSES * self.update_bytes / self.speed.bytes
+
+    def micro_batch(self, rows: int, length: int, recomputed: int) -> float:
+        work = launches = copied = 0.0
+        shape, known = shape_of(rows, length, 1), dict[LayerWork, tuple[float, float]]()
+        for place, layer in enumerate(self.layers):
+            if layer not in known:
+                known[layer] = layer.seconds(self.speed, rows, length)
+            forward, backward = known[layer]
+            again = place < recomputed and layer.learns
+            work += forward * (1 + again) + backward
+            launches += LAUNCHES_PER_LAYER * (1 + again + 2 * layer.learns)
+            if self.offloaded and not again:
+                copied += 2 * layer.saved.at(shape) / (HOST_LINK_GBS * 1e9)
+        work = (work + sum(self.head.seconds(self.speed, rows, length))) / self.sequence
+        host = launches * self.speed.launch_seconds
+        return PASS_SECONDS + (max(work, host, copied) if self.speed.overlaps else work + host)
+
+
+@lru_cache(maxsize=64)
+def _layers(arch: Architecture, config: MemoryConfig) -> tuple[LayerWork, ...]:
+    kinds = layer_stack(arch, config).layers
+    works = {kind: _work(arch, config, kind) for kind in set(kinds)}
+    return tuple(works[kinds[layer]] for layer in recompute_order(arch, config))
+
+
+def _work(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerWork:
+    parameters = layer_parameters(arch, kind.trainable.dense)
+    base = layer_flops(arch, config, kind)
+    adapters = adapter_weights(arch, config, kind)
+    forward = base._replace(per_token=base.per_token + 2.0 * adapters)
+    learned = trained_weights(arch, kind) + adapters
+    backward_share = 1.0 + 2.0 * learned / forward.per_token
+    weight_bytes = elements(parameters) * config.base_bytes
+    return LayerWork(kind.learns, forward, backward_share, weight_bytes, layer_forward(arch, config, kind).saved)
+
+
+@lru_cache(maxsize=64)
+def _head(arch: Architecture, config: MemoryConfig) -> LayerWork:
+    """Final norm, head and loss; every token is a target."""
+    weights, learns = arch.vocab * arch.hidden, bool(static_bytes(arch, config).head_gradient)
+    saved = BytesPolynomial((0, arch.vocab * 4, *[0] * 8))
+    return LayerWork(True, Flops(2.0 * weights, 0.0), 1.0 + learns, weights * config.base_bytes, saved)
