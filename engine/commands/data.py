@@ -47,10 +47,16 @@ ProfileForDataOption = Annotated[
 ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
 
 
+PrepareOption = Annotated[
+    bool, typer.Option("--prepare", help="Only make the tokens, so that a run finds them in the cache.")
+]
+
+
 def data(
     recipe: RecipeOption,
     overrides: OverridesOption = None,
     show: ShowOption = 2,
+    prepare: PrepareOption = False,
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,8 +78,10 @@ def data(
     check_packing(spec)
     images = load_image_processor(spec, tokenizer)
     prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
-    if as_json:
-        print_json(report_document(prepared, tokenizer, show), indent=None)
+    if prepare and not as_json:
+        print_parts(prepared)
+    elif as_json:
+        print_json(report_document(prepared, tokenizer, 0 if prepare else show), indent=None)
     else:
         print_report(prepared, tokenizer, show)
 
@@ -88,6 +96,12 @@ def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, 
             for row in rows
         ],
     }
+
+
+def print_parts(prepared: PreparedData) -> None:
+    """A line for each part: what a run will find in the cache."""
+    for part in prepared.report.parts:
+        typer.echo(f"{part.part}: {part.rows:,} sequences, {part.tokens:,} tokens are in the cache")
 
 
 def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:

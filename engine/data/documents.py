@@ -43,6 +43,10 @@ class Documents:
     def __getitem__(self, rows: slice) -> list[dict[str, Any]]:
         return [self._row(*map(int, part)) for part in self._parts[rows]]
 
+    def nbytes(self, start: int, stop: int) -> int:
+        """Bytes of the rows from `start` to before `stop`."""
+        return int((self._parts[start:stop, 2] - self._parts[start:stop, 1]).sum())
+
     def _row(self, number: int, start: int, stop: int, starts: int, ends: int) -> dict[str, Any]:
         with self._files[number].open("rb") as stream:
             stream.seek(start)

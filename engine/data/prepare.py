@@ -23,13 +23,16 @@ from engine.data.formats import Format, preference_notice, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS
 from engine.data.order import pack
+from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
-from engine.data.store import COLUMN_DTYPES, ROWS_PER_REASON, SourceCount, StoreWriter, cached_store, hash_text
-from engine.data.tokenise import TOO_LONG, Results, Tokeniser, tokenise_rows
+from engine.data.store import StoreWriter, cached_store, hash_text
+from engine.data.tokenise import TOO_LONG, Tokeniser
 from engine.data.tokens import Columns, TokenData
+from engine.data.workers import Workers, tokenise_rows
 from engine.errors import DataError
+from engine.journal.event_text import format_duration
 
 CHAT_VERSION = "chat 5"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
@@ -148,7 +151,7 @@ def prepare_sources(
 
 
 def _prepare_sources(
-    sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: int, part: str, notify: Notify
+    sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: Workers, part: str, notify: Notify
 ) -> _Tokenised:
     """Read cached tokens, or tokenise first. `part` is "train", "validation" or "evaluation", for messages."""
     opened = [_open(source, tokeniser, seed) for source in sources]
@@ -170,9 +173,13 @@ def _prepare_sources(
     entry = cache_folder() / "tokens" / key
 
     def build(writer: StoreWriter) -> None:
-        for each in opened:
-            results = tokenise_rows(each.rows, each.format, tokeniser, workers=workers)
-            writer.add_source(each.source.name, each.format.name, _progress(results, each, notify))
+        for number, each in enumerate(opened):
+
+            def pieces(first: int, each: _Opened = each) -> Iterator[Piece]:
+                made = tokenise_rows(each.rows, each.format, tokeniser, workers=workers, first=first)
+                return _progress(made, each, first, notify)
+
+            writer.add_source(number, each.source.name, each.format.name, pieces)
         if not any(count.kept for count in writer.counts):
             _locate_drops(writer.counts, opened)
             _count_left_out(writer.counts, opened)
@@ -188,9 +195,9 @@ def _prepare_sources(
     _count_left_out(store.counts, opened)
     changed = _rendering_version(store.counts)
     changed += [BOUNDS_VERSION] if any(set(BOUND_REASONS) & set(count.dropped) for count in store.counts) else []
-    images, reader = store.columns.images, None
+    images, reader, threads = store.columns.images, None, 0 if workers == "auto" else workers
     if images is not None and tokeniser.images is not None:
-        reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened], workers)
+        reader = ImageReader(tokeniser.images, [ImageSource(each.rows, each.format) for each in opened], threads)
         changed.append(hash_text(images.digests.tobytes().hex()))
     parts = [*fingerprints, *tokeniser.fingerprint_parts(), *changed]
     contents = [
@@ -274,17 +281,20 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
     return _Opened(source, rows, as_chat(markers=tokeniser.markers))
 
 
-def _progress(results: Iterator[Results], opened: _Opened, notify: Notify) -> Iterator[Results]:
-    """Yield `results` unchanged, with a line of rows done and time left every few seconds."""
+def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Notify) -> Iterator[Piece]:
+    """Yield `pieces` unchanged, with a line of rows done, rate and time left every few seconds."""
     started = shown = time.monotonic()
-    done = 0
-    for batch in results:
-        yield batch
-        done += len(batch)
+    done, total = first, opened.rows.count
+    for piece in pieces:
+        yield piece
+        done += piece.count.read
         now = time.monotonic()
         if now - shown >= PROGRESS_SECONDS:
-            left = (now - started) / done * (opened.rows.count - done)
-            notify(f"tokenising {opened.source.name}: {done:,} of {opened.rows.count:,} rows, about {left:.0f} s left")
+            rate = (done - first) / (now - started)
+            notify(
+                f"tokenising {opened.source.name}: {done:,} of {total:,} rows ({done / total:.0%}), "
+                f"{rate:,.0f} rows/s, about {format_duration((total - done) / rate)} left"
+            )
             shown = now
 
 

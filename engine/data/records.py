@@ -188,7 +188,7 @@ def _excerpt(line: bytes) -> str:
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 512
 """Most rows held in memory while streaming."""
 
 ROW_BYTES, ROW_IMAGE_BYTES = 16 << 20, 256 << 20
@@ -260,26 +260,37 @@ class SourceRows:
         return [lines.get(row, f"row {row + 1}") for row in rows]
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any] | Dropped]]:
-        """All rows in order, as lists of up to `size` rows and ROW_BYTES bytes; a row is a dict by column, or Dropped
-        where it is larger than that."""
-        for start in range(0, self.count, size):
-            stop = min(start + size, self.count)
-            if self.in_lists:
-                yield self.table[start:stop]
-            else:
-                yield from self._pieces(start, stop)
+        """All rows in order, as lists of up to `size` rows and ROW_BYTES bytes."""
+        return (self.rows(start, stop) for start, stop in self.spans(size=size))
 
-    def _pieces(self, start: int, stop: int) -> Iterator[list[dict[str, Any] | Dropped]]:
+    def spans(self, first: int = 0, size: int = ROWS_AT_ONCE) -> Iterator[tuple[int, int]]:
+        """The rows from `first` on in order, as (row, row after the last) of up to `size` rows and ROW_BYTES bytes."""
+        for start in range(first, self.count, size):
+            yield from self._parted(start, min(start + size, self.count))
+
+    def _parted(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        if stop - start == 1 or self._fits(start, stop):
+            yield start, stop
+            return
+        middle = (start + stop) // 2
+        yield from self._parted(start, middle)
+        yield from self._parted(middle, stop)
+
+    def _fits(self, start: int, stop: int) -> bool:
+        """Whether these rows may be in memory at once."""
+        if self.in_lists:
+            return not hasattr(self.table, "nbytes") or self.table.nbytes(start, stop) <= ROW_BYTES
         part = self._arrow[start:stop]
         plain = part.drop_columns(list(self.image_columns)).nbytes
-        if plain <= ROW_BYTES and part.nbytes <= ROW_IMAGE_BYTES:
-            yield list(self._decoded(start, stop))
-        elif stop - start == 1:
-            yield [Dropped(ROW_TOO_LARGE)]
-        else:
-            middle = (start + stop) // 2
-            yield from self._pieces(start, middle)
-            yield from self._pieces(middle, stop)
+        return bool(plain <= ROW_BYTES and part.nbytes <= ROW_IMAGE_BYTES)
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any] | Dropped]:
+        """A row is a dict by column, or Dropped where it is larger than a row may be."""
+        if self.in_lists:
+            return list(self.table[start:stop])
+        if stop - start == 1 and not self._fits(start, stop):
+            return [Dropped(ROW_TOO_LARGE)]
+        return list(self._decoded(start, stop))
 
     @cached_property
     def _arrow(self) -> Any:

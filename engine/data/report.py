@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.store import SourceCount
+from engine.data.pieces import SourceCount
 from engine.data.tokens import TokenData
 
 PERCENTILES = (5, 25, 50, 75, 95, 100)

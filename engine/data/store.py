@@ -12,11 +12,11 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from engine.data.tokenise import Document, RowResult
+from engine.data.pieces import COLUMN_DTYPES, Piece, SourceCount
 from engine.data.tokens import Columns, ImageColumns
 from engine.errors import EnvironmentProblem
 
@@ -92,72 +92,11 @@ def locked(entry: Path, notify: Callable[[str], None]) -> Iterator[None]:
         lock.release()
 
 
-COLUMN_DTYPES: dict[str, type[np.generic]] = {
-    "ids": np.int32,
-    "targets": np.bool_,
-    "offsets": np.int64,
-    "target_counts": np.int32,
-    "sources": np.int16,
-    "origins": np.int64,
-    "answer_starts": np.int32,
-    "answer_ends": np.int32,
-    "image_counts": np.int32,
-    "image_heights": np.int32,
-    "image_widths": np.int32,
-    "image_digests": np.uint64,
-}
-
 IMAGE_COLUMNS = ("counts", "heights", "widths", "digests")
 """Columns of `ImageColumns`; on disk their names begin with image_."""
 
 READ_BYTES = 1 << 20
 """Bytes per read while checking an entry."""
-
-ROWS_PER_REASON = 5
-"""Dropped rows that are named for each reason."""
-
-MAX_REASONS, OTHER_REASONS = 50, "other reasons"
-"""Most drop reasons counted separately per source, and the name for all others. A template's error may quote the row,
-which would make every reason different."""
-
-
-@dataclass
-class SourceCount:
-    """How many rows of a source were read, kept, truncated and dropped."""
-
-    name: str
-    format: str
-    read: int = 0
-    kept: int = 0
-    truncated: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows by reason."""
-    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
-    """The first rows dropped for each reason, counted from 0."""
-    dropped_at: dict[str, list[str]] = field(default_factory=dict)
-    """Files and lines of `dropped_rows`; filled in after the cache is read, because the files may be moved."""
-    dropped_turns: dict[str, int] = field(default_factory=dict)
-    """Assistant turns of rows that are kept, by reason."""
-    chat: dict[str, int] = field(default_factory=dict)
-    """Counts by the names in `engine.data.report.CHAT_FACTS`."""
-
-    def add(self, result: RowResult) -> None:
-        """Every row counts as either kept or dropped."""
-        self.read += 1
-        self.truncated += sum(document.truncated for document in result.documents)
-        if result.documents:
-            self.kept += 1
-            for fact, number in result.facts.items():
-                self.chat[fact] = self.chat.get(fact, 0) + number
-            for reason in result.dropped:
-                self.dropped_turns[reason] = self.dropped_turns.get(reason, 0) + 1
-            return
-        reason = result.dropped[0]
-        if reason not in self.dropped and len(self.dropped) >= MAX_REASONS:
-            reason = OTHER_REASONS
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        if len(self.dropped_rows.setdefault(reason, [])) < ROWS_PER_REASON:
-            self.dropped_rows[reason].append(self.read - 1)
 
 
 @dataclass(frozen=True)
@@ -171,15 +110,28 @@ class Store:
 class _ColumnFile:
     """An .npy file that is appended to. Its header is written for 0 rows; `close` rewrites it with their number."""
 
-    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
-        self.path, self.dtype, self.count = path, np.dtype(dtype), 0
-        self._stream = path.open("wb")
-        self._write_header()
-        self._header_bytes = self._stream.tell()
+    def __init__(self, path: Path, dtype: type[np.generic], count: int = 0) -> None:
+        """Goes on behind the first `count` values of an existing file. Raises ValueError if it has fewer."""
+        self.path, self.dtype, self.count = path, np.dtype(dtype), count
+        self._stream = path.open("r+b" if count else "wb")
+        if not count:
+            self._write_header()
+        self._header_bytes = self._length_of_header()
+        end = self._header_bytes + count * self.dtype.itemsize
+        if path.stat().st_size < end and count:
+            self._stream.close()
+            raise ValueError(f"{path.name} is shorter than {count:,} values")
+        self._stream.seek(end)
+        self._stream.truncate()
 
     def append(self, values: NDArray[Any]) -> None:
         self._stream.write(np.ascontiguousarray(values, self.dtype).tobytes())
         self.count += len(values)
+
+    def sync(self) -> None:
+        """Return once the appended values are on the disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         self._stream.seek(0)
@@ -187,23 +139,49 @@ class _ColumnFile:
         # numpy pads the header so that the number of rows fits; without that, the first rows would be overwritten.
         if self._stream.tell() != self._header_bytes:
             raise RuntimeError(f"numpy's header of {self.path.name} changed its size with the number of rows")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        self.sync()
         self._stream.close()
+
+    def _length_of_header(self) -> int:
+        self._stream.seek(0)
+        if not self.count:
+            self._write_header()
+            return self._stream.tell()
+        np.lib.format.read_magic(self._stream)
+        np.lib.format.read_array_header_1_0(self._stream)
+        return self._stream.tell()
 
     def _write_header(self) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self._stream, header)
 
 
+COMMIT_SECONDS = 5.0
+"""How often what was tokenised is made to stay: a process that is killed loses no more than this."""
+
+PROGRESS = "progress.json"
+"""Of an entry that is being built: the counts of its sources, and how many values of each column belong to them."""
+
+
 class StoreWriter:
-    """Writes documents into a folder as they arrive, so that host memory does not grow with the data."""
+    """Writes documents into a folder as they arrive, so that host memory does not grow with the data. Goes on where an
+    earlier process was killed."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ValueError, OSError, KeyError or TypeError for a folder that cannot be gone on with."""
         self.folder = folder
-        self.counts: list[SourceCount] = []
-        self._files = {name: _ColumnFile(folder / f"{name}.npy", dtype) for name, dtype in COLUMN_DTYPES.items()}
-        self._files["offsets"].append(np.zeros(1))
+        found: dict[str, Any] = {"columns": {}, "counts": []}
+        if (folder / PROGRESS).exists():
+            found = json.loads((folder / PROGRESS).read_text())
+        self.counts = [SourceCount(**count) for count in found["counts"]]
+        self.continued = sum(count.read for count in self.counts)
+        """Rows that an earlier process tokenised."""
+        self._files: dict[str, _ColumnFile] = {}
+        for name, dtype in COLUMN_DTYPES.items():
+            self._files[name] = _ColumnFile(folder / f"{name}.npy", dtype, int(found["columns"].get(name, 0)))
+        if not self._files["offsets"].count:
+            self._files["offsets"].append(np.zeros(1))
+        self._committed = time.monotonic()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -211,36 +189,43 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            return
         for file in self._files.values():
             file.close()
-        if kind is None:
-            (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
+        (self.folder / "drops.json").write_text(json.dumps([asdict(count) for count in self.counts]))
+        (self.folder / PROGRESS).unlink(missing_ok=True)
 
-    def add_source(self, name: str, format_name: str, results: Iterable[list[RowResult]]) -> None:
-        """`results` are those of the source's rows in batches, in row order."""
-        count = SourceCount(name, format_name)
-        self.counts.append(count)
-        for batch in results:
-            for result in batch:
-                count.add(result)
-            if documents := [document for result in batch for document in result.documents]:
-                self._append(documents, len(self.counts) - 1)
+    def add_source(self, number: int, name: str, format_name: str, pieces: Callable[[int], Iterable[Piece]]) -> None:
+        """`pieces` gives those of the source's rows from a row on, in row order. `number` of the source, from 0."""
+        if number == len(self.counts):
+            self.counts.append(SourceCount(name, format_name))
+        elif number < len(self.counts) - 1:
+            return  # the source after it was begun
+        count = self.counts[number]
+        for piece in pieces(count.read):
+            count.include(piece.count)
+            self._append(piece, number)
+            if time.monotonic() - self._committed >= COMMIT_SECONDS:
+                self._commit()
 
-    def _append(self, documents: list[Document], source: int) -> None:
-        ends = self._files["ids"].count + np.cumsum([len(document.ids) for document in documents])
-        self._files["ids"].append(np.concatenate([document.ids for document in documents]))
-        self._files["targets"].append(np.concatenate([document.targets for document in documents]))
-        self._files["offsets"].append(ends)
-        self._files["target_counts"].append(np.array([int(document.targets.sum()) for document in documents]))
-        self._files["sources"].append(np.full(len(documents), source))
-        self._files["origins"].append(np.array([document.origin for document in documents]))
-        self._files["answer_starts"].append(np.array([document.answer[0] for document in documents]))
-        self._files["answer_ends"].append(np.array([document.answer[1] for document in documents]))
-        self._files["image_counts"].append(np.array([len(document.images) for document in documents]))
-        images = [image for document in documents for image in document.images]
-        self._files["image_heights"].append(np.array([image.height for image in images]))
-        self._files["image_widths"].append(np.array([image.width for image in images]))
-        self._files["image_digests"].append(np.array([image.digest for image in images], np.uint64))
+    def _append(self, piece: Piece, source: int) -> None:
+        before = self._files["ids"].count
+        for name, values in piece.columns.items():
+            self._files[name].append(values + before if name == "offsets" else values)
+        self._files["sources"].append(np.full(len(piece.columns["origins"]), source))
+
+    def _commit(self) -> None:
+        for file in self._files.values():
+            file.sync()
+        columns = {name: file.count for name, file in self._files.items()}
+        draft = self.folder / f"{PROGRESS}.part"
+        with draft.open("w") as stream:
+            json.dump({"columns": columns, "counts": [asdict(count) for count in self.counts]}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(self.folder / PROGRESS)
+        self._committed = time.monotonic()
 
 
 def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> Store:
@@ -253,7 +238,7 @@ def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Call
                 return _open(entry)
             notify(f"the cached tokens are damaged ({problem}) and are built again")
             shutil.rmtree(entry)
-        _build(entry, build)
+        _build(entry, build, notify)
         return _open(entry)
 
 
@@ -273,19 +258,34 @@ def damage(entry: Path) -> str | None:
     return f"the manifest lacks {', '.join(sorted(missing))}" if missing else None
 
 
-def _build(entry: Path, build: Callable[[StoreWriter], None]) -> None:
-    for abandoned in entry.parent.glob(f".{entry.name}-*"):
-        # A process was killed while it built this folder: this process has the lock, so no other is writing.
-        shutil.rmtree(abandoned)
-    draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
+def _build(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[str], None]) -> None:
+    """What a killed process left is gone on with: this process has the lock, so no other is writing."""
+    draft = entry.with_name(f".{entry.name}-draft")
     try:
-        with StoreWriter(draft) as writer:
+        with _writer(draft, notify) as writer:
             build(writer)
         manifest = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(draft.iterdir())}
         (draft / "manifest.json").write_text(json.dumps(manifest))
         draft.rename(entry)
-    finally:
+    except EnvironmentProblem:
+        raise  # a killed worker: what was tokenised stays
+    except Exception:
         shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _writer(draft: Path, notify: Callable[[str], None]) -> StoreWriter:
+    draft.mkdir(exist_ok=True)
+    try:
+        writer = StoreWriter(draft)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # The folder is damaged, by a power cut for example: nothing in it is worth more than tokenising again.
+        shutil.rmtree(draft)
+        draft.mkdir()
+        writer = StoreWriter(draft)
+    if writer.continued:
+        notify(f"goes on behind {writer.continued:,} rows that an earlier process tokenised")
+    return writer
 
 
 def _open(entry: Path) -> Store:

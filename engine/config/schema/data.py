@@ -81,8 +81,9 @@ class Data(Table):
     """Share of the samples held out for evaluation, drawn by seed."""
     loss_on: Literal["completion", "last", "all"] = "completion"
     """completion: loss on completions and assistant turns; last: on the last assistant turn; all: on every token."""
-    workers: CountOrZero = 0
-    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads."""
+    workers: CountOrZero | Literal["auto"] = "auto"
+    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads; auto: as
+    many processes as there are cores, where the measured rate makes them worth their start, and 4 threads."""
     system_prompt: str | None = None
     """System prompt for conversations without a system turn."""
     template_args: dict[str, Any] = {}
