@@ -4,6 +4,8 @@ what was dropped and why. Loads no model; text from the data is escaped."""
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+    from engine.config.schema.recipe import Recipe
     from engine.data.prepare import PreparedData
+    from engine.data.quality import Quality
     from engine.data.report import PartReport
     from engine.data.tokens import TokenData
 
@@ -34,6 +38,9 @@ BAR_WIDTH = 40
 
 LEARNED_STYLE = "bold underline green"
 """Marks target tokens on a terminal with colour; elsewhere they stand between marks."""
+
+SPECIAL_STYLE = "cyan"
+"""Marks special tokens."""
 
 BRIGHTNESS = " .:-=+*#%@"
 """Characters for pixels on a terminal without colours, from black to white."""
@@ -47,6 +54,13 @@ ProfileForDataOption = Annotated[
 ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
 
 
+RowOption = Annotated[
+    int | None, typer.Option("--row", min=1, metavar="N", help="Show from sample number N on.", show_default=False)
+]
+FindOption = Annotated[
+    str | None,
+    typer.Option("--find", metavar="TEXT", help="Show samples whose text has TEXT in it.", show_default=False),
+]
 PrepareOption = Annotated[
     bool, typer.Option("--prepare", help="Only make the tokens, so that a run finds them in the cache.")
 ]
@@ -56,6 +70,8 @@ def data(
     recipe: RecipeOption,
     overrides: OverridesOption = None,
     show: ShowOption = 2,
+    row: RowOption = None,
+    find: FindOption = None,
     prepare: PrepareOption = False,
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
@@ -80,19 +96,63 @@ def data(
     prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
     if prepare and not as_json:
         print_parts(prepared)
-    elif as_json:
-        print_json(report_document(prepared, tokenizer, 0 if prepare else show), indent=None)
+        return
+    rows = [] if prepare else chosen_rows(prepared.train, tokenizer, show, row, find)
+    figures = figures_of(prepared, tokenizer, spec.recipe)
+    if as_json:
+        print_json(report_document(prepared, tokenizer, rows, figures), indent=None)
     else:
-        print_report(prepared, tokenizer, show)
+        print_report(prepared, tokenizer, rows, figures)
 
 
-def report_document(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> dict[str, Any]:
-    rows = range(min(show, len(prepared.train)))
+def chosen_rows(
+    data: TokenData, tokenizer: PreTrainedTokenizerBase, show: int, row: int | None, find: str | None
+) -> list[int]:
+    """Up to `show` samples, from 0: those that contain `find`, else those from number `row` (from 1) on. Raises
+    UsageError if there is none."""
+    from engine.data.quality import find_rows
+    from engine.errors import UsageError
+
+    first = (row or 1) - 1
+    if first >= len(data):
+        raise UsageError(f"--row {row}: the training data have {len(data):,} samples", fix=f"add --row {len(data)}")
+    if find is None:
+        return list(range(first, min(first + show, len(data))))
+    found = find_rows(data, tokenizer, find, show, first)
+    if show and not found:
+        behind = f" from sample {row} on" if row else ""
+        raise UsageError(
+            f"--find: no sample{behind} has this text", fix="look for a shorter part, with its upper and lower case"
+        )
+    return found
+
+
+def figures_of(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Quality:
+    """Padding, packing, ends and duplicates of the training data."""
+    from engine.data.quality import quality
+
+    lost = sum(count.lost_tokens for count in prepared.report.sources)
+    length, batch = recipe.data.max_length, recipe.train.batch_size
+    return quality(prepared.train, tokenizer, max_length=length, batch_size=batch, lost_tokens=lost)
+
+
+def report_document(
+    prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, rows: Sequence[int], figures: Quality | None = None
+) -> dict[str, Any]:
+    """`rows`: numbers of the samples to show, from 0."""
+    from engine.data.chat_template import special_texts
+
     return {
         "fingerprint": prepared.fingerprint,
         **prepared.report.as_json(),
+        "quality": {**asdict(figures), "lines": figures.lines()} if figures else None,
+        "special_tokens": sorted(special_texts(tokenizer)),
         "samples": [
-            {**_sample(prepared.train, row, tokenizer), "pictures": _as_cells(prepared.train.pictures_of(row))}
+            {
+                "number": row + 1,
+                **_sample(prepared.train, row, tokenizer),
+                "pictures": _as_cells(prepared.train.pictures_of(row)),
+            }
             for row in rows
         ],
     }
@@ -104,20 +164,32 @@ def print_parts(prepared: PreparedData) -> None:
         typer.echo(f"{part.part}: {part.rows:,} sequences, {part.tokens:,} tokens are in the cache")
 
 
-def print_report(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, show: int) -> None:
+def print_report(
+    prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, rows: Sequence[int], figures: Quality | None = None
+) -> None:
+    """`rows`: numbers of the samples to show, from 0."""
+    from engine.data.chat_template import special_texts
+
     console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
     for part in prepared.report.parts:
         _print_part(console, part)
+    if figures is not None:
+        console.print()
+        for line in figures.lines():
+            console.print(escape(line), style="bold red" if line.startswith("WARNING") else None)
+    specials = [escape(text) for text in special_texts(tokenizer)]
     marked = not console.is_terminal or console.no_color
-    for row in range(min(show, len(prepared.train))):
+    for row in rows:
         sample = _sample(prepared.train, row, tokenizer)
         console.print()
         console.print(
             f"sample {row + 1} of {sample['source']}: {sample['tokens']} tokens, {sample['target_tokens']} learned"
             + (" (in marks)" if marked else " (underlined)")
         )
-        console.print(_highlighted(sample["pieces"], marks=_marks(console) if marked else None))
+        text = _highlighted(sample["pieces"], marks=_marks(console) if marked else None)
+        text.highlight_words(specials, SPECIAL_STYLE)
+        console.print(text)
         for picture in prepared.train.pictures_of(row):
             console.print(in_letters(picture) if marked or not _unicode(console) else in_half_blocks(picture))
 

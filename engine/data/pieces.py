@@ -53,10 +53,13 @@ class SourceCount:
     """Assistant turns of rows that are kept, by reason."""
     chat: dict[str, int] = field(default_factory=dict)
     """Counts by the names in `engine.data.report.CHAT_FACTS`."""
+    lost_tokens: int = 0
+    """Tokens that data.max_length had no room for."""
 
     def add(self, result: RowResult, row: int) -> None:
         """Every row counts as either kept or dropped. `row` is its number, from 0."""
         self.read += 1
+        self.lost_tokens += result.lost
         self.truncated += sum(document.truncated for document in result.documents)
         if result.documents:
             self.kept += 1
@@ -77,6 +80,7 @@ class SourceCount:
         """Add the counts of later rows of the same source."""
         self.read, self.kept = self.read + later.read, self.kept + later.kept
         self.truncated += later.truncated
+        self.lost_tokens += later.lost_tokens
         for reason, number in later.dropped.items():
             self._drop(reason, number, later.dropped_rows[reason])
         for mine, others in ((self.chat, later.chat), (self.dropped_turns, later.dropped_turns)):

@@ -46,6 +46,9 @@ BOUNDS_VERSION = "bounds 1"
 
 BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS, *BROKEN_REASONS)
 
+COUNTS_VERSION = "counts 2"
+"""Part of the cache entry. Increase it when other counts are kept beside the tokens."""
+
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
 
@@ -169,7 +172,7 @@ def _prepare_sources(
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
     version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
     version += [f"data {tokeniser.version}"] if tokeniser.version < DATA_VERSION else []
-    key = hash_text(*version, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
+    key = hash_text(*version, COUNTS_VERSION, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
     entry = cache_folder() / "tokens" / key
 
     def build(writer: StoreWriter) -> None:

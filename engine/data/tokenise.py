@@ -60,6 +60,8 @@ class RowResult:
     """Reasons for dropping the row, or single turns of its conversation."""
     facts: Counter[str] = field(default_factory=Counter)
     """Counts by the names in `engine.data.report.CHAT_FACTS`."""
+    lost: int = 0
+    """Tokens that data.max_length has no room for."""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -107,6 +109,15 @@ def _answer_of(record: Record | Dropped, row: TokenRow, rendered: RenderedRows, 
     """Of plain text, the second half of each piece, which has at most `most` tokens."""
     is_text = isinstance(record, TextRecord)
     return (min(len(row[0]), most) // 2, len(row[0])) if is_text else rendered.answer
+
+
+def _lost(row: TokenRow | Dropped, made: Document | Dropped) -> int:
+    """Tokens of `row` that `made` lacks because of data.max_length."""
+    if isinstance(row, Dropped):
+        return 0
+    if isinstance(made, Document):
+        return len(row[0]) - len(made.ids) if made.truncated and not made.images else 0
+    return len(row[0]) if made.reason.startswith(TOO_LONG) else 0
 
 
 def _characters(record: Record | DetectionRecord) -> int:
@@ -191,7 +202,9 @@ class Tokeniser:
         if images and documents and max(len(document.images) for document in documents) < len(images):
             return RowResult([], [f"{LEFT_OUT} an image"])
         facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
-        return RowResult(documents, [drop.reason for drop in made if isinstance(drop, Dropped)], rendered.facts + facts)
+        lost = sum(map(_lost, rendered.rows, made))
+        dropped = [drop.reason for drop in made if isinstance(drop, Dropped)]
+        return RowResult(documents, dropped, rendered.facts + facts, lost)
 
     def _bounded(self, record: Record | DetectionRecord | Dropped) -> Record | DetectionRecord | Dropped:
         """Leave out or cut what data.max_length has no room for: a megabyte takes seconds to tokenise."""

@@ -36,6 +36,7 @@ from engine.model.config import (
     processor_files,
     require_reachable,
 )
+from engine.model.named_templates import NAMED, named_template
 from engine.model.reference import StartingWeights, find_run_weights, find_starting_weights
 
 PREPROCESSOR, PROCESSOR, _ = PROCESSOR_FILES
@@ -174,7 +175,8 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
     else:
         tokenizer = _pretrained(source, model.revision if source == model.id else None, trust_remote_code)
     if model.chat_template is not None:
-        tokenizer.chat_template = _template_text(model.chat_template)
+        name = model.chat_template
+        tokenizer.chat_template = named_template(name, tokenizer) if name in NAMED else _template_text(name)
     give_pad_token(tokenizer)
     return tokenizer
 

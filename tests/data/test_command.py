@@ -22,7 +22,7 @@ def test_the_report_marks_what_is_learned_and_escapes_what_the_data_say(
     jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY), "template": "none"}]})
-    print_report(prepare_data(spec, tokenizer()), tokenizer(), 5)
+    print_report(prepare_data(spec, tokenizer()), tokenizer(), [0])
     shown = capsys.readouterr().out
     assert "[bold]a\\x1b[31m\\n" in shown
     assert "⟦[/]b\\u202e<eos>⟧" in shown
@@ -33,7 +33,7 @@ def test_the_report_marks_what_is_learned_and_escapes_what_the_data_say(
 def test_chat_samples_show_special_tokens(jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}]
     spec = run_spec({"sources": [{"name": "a", "path": jsonl(rows)}]})
-    print_report(prepare_data(spec, tokenizer(CHATML)), tokenizer(CHATML), 1)
+    print_report(prepare_data(spec, tokenizer(CHATML)), tokenizer(CHATML), [0])
     shown = capsys.readouterr().out
     assert "<user>assistant\\n" in shown
     assert "⟦yo<end>⟧" in shown
@@ -41,7 +41,7 @@ def test_chat_samples_show_special_tokens(jsonl: Callable[..., str], capsys: pyt
 
 def test_json_is_one_document_with_the_samples_pieces(jsonl: Callable[..., str]) -> None:
     spec = run_spec({"sources": [{"name": "a", "path": jsonl(NASTY), "template": "none"}]})
-    document = json.loads(json.dumps(report_document(prepare_data(spec, tokenizer()), tokenizer(), 1)))
+    document = json.loads(json.dumps(report_document(prepare_data(spec, tokenizer()), tokenizer(), [0])))
     (sample,) = document["samples"]
     assert "".join(piece["text"] for piece in sample["pieces"] if piece["learned"]) == "[/]b\u202e<eos>"
     assert document["sources"][0]["dropped"] == {"completion is missing": 1}

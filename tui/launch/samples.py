@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,12 +20,16 @@ from textual.content import Content
 from engine.config.files.text import visible
 from engine.errors import TunedeckError
 
-SAMPLES = 8
+SAMPLES = 50
+"""Samples that the tab pages through; `tunedeck data --row N` shows the others."""
 
 TARGET_MARKS = ("⟦", "⟧")
 """Printed before and after text whose tokens are target tokens."""
 
 ASCII_TARGET_MARKS = ("[[", "]]")
+
+HISTOGRAM_CELLS = 30
+"""Cells of the longest bar of the histogram of lengths."""
 
 BRIGHTNESS = " .:-=+*#%@"
 """Characters for pixels where there are no colours, from black to white."""
@@ -69,10 +74,14 @@ def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, let
     """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample with its pictures.
     Target tokens are bold and enclosed in TARGET_MARKS. With `letters` pictures are drawn without colours."""
     width = max(16, width - 1)
-    lines = [line for content in _counts(report) for line in content.wrap(width)]
+    bar = "#" if ascii_only else "█"
+    lines = [line for content in _counts(report, bar) for line in content.wrap(width)]
     marks = ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS
+    specials = sorted(map(str, report.get("special_tokens", [])), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
     for number, sample in enumerate(report.get("samples", []), 1):
-        lines += [line for content in _sample(number, sample, marks) for line in content.wrap(width)]
+        contents = _sample(sample.get("number", number), sample, marks, pattern)
+        lines += [line for content in contents for line in content.wrap(width)]
         for picture in sample.get("pictures", []):
             lines += _picture_lines(picture, width, letters=letters or ascii_only)
     return lines
@@ -97,7 +106,7 @@ def _letter(cell: Cell) -> str:
     return BRIGHTNESS[sum(map(sum, cell)) * len(BRIGHTNESS) // (6 * 256)]
 
 
-def _counts(report: Mapping[str, Any]) -> Iterator[Content]:
+def _counts(report: Mapping[str, Any], bar: str) -> Iterator[Content]:
     for part in report.get("parts", []):
         yield Content.assemble(
             (f"{visible(str(part['part']))}: ", "bold"),
@@ -105,25 +114,47 @@ def _counts(report: Mapping[str, Any]) -> Iterator[Content]:
         )
         lengths = [f"{share}% up to {length:,}" for share, length in part.get("percentiles", {}).items()]
         yield Content.styled(f"tokens a sequence: {', '.join(lengths)}", "$muted")
+        yield from _histogram(part.get("histogram", []), bar)
+    for line in (report.get("quality") or {}).get("lines", []):
+        yield Content.styled(visible(line), "bold $bad" if line.startswith("WARNING") else "$muted")
+    for notice in report.get("notices", []):
+        yield Content.styled(visible(notice), "$caution")
     for source in report.get("sources", []):
         for reason, count in source.get("dropped", {}).items():
             text = f"dropped from {visible(str(source['name']))}: {count:,} x {visible(reason)}"
             yield Content.styled(text, "$caution")
 
 
-def _sample(number: int, sample: Mapping[str, Any], marks: tuple[str, str]) -> Iterator[Content]:
+def _histogram(bars: Sequence[Sequence[int]], bar: str) -> Iterator[Content]:
+    """A line for each range of lengths: (first length, last length, sequences)."""
+    most = max((count for _, _, count in bars), default=0)
+    digits = len(f"{max((last for _, last, _ in bars), default=0):,}")
+    for first, last, count in bars:
+        drawn = bar * -(-count * HISTOGRAM_CELLS // most)
+        yield Content.assemble(f"{first:>{digits},} - {last:>{digits},}  ", (drawn, "$info"), f" {count:,}")
+
+
+def _sample(
+    number: int, sample: Mapping[str, Any], marks: tuple[str, str], specials: re.Pattern[str] | None
+) -> Iterator[Content]:
     yield Content("")
     source = visible(str(sample["source"]))
     head = f"sample {number}, {source}: {sample['tokens']} tokens, {sample['target_tokens']} target tokens"
     yield Content.styled(head, "bold $info")
-    yield from Content.assemble(*_pieces(sample["pieces"], marks)).split("\n", allow_blank=True)
+    yield from Content.assemble(*_pieces(sample["pieces"], marks, specials)).split("\n", allow_blank=True)
 
 
-def _pieces(pieces: list[dict[str, Any]], marks: tuple[str, str]) -> Iterator[Content]:
+def _pieces(
+    pieces: list[dict[str, Any]], marks: tuple[str, str], specials: re.Pattern[str] | None
+) -> Iterator[Content]:
     document = 0
     for piece in pieces:
         if piece["document"] != document:
             document = piece["document"]
             yield Content.styled("\n-- next document --\n", "$muted")
         text = visible(piece["text"], keep="\n")
-        yield Content.styled(f"{marks[0]}{text}{marks[1]}", "bold $good") if piece["learned"] else Content(text)
+        text = f"{marks[0]}{text}{marks[1]}" if piece["learned"] else text
+        content = Content.styled(text, "bold $good") if piece["learned"] else Content(text)
+        for found in specials.finditer(text) if specials else ():
+            content = content.stylize("$info", found.start(), found.end())
+        yield content

@@ -42,7 +42,8 @@ class Model(Table):
     adapter: str | None = None
     """A LoRA adapter to continue: hub id, folder, "run:RUN[@STEP|@best]", or in a stage "stage:NAME[@STEP|@best]"."""
     chat_template: str | None = None
-    """A Jinja chat template (text, or a path ending in .jinja) used instead of the tokenizer's."""
+    """A chat template used instead of the tokenizer's: "chatml", "llama3", "gemma", "phi3", "mistral" or "plain", where
+    the vocabulary has its tokens (plain needs none); else Jinja text, or a path ending in .jinja."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the base weights. auto: bfloat16 where the device has it, else float16 on CUDA, float32 on a CPU."""
     attention: AttentionChoice = "auto"
