@@ -26,6 +26,7 @@ from engine.commands.shared import (
 from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
+    from engine.budget.advise.auto_settings import Choice
     from engine.budget.advise.gate import Admitted
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.search import Advice, Suggestion
@@ -38,6 +39,9 @@ ExactOption = Annotated[
 ]
 EvaluationOption = Annotated[
     bool, typer.Option("--eval", help="Plan tunedeck eval after training instead: the loss pass and generation.")
+]
+WhyOption = Annotated[
+    bool, typer.Option("--why", help="List the micro-batches and numbers of recomputing layers that were considered.")
 ]
 WriteOption = Annotated[
     Path | None, typer.Option("--write", metavar="FILE", help="Save the recipe with the first suggestion applied.")
@@ -56,11 +60,12 @@ def plan(
     stage: StageOption = None,
     exact: ExactOption = False,
     evaluation: EvaluationOption = False,
+    why: WhyOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Predict how much memory a run needs, phase by phase. Exit code 3 when it does not fit."""
-    from engine.budget.advise.plan import make_plan
+    from engine.budget.advise.plan import considered, make_plan
     from engine.launch.simulation import with_simulations
 
     points = _admitted(profile, recipe, overrides or [])
@@ -84,10 +89,13 @@ def plan(
         return
     planned = with_simulations(lambda: make_plan(spec, facts=of_model), print_progress)
     _warn(spec, of_model, runs, simulated=planned.predictor == "simulated")
+    others = considered(spec, planned, of_model) if why else []
     if as_json:
-        print_json(planned.as_json())
+        print_json(planned.as_json() | ({"considered": [each._asdict() for each in others]} if why else {}))
     else:
         _print_plan(planned, spec)
+        if why:
+            _print_why(others, planned, spec)
     if planned.verdict == "does_not_fit":
         raise typer.Exit(DoesNotFitError.exit_code)
 
@@ -326,6 +334,13 @@ def _print_plan(planned: Plan, spec: RunSpec) -> None:
     below = text.wrap_lines([*text.summary_lines(planned, spec), *text.residual_lines(spec)], width)
     beside = text.beside_rows(planned)
     print_line("\n".join([*above, "", *table, "", *beside, *([""] if beside else []), *below]))
+
+
+def _print_why(others: list[Choice], planned: Plan, spec: RunSpec) -> None:
+    from engine.commands import plan_text as text
+
+    for line in text.why_lines(others, planned, spec):
+        print_line(line)
 
 
 def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:

@@ -4,14 +4,16 @@ closed form."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.config.files.text import visible
-from engine.journal.event_text import describe_verdict
+from engine.journal.event_text import describe_verdict, format_duration
 
 if TYPE_CHECKING:
+    from engine.budget.advise.auto_settings import Choice
     from engine.budget.advise.plan import EvaluationPlan, Plan
+    from engine.budget.advise.plan_time import PlanTime
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
     from engine.budget.predict.parallel_layout import NetworkTraffic
     from engine.config.schema.run import RunSpec
@@ -129,6 +131,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step"
         + layers_text(planned),
+        *([time_sentence(planned.time, planned.length, spec)] if planned.time else []),
         length_sentence(planned.basis, planned.length),
     ]
     if planned.parallel:
@@ -172,6 +175,65 @@ def generate_sentence(planned: Plan, used: int) -> str:
     if not planned.generate_adds_bytes:
         return f"{rows} adds nothing: its {needs} are less than the peak of the steps"
     return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+
+
+def time_sentence(time: PlanTime, length: int, spec: RunSpec) -> str:
+    """Tokens per second, duration and cost, and what they rest on."""
+    text = f"about {time.tokens_per_second:,.0f} tokens/s, {_seconds(time.step_seconds)} a step"
+    if time.hours is not None:
+        text += f", {format_duration(3600 * time.hours)} for {spec.recipe.train.max_steps:,} steps"
+    if time.cost is not None:
+        text += f", which cost {time.cost:,.2f} at device.price_per_hour"
+    return f"{text}, if every sequence has {length} tokens; {_basis(time, spec)}"
+
+
+def _basis(time: PlanTime, spec: RunSpec) -> str:
+    device = spec.profile.device
+    if time.basis == "profile":
+        return (
+            f"this rests on the profile's {device.peak_tflops:g} TFLOP/s and {device.bandwidth_gbs:g} GB/s; no run on "
+            "this machine has measured it"
+        )
+    runs = f"{time.runs} earlier run{'s' if time.runs > 1 else ''}"
+    spread = f", which differ by up to {100 * time.spread:.0f} %" if time.runs > 1 else ""
+    if time.basis == "same_model":
+        return f"corrected by {runs} of this model on this machine{spread}"
+    return f"corrected by runs of {time.runs} other models on this machine{spread}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else format_duration(seconds)
+
+
+PART_WORDS = {
+    "products": "products", "between": "between products", "recompute": "recomputing", "waiting": "launches and copies",
+    "micro_batches": "starting micro-batches", "update": "optimizer",
+}  # fmt: skip
+
+
+def why_lines(considered: Sequence[Choice], planned: Plan, spec: RunSpec) -> list[str]:
+    """The settings that were considered, the fastest first, and what a planned step's time is made of."""
+    if not considered:
+        return ["no settings were compared: the model has no closed form"]
+    capacity, factor = planned.capacity_bytes, planned.time.factor if planned.time else 1.0
+    fastest = considered[0].seconds
+    rows = [
+        "",
+        "considered, the fastest first (* planned):",
+        "  micro-batch  layers recomputed       memory  step time",
+    ]
+    for choice in considered:
+        mark = "*" if (choice.rows, choice.layers) == (planned.micro_batch, planned.recomputed_layers) else " "
+        seconds = _seconds(factor * choice.seconds) if planned.time else f"{choice.seconds / fastest:.2f}"
+        over = "" if choice.device_bytes <= capacity else "  does not fit"
+        layers, size = f"{choice.layers} of {planned.layers}", format_size(choice.device_bytes, capacity)
+        rows.append(f"{mark} {choice.rows:>11}  {layers:>17}  {size:>11}  {seconds:>9}{over}")
+    if spec.recipe.train.gradient_checkpointing != "auto":
+        rows.append("the recipe sets train.gradient_checkpointing: auto would take the fastest that fits")
+    if planned.time is None:
+        return [*rows, "times are multiples of the fastest: nothing is known of this device's speed"]
+    parts = ", ".join(f"{PART_WORDS[name]} {_seconds(each)}" for name, each in planned.time.parts.items() if each)
+    return [*rows, f"a step: {parts}"]
 
 
 def layers_text(planned: Plan) -> str:

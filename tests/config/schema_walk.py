@@ -255,6 +255,9 @@ CASES: dict[str, Case] = {
     "device.compute_capability": Case(plan, "7.5", "9.0", (*CUDA, "model.dtype=auto")),
     "device.bandwidth_gbs": Case(plan, "1", "2", (*HELD_OUT, "eval.samples=1", "generate.max_new_tokens=100")),
     "device.peak_tflops": Case(run, "", "1"),
+    "device.price_per_hour": Case(
+        plan, "1", "2", ("device.peak_tflops=9", "device.bandwidth_gbs=9", "train.max_steps=9")
+    ),
     "device.allocator": Case(environment, "", "expandable_segments:True", CUDA),
     "parallel.strategy": Case(plan, "replicated", "sharded", TWO),
     "parallel.shard": Case(plan, "gradients", "parameters", (*TWO, "parallel.strategy=sharded")),

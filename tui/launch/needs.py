@@ -1,7 +1,7 @@
 """What a run needs beside memory: disk for its checkpoints and its result, and time, from the pace of an earlier run.
 
-Nothing is estimated from a GPU's data sheet: the time is that of the newest earlier run with the same model, batch and
-device, or it is said to be unknown.
+The time is that of the newest earlier run with the same model, batch and device; without one it is the plan's, where
+that has one, and said to be predicted.
 
 Try: `tunedeck -p demo -r demo` after a run of the demo
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from textual.content import Content
 
+from engine.budget.advise.plan_time import PlanTime
 from engine.budget.advise.staged_plan import disk_bytes_of_training
 from engine.budget.architecture.lookup import find_architecture
 from engine.config.schema.run import RunSpec
@@ -109,14 +110,27 @@ def _step_seconds(directory: RunDirectory) -> float | None:
     return sum(seconds) / len(seconds) if len(seconds) >= LEAST_STEPS else None
 
 
-def time_words(spec: RunSpec, pace: Pace | None) -> str:
-    """How long a run takes at this pace, in words."""
+def time_words(spec: RunSpec, pace: Pace | None, predicted: PlanTime | None = None) -> str:
+    """How long a run takes at this pace, in words; without one, as predicted."""
     if pace is None:
-        return UNKNOWN_TIME
-    step = f"{1000 * pace.step_seconds:.0f} ms" if pace.step_seconds < 10 else format_duration(pace.step_seconds)
+        return UNKNOWN_TIME if predicted is None else _predicted_words(spec, predicted)
+    step = _step_text(pace.step_seconds)
     steps = spec.recipe.train.max_steps
     total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} a step"
     return f"time: {total}, at the pace of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
+
+
+def _step_text(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else format_duration(seconds)
+
+
+def _predicted_words(spec: RunSpec, predicted: PlanTime) -> str:
+    """The words before the first comma are what is left of them in a narrow line."""
+    steps, speed = spec.recipe.train.max_steps, f"{predicted.tokens_per_second:,.0f}".replace(",", " ")
+    if predicted.hours is None:
+        return f"time: {speed} tokens/s predicted, {_step_text(predicted.step_seconds)} a step"
+    cost = "" if predicted.cost is None else f", {predicted.cost:.2f} at price_per_hour"
+    return f"time: about {format_duration(3600 * predicted.hours)} for {steps} steps predicted, {speed} tokens/s{cost}"
 
 
 def needs_line(needs: Needs, width: int) -> Content:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.budget.advise.plan import make_plan
+from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes
 from engine.config.files.find import SpecKind
 from engine.config.files.machine import working_directory
@@ -220,7 +220,9 @@ class LaunchState:
         if spec is None or self._runs_dir is None:
             return ""
         if compute and (self._time is None or self._time[0] is not spec):
-            self._time = (spec, time_words(spec, find_pace(spec, self._runs_dir)))
+            plan = self.evaluated.plan
+            predicted = plan.time if isinstance(plan, Plan) else None
+            self._time = (spec, time_words(spec, find_pace(spec, self._runs_dir), predicted))
         return self._time[1] if self._time is not None and self._time[0] is spec else ""
 
     def _free_bytes(self) -> int | None:

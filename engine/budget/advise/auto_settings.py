@@ -29,21 +29,36 @@ def choose(predictor: Predictor, length: int, largest: int, *, fixed_rows: bool,
     """The settings considered for sequences of `length` tokens, the best first; never empty. `largest`: sequences of a
     micro-batch that fit if all layers recompute, the only number considered with `fixed_rows`. Without `every`, those
     that cannot be the fastest are left out."""
-    time, layers = StepTime.of(predictor), predictor.arch.layers
+    time = StepTime.of(predictor)
     if fixed_rows:
-        return [_choice(predictor, time, largest, length, layers)]
+        return [_choice(predictor, time, largest, length)]
     found: list[Choice] = []
     for rows in _micro_batches(predictor, length, largest, every=every):
         # A larger micro-batch needs no fewer layers than a smaller one: with those it takes at least this long.
         fewest = max(1, *(choice.layers for choice in found)) if found else 0
         if every or not found or time.step(rows, length, fewest) < min(choice.seconds for choice in found):
-            found.append(_choice(predictor, time, rows, length, layers))
+            found.append(_choice(predictor, time, rows, length))
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-def _choice(predictor: Predictor, time: StepTime, rows: int, length: int, layers: int) -> Choice:
-    fewest, device_bytes = _fewest_layers(predictor, rows, length, layers)
-    return Choice(rows, fewest, time.step(rows, length, fewest), device_bytes)
+def numbers_of_layers(predictor: Predictor, length: int, rows: int) -> list[Choice]:
+    """None, all, quarters of the layers, and the fewest that fit, for micro-batches of `rows` sequences."""
+    layers = predictor.arch.layers
+    fewest = _fewest_layers(predictor, rows, length)
+    numbers = {0, fewest, layers, *(quarter * layers // 4 for quarter in (1, 2, 3))}
+    return [choice_of(predictor, length, rows, number) for number in sorted(numbers)]
+
+
+def choice_of(predictor: Predictor, length: int, rows: int, layers: int) -> Choice:
+    """The choice of these numbers, whether or not it fits."""
+    needed_bytes = predictor.recomputing(layers).predict(rows, length).device_bytes
+    return Choice(rows, layers, StepTime.of(predictor).step(rows, length, layers), needed_bytes)
+
+
+def _choice(predictor: Predictor, time: StepTime, rows: int, length: int) -> Choice:
+    fewest = _fewest_layers(predictor, rows, length)
+    needed_bytes = predictor.recomputing(fewest).predict(rows, length).device_bytes
+    return Choice(rows, fewest, time.step(rows, length, fewest), needed_bytes)
 
 
 def _micro_batches(predictor: Predictor, length: int, largest: int, *, every: bool) -> list[int]:
@@ -62,12 +77,9 @@ def _micro_batches(predictor: Predictor, length: int, largest: int, *, every: bo
     return sizes[roomy:]
 
 
-def _fewest_layers(predictor: Predictor, rows: int, length: int, layers: int) -> tuple[int, int]:
-    """The smallest number of layers that must recompute for a micro-batch to fit, and the predicted bytes with it: all,
-    if it does not fit even so."""
-
-    fewest = _first(lambda count: _has_room(predictor, rows, length, count), layers)
-    return fewest, predictor.recomputing(fewest).predict(rows, length).device_bytes
+def _fewest_layers(predictor: Predictor, rows: int, length: int) -> int:
+    """The smallest number of layers that must recompute for a micro-batch to fit; all, if it does not fit even so."""
+    return _first(lambda count: _has_room(predictor, rows, length, count), predictor.arch.layers)
 
 
 def _has_room(predictor: Predictor, rows: int, length: int, count: int) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from engine.budget.advise.auto_settings import Choice, choose
+from engine.budget.advise.auto_settings import Choice, choice_of, choose, numbers_of_layers
+from engine.budget.advise.plan_time import PlanTime, plan_time
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, evaluation, generation_bytes
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
@@ -70,6 +71,8 @@ class Plan:
     """How many of them recompute their activations in backward; None if no closed form knows them."""
     considered: tuple[Choice, ...] = ()
     """The settings that "auto" was chosen from, the best first."""
+    time: PlanTime | None = None
+    """None where nothing is known of the device's speed, or no closed form knows the model."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
 
@@ -145,6 +148,7 @@ class Plan:
             "learning_rate": self.learning_rate,
             "layers": self.layers,
             "recomputed_layers": self.recomputed_layers,
+            "time": self.time.as_json() if self.time else None,
             "ranks": self.ranks,
             "parallel": self.parallel,
             "network": self.network.as_json(self.accumulation) if self.network else None,
@@ -195,9 +199,31 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         layers=arch.layers if arch is not None else None,
         recomputed_layers=recomputed_layers(arch, predictor.config) if arch is not None else None,
         considered=tuple(considered),
+        time=_time(predictor, spec, rows, length),
         network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
     )
+
+
+def _time(predictor: Predictor | SimulatedPredictor, spec: RunSpec, rows: int, length: int) -> PlanTime | None:
+    if isinstance(predictor, SimulatedPredictor):
+        return None
+    return plan_time(predictor, spec, rows, length, recomputed_layers(predictor.arch, predictor.config))
+
+
+def considered(spec: RunSpec, plan: Plan, facts: ModelFacts | None = None) -> list[Choice]:
+    """Micro-batches and numbers of recomputing layers, of which the planned one is one, the fastest first. Empty for a
+    family without a closed form."""
+    predictor = find_predictor(spec, facts)
+    if isinstance(predictor, SimulatedPredictor) or plan.recomputed_layers is None:
+        return []
+    if spec.recipe.train.micro_batch == "auto":
+        largest = max(1, _largest_that_fits(predictor.recomputing(predictor.arch.layers), plan.length))
+        found = choose(predictor, plan.length, largest, fixed_rows=False, every=True)
+    else:
+        found = numbers_of_layers(predictor, plan.length, plan.micro_batch)
+    planned = choice_of(predictor, plan.length, plan.micro_batch, plan.recomputed_layers)
+    return sorted({*found, planned}, key=lambda choice: choice.seconds)
 
 
 def find_predictor(spec: RunSpec, facts: ModelFacts | None = None) -> Predictor | SimulatedPredictor:

@@ -21,7 +21,7 @@ from engine.budget.predict.recompute import recompute_order
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.layer import LayerKind, layer_stack
 from engine.budget.trace.memory_config import MemoryConfig
-from engine.budget.trace.polynomial import BytesPolynomial, shape_of
+from engine.budget.trace.polynomial import BytesPolynomial, Shape, shape_of
 from engine.config.schema.run import Profile
 
 PRODUCT_SHARE = 0.67
@@ -37,8 +37,7 @@ LAUNCHES_PER_LAYER = 50
 """Kernels of a layer's forward pass; backward has twice as many (6,300 in a micro-batch of a recomputing 8B model)."""
 LAUNCH_SECONDS = 14e-6
 """Of the host for one kernel of a GPU, while the device works on others (90 ms for 6,300)."""
-PASS_SECONDS = 2e-3
-"""What one more micro-batch costs beside its work: its batch is made, its results are read."""
+MICRO_BATCH_SECONDS = 2e-3
 CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS = 0.06, 8.0, 12e-6
 """Of one core with fp32, where the profile does not tell: launches do not overlap with the work."""
 HOST_LINK_GBS = 25.0
@@ -55,6 +54,8 @@ class Speed(NamedTuple):
     launch_seconds: float
     overlaps: bool
     """Kernels are launched while the device works."""
+    micro_batch_seconds: float
+    """What one more micro-batch costs beside its work: its batch is made, its results are read."""
     stated: bool
     """Arithmetic and bandwidth are the profile's, not typical values."""
 
@@ -66,7 +67,27 @@ def speed_of(profile: Profile, config: MemoryConfig) -> Speed:
     assert tflops is not None and gbs is not None
     share = PRODUCT_SHARE * (FP32_SHARE if on_cuda and config.base_bytes == 4 and not config.autocast else 1.0)
     launch_seconds = LAUNCH_SECONDS if on_cuda else CPU_LAUNCH_SECONDS
-    return Speed(tflops * 1e12 * share, gbs * 1e9, launch_seconds, on_cuda, stated)
+    return Speed(tflops * 1e12 * share, gbs * 1e9, launch_seconds, on_cuda, MICRO_BATCH_SECONDS, stated)
+
+
+class Parts(NamedTuple):
+    """Seconds of a step, by what they are spent on."""
+
+    products: float = 0.0
+    between: float = 0.0
+    """Moving bytes between the products: norms, activations, rotary embedding, residuals."""
+    recompute: float = 0.0
+    waiting: float = 0.0
+    """For launches, or for copies to the host, as far as they take longer than the device's work."""
+    micro_batches: float = 0.0
+    """What each micro-batch costs beside its work."""
+    update: float = 0.0
+
+    def times(self, count: float) -> Parts:
+        return Parts(*(count * each for each in self))
+
+    def plus(self, other: Parts) -> Parts:
+        return Parts(*(one + another for one, another in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -81,14 +102,16 @@ class LayerWork:
     saved: BytesPolynomial
     """What a layer that is not recomputed saves."""
 
-    def seconds(self, speed: Speed, rows: int, length: int) -> tuple[float, float]:
-        """(forward, backward), without launches."""
+    def seconds(self, speed: Speed, shape: Shape, rows: int, length: int) -> tuple[float, float, float]:
+        """(products, between products, forward alone), without launches."""
         flops, reading = self.forward.of(rows, length), self.weight_bytes / speed.bytes
-        moved = self.saved.at(shape_of(rows, length, 1)) / speed.bytes
-        forward = max(flops / speed.flops, reading) + FORWARD_PASSES * moved
+        moved = self.saved.at(shape) / speed.bytes
+        once = max(flops / speed.flops, reading)
+        forward = once + FORWARD_PASSES * moved
         if not self.learns:
-            return forward, 0.0
-        return forward, max(self.backward_share * flops / speed.flops, reading) + BACKWARD_PASSES * moved
+            return once, FORWARD_PASSES * moved, forward
+        back = max(self.backward_share * flops / speed.flops, reading)
+        return once + back, (FORWARD_PASSES + BACKWARD_PASSES) * moved, forward
 
 
 @dataclass(frozen=True)
@@ -103,8 +126,8 @@ class StepTime:
     batch: int
     sequence: int
     """Devices that share each sequence."""
-    offloaded: float
-    """Share of the activations that is copied to the host and back."""
+    offloads: bool
+    """Activations are copied to the host and back."""
 
     @classmethod
     def of(cls, predictor: Predictor) -> StepTime:
@@ -117,32 +140,45 @@ class StepTime:
             total.optimizer + 2 * total.gradients,
             predictor.batch,
             predictor.layout.sequence,
-            float(config.activation_offload),
+            config.activation_offload,
         )
 
     def step(self, rows: int, length: int, recomputed: int) -> float:
         """Seconds of an optimizer step with micro-batches of `rows` sequences of `length` tokens, in which so many
         layers are recomputed."""
-        full, rest = divmod(self.batch, rows)
-        passes = full * self.micro_batch(rows, length, recomputed)
-        passes += self.micro_batch(rest, length, recomputed) if rest else 0.0
-        return passes + UPDATE_PASSES * self.update_bytes / self.speed.bytes
+        return sum(self.parts(rows, length, recomputed))
 
-    def micro_batch(self, rows: int, length: int, recomputed: int) -> float:
-        work = launches = copied = 0.0
-        shape, known = shape_of(rows, length, 1), dict[LayerWork, tuple[float, float]]()
+    def parts(self, rows: int, length: int, recomputed: int) -> Parts:
+        """The seconds of `step` by what they are spent on."""
+        full, rest = divmod(self.batch, rows)
+        found = self.micro_batch(rows, length, recomputed).times(full)
+        if rest:
+            found = found.plus(self.micro_batch(rest, length, recomputed))
+        return found.plus(Parts(update=self.update))
+
+    @property
+    def update(self) -> float:
+        """Seconds of the optimizer's step."""
+        return UPDATE_PASSES * self.update_bytes / self.speed.bytes
+
+    def micro_batch(self, rows: int, length: int, recomputed: int) -> Parts:
+        """The seconds of one micro-batch."""
+        shape, known = shape_of(rows, length, 1), dict[LayerWork, tuple[float, float, float]]()
+        products = between = recompute = launches = copied = 0.0
         for place, layer in enumerate(self.layers):
             if layer not in known:
-                known[layer] = layer.seconds(self.speed, rows, length)
-            forward, backward = known[layer]
+                known[layer] = layer.seconds(self.speed, shape, rows, length)
+            multiplied, moved, forward = known[layer]
             again = place < recomputed and layer.learns
-            work += forward * (1 + again) + backward
+            products, between, recompute = products + multiplied, between + moved, recompute + again * forward
             launches += LAUNCHES_PER_LAYER * (1 + again + 2 * layer.learns)
-            if self.offloaded and not again:
+            if self.offloads and not again:
                 copied += 2 * layer.saved.at(shape) / (HOST_LINK_GBS * 1e9)
-        work = (work + sum(self.head.seconds(self.speed, rows, length))) / self.sequence
+        multiplied, moved, _ = self.head.seconds(self.speed, shape, rows, length)
+        work = Parts(products + multiplied, between + moved, recompute).times(1 / self.sequence)
         host = launches * self.speed.launch_seconds
-        return PASS_SECONDS + (max(work, host, copied) if self.speed.overlaps else work + host)
+        waiting = max(0.0, host - sum(work), copied - sum(work)) if self.speed.overlaps else host
+        return work.plus(Parts(waiting=waiting, micro_batches=self.speed.micro_batch_seconds))
 
 
 @lru_cache(maxsize=64)

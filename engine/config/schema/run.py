@@ -33,6 +33,8 @@ class Device(Table):
     """Memory bandwidth in GB/s, from the datasheet."""
     peak_tflops: Positive | None = None
     """Dense bf16 (else fp16) tensor throughput in TFLOP/s, from the datasheet; MFU is measured against it."""
+    price_per_hour: NonNegative | None = None
+    """What one device costs in an hour, in any currency; plans then tell what a run costs."""
     allocator: str | None = None
     """Value of PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."""
 

@@ -19,6 +19,7 @@ from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator
 from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
 from engine.train.run.measured_memory import UNPLANNED, Peak, ProbeMemory, measured, prediction_error
+from engine.train.run.measured_time import RunPace
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import RunState
 from engine.train.step.budget_growth import BudgetGrowth
@@ -59,6 +60,7 @@ class Training:
         )
         self.evaluator = Evaluator(setup, self.state, run, self.checkpoints, self.experts)
         self.transaction = StepTransaction(self.context)
+        self.pace = RunPace(setup.spec, self.context)
         self.growth = BudgetGrowth(self.context, run.journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
@@ -180,6 +182,7 @@ class Training:
         self.experts.after_step(outcome.choices_LE)
         if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
             self._write_step(outcome, samples, rate, time.perf_counter() - began)
+        self.pace.note(outcome, time.perf_counter() - began, clean=not self.transaction.failures)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
@@ -292,8 +295,9 @@ class Training:
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """The highest memory peak with its prediction (`measured_memory.measured`); warns of a miss."""
-        found = measured(self.context, self.peak)
+        """The highest memory peak and the step time, each with its prediction (`measured_memory.measured`,
+        `RunPace.measured`); warns of a miss of memory."""
+        found = measured(self.context, self.peak) | self.pace.measured()
         missed = prediction_error(found)
         if missed:
             self.journal.warn("prediction_missed", *missed)

@@ -242,6 +242,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
             ending = training.run()
         if ranks.is_rank0:
             calibrate(device, ranks.size, training.probe_memory, journal)
+            training.pace.keep(journal)
         return ending, {"measured": training.measured(), "samples_lost": training.samples_lost}
 
 

@@ -1,0 +1,103 @@
+"""The model of time: what takes longer is predicted to take longer, plans tell what it comes to, and earlier runs on
+the machine correct it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.budget.advise.parallel import settle_parallel
+from engine.budget.advise.plan import Plan, considered, make_plan
+from engine.budget.architecture.lookup import find_architecture
+from engine.budget.predict.pace import LEAST_MODELS, pace_file, record_pace
+from engine.budget.predict.prediction import Predictor
+from engine.budget.predict.step_time import StepTime
+from engine.commands.plan_text import time_sentence, why_lines
+from engine.config.load import resolve
+from engine.config.schema.run import RunSpec
+from tests.present import present
+
+LLAMA_8B = ["model.id=meta-llama/Llama-3.1-8B", "data.max_length=4096", "train.batch_size=16", "train.micro_batch=2"]
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
+
+
+def spec_of(*sets: str, profile: str = "80gb", recipe: str = "lora") -> RunSpec:
+    return resolve(profile, recipe, [*LLAMA_8B, *sets]).spec
+
+
+def time_of(*sets: str, profile: str = "80gb") -> StepTime:
+    spec = spec_of(*sets, profile=profile)
+    return StepTime.of(Predictor(find_architecture(spec), spec))
+
+
+def test_more_work_takes_longer() -> None:
+    time = time_of()
+    steps = [time.step(2, 4096, layers) for layers in (0, 1, 16, 32)]
+    assert steps == sorted(steps) and steps[1] > steps[0]
+    assert steps[3] / steps[0] == pytest.approx(1.4, abs=0.15), "a forward pass of three, without weights' gradients"
+    assert time.step(1, 4096, 0) > time.step(2, 4096, 0), "twice as many micro-batches"
+    assert time.step(2, 8192, 0) > 2 * time.step(2, 4096, 0), "attention is quadratic"
+    assert time_of(profile="48gb").step(2, 4096, 0) > steps[0], "a slower card"
+    assert time_of("method.kind=full").step(2, 4096, 0) > steps[0], "gradients of all weights"
+    assert time_of("train.activation_offload=true").step(2, 4096, 0) > steps[0], "copies over PCIe"
+
+
+def test_a_few_tokens_take_as_long_as_reading_the_weights() -> None:
+    """15 GiB of weights are read twice, at 3,350 GB/s and with 2 ms for the micro-batch itself."""
+    seconds = sum(time_of().micro_batch(1, 1, 0)._replace(waiting=0.0))
+    assert seconds == pytest.approx(2 * 16.06e9 / 3.35e12 + 2e-3, rel=0.1)
+
+
+def test_an_8b_model_on_one_card_of_80_gb() -> None:
+    """By a roofline of the engine's kernels on an H100, 2 × 4096 tokens take 750 ms: 10.9 k tokens/s."""
+    spec = spec_of("train.max_steps=1000", "device.price_per_hour=3.0")
+    plan = make_plan(spec)
+    time = present(plan.time)
+    assert plan.recomputed_layers == 0
+    assert time.tokens_per_second == pytest.approx(10_900, rel=0.1)
+    assert time.step_seconds == pytest.approx(sum(time.parts.values()))
+    assert present(time.hours) == pytest.approx(1000 * time.step_seconds / 3600)
+    assert present(time.cost) == pytest.approx(3.0 * present(time.hours))
+    sentence = time_sentence(time, plan.length, spec)
+    assert "989.4 TFLOP/s and 3350 GB/s; no run on this machine has measured it" in sentence
+    table = why_lines(considered(spec, plan), plan, spec)
+    assert [line for line in table if line.startswith("*")] == [table[3]], "the planned setting is the fastest"
+    assert "0 of 32    62.59 GiB" in table[3]
+
+
+def test_runs_on_this_machine_correct_the_prediction() -> None:
+    spec = spec_of()
+    before = present(make_plan(spec).time)
+    for factor in (1.2, 1.3, 1.5):
+        record_pace(spec, factor)
+    corrected = present(make_plan(spec).time)
+    assert (corrected.basis, corrected.runs, corrected.factor) == ("same_model", 3, 1.3)
+    assert corrected.step_seconds == pytest.approx(1.3 * before.step_seconds)
+    assert corrected.spread == pytest.approx(1.5 / 1.3 - 1)
+    assert "corrected by 3 earlier runs of this model on this machine, which differ by up to 15 %" in time_sentence(
+        corrected, 4096, spec
+    )
+    other = spec_of("model.id=Qwen/Qwen2.5-7B")
+    assert present(make_plan(other).time).basis == "profile", "one other model tells little"
+    for model in ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B"][: LEAST_MODELS - 1]:
+        record_pace(spec_of(f"model.id={model}"), 1.5)
+    assert present(make_plan(other).time).basis == "other_models"
+    pace_file().write_text("{}")
+    assert present(make_plan(spec).time).basis == "profile"
+
+
+def test_nothing_is_told_where_nothing_is_known() -> None:
+    assert timed("demo", "demo").time is None, "no datasheet"
+    several = settle_parallel(resolve("4xh100", "lora", LLAMA_8B).spec).spec
+    assert make_plan(several).time is None, "what several devices exchange"
+    record_pace(several, 2.0)
+    assert present(make_plan(several).time).basis == "same_model"
+
+
+def timed(profile: str, recipe: str) -> Plan:
+    return make_plan(resolve(profile, recipe, []).spec)
