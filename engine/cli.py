@@ -95,6 +95,7 @@ app.command("_conductor", hidden=True)(train.conductor_process)
 app.command("_simulate", hidden=True)(background.simulate_process)
 app.command("_prove", hidden=True)(doctor_gpus.prove_process)
 app.command("_forward", hidden=True)(background.tracker_process)
+app.command("_chat", hidden=True)(chat.chat_process)
 app.command("_view", hidden=True)(train.view_process)
 app.command("_queue_worker", hidden=True)(queue.queue_worker)
 

@@ -12,14 +12,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from engine.budget.architecture.positions import positions_of
 from engine.budget.predict.inference import generation_bytes
-from engine.chat.conversation import Conversation, PromptTokens
+from engine.chat.conversation import Conversation, FittedPrompt
 from engine.chat.sources import ChatModel, Notify, facts_for_memory, free_for_answers
 from engine.config.schema.recipe import Generate
+from engine.data.prompts import PromptTokens, text_of
 from engine.device.oom import catch_oom
 from engine.errors import DataError, MemoryExhaustedError
 from engine.evaluate.answers import FILLED
@@ -55,8 +62,13 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 class TextStream(BaseStreamer):
     """Passes on the text of tokens as soon as no later token can change it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
-        self._tokenizer, self._show = tokenizer, show
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        show: Callable[[str], None],
+        on_token: Callable[[int], None] = lambda token: None,
+    ) -> None:
+        self._tokenizer, self._show, self._on_token = tokenizer, show, on_token
         self._ids: list[int] = []
         self._shown, self._has_prompt = "", False
 
@@ -65,7 +77,9 @@ class TextStream(BaseStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        self._ids += value.reshape(-1).tolist()
+        for token in value.reshape(-1).tolist():
+            self._on_token(token)
+            self._ids.append(token)
         self._advance(self._settled_text())
 
     def end(self) -> None:
@@ -92,6 +106,37 @@ class StopOnRequest(StoppingCriteria):
         return input_ids.new_full((len(input_ids),), self._requested(), dtype=torch.bool)
 
 
+class Likelihoods(LogitsProcessor):
+    """Keeps what the model said of the next token before it is drawn."""
+
+    def __init__(self) -> None:
+        self._scores_V: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [1, V] unchanged. What draws the token overwrites them, so they are copied."""
+        self._scores_V = scores[0].float().clone()
+        return scores
+
+    def of(self, token: int) -> float:
+        """The probability, from 0 to 1, at temperature 1."""
+        assert self._scores_V is not None
+        return float((self._scores_V[token] - self._scores_V.logsumexp(0)).exp())
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who watches an answer while it is written."""
+
+    begun: Callable[[str, int], None] = lambda text, tokens: None
+    """Called with the prompt's text and number of tokens; again if the answer begins again after an out-of-memory
+    error."""
+    text: Callable[[str], None] = lambda text: None
+    """Called with further text of the answer."""
+    token: Callable[[str, float], None] | None = None
+    """Called with each token as text, special ones too, and its likelihood."""
+    must_stop: Callable[[], bool] = lambda: False
+
+
 def _keep(made: list[list[int]], generate: Callable[[], list[int]]) -> None:
     made.append(generate())
 
@@ -111,13 +156,7 @@ class Speaker:
     def __post_init__(self) -> None:
         self.positions = positions_of(model_config_dict(self.model.spec))
 
-    def answer(
-        self,
-        conversation: Conversation,
-        draw: int,
-        show: Callable[[str], None] = lambda text: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> Answer:
+    def answer(self, conversation: Conversation, draw: int, listener: Listener = Listener()) -> Answer:
         """Answer the conversation's last turn. `draw` numbers the answer: sampling depends on seed and draw alone.
 
         After an out-of-memory error the history is halved, then the answer's length. Raises DataError if the question
@@ -125,17 +164,18 @@ class Speaker:
         """
         settings, began = self.settings, time.monotonic()
         while True:
-            ids, settings = self._prompt(conversation, settings)
+            prompt, settings = self._prompt(conversation, settings)
+            listener.begun(self.tokens.text(prompt.messages), len(prompt.ids))
             made: list[list[int]] = []
-            generating = partial(self._generate, ids, settings, draw, show, should_stop)
+            generating = partial(self._generate, prompt, settings, draw, listener)
             failure = catch_oom(partial(_keep, made, generating), self.model.loaded.device, "generate")
             if failure is None:
                 break
             self.model.loaded.device.release_cached()
-            settings = self._halved(conversation, len(ids), settings)
+            settings = self._halved(conversation, len(prompt.ids), settings)
         answer = made[0]
         text = decode(self.model.loaded.tokenizer, answer)
-        asked = str(conversation.turns[-1]["content"])
+        asked = text_of(conversation.turns[-1])
         stopped_by = self._stopped_by(answer, settings)
         return Answer(asked, text, answer, stopped_by, round(time.monotonic() - began, 3))
 
@@ -144,10 +184,11 @@ class Speaker:
             return "end"
         return "length" if len(answer) >= settings.max_new_tokens else "interrupt"
 
-    def _prompt(self, conversation: Conversation, settings: Generate) -> tuple[list[int], Generate]:
-        """The prompt's tokens, and the settings with as many new tokens as the model has positions for."""
+    def _prompt(self, conversation: Conversation, settings: Generate) -> tuple[FittedPrompt, Generate]:
+        """The prompt, and the settings with as many new tokens as the model has positions for."""
         room = self._room(settings)
-        ids, left_out = conversation.fitted(self.tokens, room)
+        prompt = conversation.fitted(self.tokens, room)
+        ids, left_out = prompt.ids, prompt.left_out
         if left_out:
             self.notify(f"{self.model.label}: the history is longer than {room} tokens; its oldest {left_out} turns "
                         "are left out of the prompt")  # fmt: skip
@@ -161,7 +202,7 @@ class Speaker:
             self.notify(f"{self.model.label}: the answer ends after {left} tokens: the model has {self.positions} "
                         f"positions, and the prompt takes {len(ids)}")  # fmt: skip
             settings = settings.model_copy(update={"max_new_tokens": left})
-        return ids, settings
+        return prompt, settings
 
     def _room(self, settings: Generate) -> int:
         """Tokens of a prompt that leave positions and memory for the answer; at least 1."""
@@ -203,28 +244,36 @@ class Speaker:
         self.notify(f"{self.model.label}: out of memory; answering again with at most {fewer} new tokens")
         return settings.model_copy(update={"max_new_tokens": fewer})
 
-    def _generate(
-        self,
-        prompt: list[int],
-        settings: Generate,
-        draw: int,
-        show: Callable[[str], None],
-        should_stop: Callable[[], bool],
-    ) -> list[int]:
+    def _generate(self, prompt: FittedPrompt, settings: Generate, draw: int, listener: Listener) -> list[int]:
         """Token ids of the answer."""
         loaded = self.model.loaded
         device, pad_id = loaded.device, int(loaded.tokenizer.pad_token_id)
         with device.host_region():
-            ids_1S = torch.tensor([prompt], dtype=torch.long)
+            ids_1S = torch.tensor([prompt.ids], dtype=torch.long)
             mask_1S = torch.ones_like(ids_1S)
+            shown = self.tokens.image_inputs(prompt.messages, ids_1S)
+        images = {name: device.upload(tensor) for name, tensor in shown.items()}
         ids_1S, mask_1S = device.upload(ids_1S), device.upload(mask_1S)
         config = generation_config(settings, end_tokens(loaded) or None, pad_id)
+        processors: list[LogitsProcessor] = sampling(settings, [draw], len(prompt.ids), device)
+        stream = TextStream(loaded.tokenizer, listener.text)
+        if listener.token is not None:
+            likelihoods = Likelihoods()
+            processors.insert(0, likelihoods)
+            tell = partial(_tell_token, loaded.tokenizer, likelihoods, listener.token)
+            stream = TextStream(loaded.tokenizer, listener.text, tell)
         with self.model.active():
             made_1S = generate_tokens(
                 loaded, ids_1S, mask_1S, config,
-                logits_processor=LogitsProcessorList(sampling(settings, [draw], len(prompt), device)),
-                stopping_criteria=StoppingCriteriaList([StopOnRequest(should_stop)]),
-                streamer=TextStream(loaded.tokenizer, show),
+                logits_processor=LogitsProcessorList(processors),
+                stopping_criteria=StoppingCriteriaList([StopOnRequest(listener.must_stop)]),
+                streamer=stream, **images,
             )  # fmt: skip
-        answer: list[int] = made_1S[0, len(prompt) :].tolist()
+        answer: list[int] = made_1S[0, len(prompt.ids) :].tolist()
         return answer
+
+
+def _tell_token(
+    tokenizer: PreTrainedTokenizerBase, likelihoods: Likelihoods, tell: Callable[[str, float], None], token: int
+) -> None:
+    tell(str(tokenizer.decode([token], clean_up_tokenization_spaces=False)), likelihoods.of(token))

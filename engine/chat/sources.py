@@ -19,12 +19,15 @@ from engine.budget.predict.parallel_layout import on_one_device
 from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
-from engine.device.base import Device
+from engine.device.base import Device, holders_of
 from engine.device.oom import retry_on_oom
-from engine.errors import DoesNotFitError, UnknownArchitectureError, UsageError
+from engine.errors import DeviceBusyError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import format_bytes
+from engine.journal.files import read_table
+from engine.journal.index import list_runs, runs_folder
+from engine.journal.liveness import running_engine
 from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import set_adapter_dtype
 from engine.model.config import model_config_dict
@@ -187,12 +190,45 @@ def require_room(sources: Sequence[ChatSource], device: Device) -> None:
         needed_bytes += parameter_count(arch) * config.base_bytes
         one = generation_bytes(arch, config, rows=1, prompt=1, generate=source.spec.recipe.generate)
         needed_bytes += one if len(bases) == 1 else 0
-    free_bytes = device.available_bytes - device.memory().allocated_bytes
+    free_bytes = device.available_bytes - device.memory().allocated_bytes - _kept_for_runs(device)
     if needed_bytes > free_bytes:
+        found = f"the chat needs {format_bytes(needed_bytes)}, and {format_bytes(max(0, free_bytes))} are free on "
+        holders = "; ".join(_holders(device))
+        if holders:
+            raise DeviceBusyError(
+                f"{found}{device.name}, which is held by {holders}",
+                fix="wait until they end, or talk on the CPU: -p with a profile of kind cpu",
+            )
         raise DoesNotFitError(
-            f"the chat needs {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free on {device.name}",
+            f"{found}{device.name}",
             fix="name fewer models, lower generate.max_new_tokens with --set, or use a profile with more memory: -p",
         )
+
+
+def _holders(device: Device) -> list[str]:
+    return [holders for reading in device.readings() if (holders := holders_of(reading))]
+
+
+def _kept_for_runs(device: Device) -> int:
+    """Bytes of the device that training runs are predicted to take beyond what they hold now."""
+    used = {process.pid: process.used_bytes or 0 for reading in device.readings() for process in reading.processes}
+    if not used:
+        return 0
+    missing = 0
+    for run in list_runs(runs_folder(None)):
+        identity = running_engine(run)
+        if identity is not None and identity.pid in used:
+            missing += max(0, _planned_peak_bytes(run) - used[identity.pid])
+    return missing
+
+
+def _planned_peak_bytes(run: RunDirectory) -> int:
+    """0 if nothing was predicted."""
+    try:
+        peak = read_table(run.plan_json).get("peak_bytes")
+    except (OSError, ValueError):
+        return 0
+    return int(peak) if isinstance(peak, int | float) else 0
 
 
 def free_for_answers(device: Device) -> int:

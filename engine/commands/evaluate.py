@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from engine.commands.harness import TaskResults, print_tasks, score_on_tasks, tasks_as_json
 from engine.commands.shared import (
     JsonOption,
     OverridesOption,
@@ -17,6 +19,7 @@ from engine.commands.shared import (
     find_result_run,
     importing,
     make_console,
+    prepare_libraries,
     print_json,
     print_progress,
 )
@@ -69,6 +72,13 @@ def evaluate(
     scorer: Annotated[
         str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Your own score: f(answers, references) -> dict.")
     ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option("--harness", metavar="TASKS", help="Public tasks of lm-eval instead: gsm8k,hellaswag."),
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
+    ] = None,
     profile: Annotated[str | None, typer.Option("-p", "--profile", help="With MODEL: the hardware profile.")] = None,
     recipe: Annotated[
         str | None, typer.Option("-r", "--recipe", help="With MODEL: the recipe whose validation data are used.")
@@ -82,18 +92,48 @@ def evaluate(
 
     require_training_packages()
     sets = (*(overrides or []), *([f"evaluate.limit={limit}"] if limit else []))
+    if harness is not None or include_path is not None:
+        sets += tuple(harness_overrides(harness, include_path))
     asked = Asked(checkpoint, base, sets, scorer)
     if profile or recipe:
         profile, recipe = _both_files(targets[0], profile, recipe, checkpoint)
         specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
-        results = [_score_model(name, spec, asked) for name, spec in specs]
+        results = [] if harness is not None else [_score_model(name, spec, asked) for name, spec in specs]
+        tasks = _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
     else:
-        places = [_find_run(target, runs) for target in targets]
-        results = [scored for place in dict.fromkeys(places) for scored in _score_run(place, asked)]
+        places = list(dict.fromkeys(_find_run(target, runs) for target in targets))
+        results = [] if harness is not None else [scored for place in places for scored in _score_run(place, asked)]
+        tasks = _on_tasks([place for place in places if harness is not None or _names_tasks(place, sets)], asked)
     if as_json:
-        print_json([_as_json(each) for each in results], indent=None)
-    else:
+        print_json([*map(_as_json, results), *tasks_as_json(tasks)], indent=None)
+        return
+    if results:
         _print(results)
+    if tasks:
+        print_tasks(tasks)
+
+
+def _on_tasks(targets: Sequence[Any], asked: Asked | None = None) -> TaskResults:
+    if not targets:
+        return []
+    return score_on_tasks(targets, *((asked.checkpoint, asked.overrides) if asked is not None else ()))
+
+
+def _names_tasks(place: RunDirectory, overrides: tuple[str, ...]) -> bool:
+    """Whether the recipe, or a `--set`, names public tasks."""
+    from engine.config.load import load_run_spec
+
+    named = any(text.strip().startswith("evaluate.harness=") for text in overrides)
+    return named or bool(load_run_spec(place.run_toml, own=True).recipe.evaluate.harness)
+
+
+def harness_overrides(tasks: str | None, include: str | None) -> list[str]:
+    """--harness and --include-path as `--set`. Raises UsageError for the second alone."""
+    if tasks is None:
+        raise UsageError("--include-path is for --harness", fix="tunedeck eval last --harness TASK --include-path DIR")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    folder = [f"evaluate.harness_include={json.dumps(str(Path(include).absolute()))}"] if include else []
+    return [f"evaluate.harness={json.dumps(names)}", *folder]
 
 
 def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint: str | None) -> tuple[str, str]:
@@ -165,16 +205,6 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
         place, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides, scorer=asked.scorer
     )
     return [Scored(place.name, step, scores) for step, scores in found]
-
-
-def prepare_libraries(spec: RunSpec) -> None:
-    """Set variables for the devices before torch is imported; turn off the libraries' progress bars and warnings."""
-    from engine.launch.environment import set_device_environment
-
-    set_device_environment(spec)
-    with importing():
-        from engine.model.config import silence_libraries
-    silence_libraries()
 
 
 def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:

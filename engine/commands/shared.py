@@ -21,6 +21,7 @@ from engine.launch.start_options import StartOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.config.schema.run import RunSpec
     from engine.journal.directory import RunDirectory
 
 
@@ -231,3 +232,13 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def prepare_libraries(spec: RunSpec) -> None:
+    """Set variables for the devices before torch is imported; turn off the libraries' progress bars and warnings."""
+    from engine.launch.environment import set_device_environment
+
+    set_device_environment(spec)
+    with importing():
+        from engine.model.config import silence_libraries
+    silence_libraries()

@@ -51,6 +51,7 @@ LEARNING_NEUTRAL_KEYS = (
     "eval.at_start",
     "eval.limit",
     "eval.samples",
+    "eval.prompts",
     "checkpoint.every_steps",
     "checkpoint.every_minutes",
     "checkpoint.keep",

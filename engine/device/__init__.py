@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["open_device"]
 
 
-def open_device(spec: RunSpec) -> Device:
-    """Open the device of the profile; `spec.limits.devices` lists the CUDA indices to use.
+def open_device(spec: RunSpec, *, beside: bool = False) -> Device:
+    """Open the device of the profile; `spec.limits.devices` lists the CUDA indices to use. `beside`: on a card that
+    other processes use, too, take what they leave free, instead of refusing it.
 
     Raises EnvironmentProblem: it does not exist, is busy, is not supported by this build of torch, or too few exist.
     """
@@ -22,7 +23,7 @@ def open_device(spec: RunSpec) -> Device:
     if kind == "cuda":
         from engine.device.cuda import open_cuda
 
-        return open_cuda(spec)
+        return open_cuda(spec, beside=beside)
     if kind == "metered":
         from engine.device.metered import open_metered
 

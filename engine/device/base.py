@@ -3,6 +3,7 @@ in CUDA or NCCL."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -50,6 +51,16 @@ class GpuReading:
     temperature_celsius: int | None
     power_watts: float | None
     processes: tuple[GpuProcess, ...]
+
+
+def holders_of(reading: GpuReading) -> str:
+    """The other processes on a card, with what each holds; empty if there are none."""
+    others = [process for process in reading.processes if process.pid != os.getpid()]
+    return ", ".join(f"pid {process.pid} ({process.name}, {_held(process)})" for process in others)
+
+
+def _held(process: GpuProcess) -> str:
+    return "an unknown amount" if process.used_bytes is None else f"{process.used_bytes / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.device.base import GpuReading, LiveTensor, MemoryReading, within
+from engine.device.base import GpuReading, LiveTensor, MemoryReading, holders_of, within
 from engine.device.host_copies import CopyStreams, CudaStreams, HostCopy, PlainCopy, Streams, page_locked_copy
 from engine.device.nvml import read_gpus
 from engine.device.oom import StuckDeviceError, classify
@@ -216,9 +216,10 @@ class CudaDevice:
         return torch.cuda.memory._snapshot(self.torch_device)
 
 
-def open_cuda(spec: RunSpec) -> CudaDevice:
-    """Open the first of the profile's cards. Raises EnvironmentProblem: no CUDA, fewer cards than asked for, or other
-    processes hold memory of the first card."""
+def open_cuda(spec: RunSpec, *, beside: bool = False) -> CudaDevice:
+    """Open the first of the profile's cards; `beside` other processes, with no more than they leave free. Raises
+    EnvironmentProblem: no CUDA, fewer cards than asked for, or, if not `beside`, other processes hold memory of the
+    first card."""
     table = spec.profile.device
     _require_cuda()
     indices = choose_indices(spec.limits.devices, table.count, torch.cuda.device_count())
@@ -226,10 +227,14 @@ def open_cuda(spec: RunSpec) -> CudaDevice:
     properties = torch.cuda.get_device_properties(index)
     notices = allocator_notices(table.allocator)
     uuid = _nvml_uuid(str(properties.uuid))
+    capacity_bytes = table.capacity_bytes
     for reading in read_gpus([uuid]):
-        notices += check_free(reading, min(table.capacity_bytes, properties.total_memory))
+        if beside:
+            capacity_bytes = min(capacity_bytes, max(0, reading.total_bytes - reading.used_bytes))
+        wanted_bytes = 0 if beside else min(capacity_bytes, properties.total_memory)
+        notices += check_free(reading, wanted_bytes)
     notices += compare_size(table, properties.name, properties.total_memory)
-    return CudaDevice(index, table.capacity_bytes, uuid, notices)
+    return CudaDevice(index, capacity_bytes, uuid, notices)
 
 
 def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> None:
@@ -279,11 +284,10 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
 
 def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
     """Notices about other processes on a card. Raises DeviceBusyError if they leave less than `capacity_bytes` free."""
-    others = [process for process in reading.processes if process.pid != os.getpid()]
-    holders = ", ".join(f"pid {process.pid} ({process.name}, {_gib(process.used_bytes)})" for process in others)
+    holders = holders_of(reading)
     free_bytes = reading.total_bytes - reading.used_bytes
     # The driver itself uses a few hundred MiB: with no other process visible, that is not a busy card.
-    held = bool(others) or reading.used_bytes > 2**30
+    held = bool(holders) or reading.used_bytes > 2**30
     if held and free_bytes < capacity_bytes:
         raise DeviceBusyError(
             f"GPU {reading.index} ({reading.name}) is busy: {_gib(free_bytes)} of {_gib(reading.total_bytes)} is free; "

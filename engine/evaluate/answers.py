@@ -24,6 +24,7 @@ from engine.evaluate.context import (
     EvaluationContext,
     EvaluationStopped,
     FailedPass,
+    Questions,
     decode,
     retries_unchanged,
 )
@@ -84,12 +85,12 @@ class KeptAnswers:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.texts: dict[int, str] = {int(row["sample"]): str(row["answer"]) for row in _rows(path)}
+        self.texts: dict[int, str] = {int(row["sample"]): str(row["answer"]) for row in read_rows(path)}
 
     def add(self, texts: Mapping[int, str]) -> None:
         """Raises OSError if they cannot be written."""
         self.texts |= texts
-        _append(self._path, [{"sample": sample, "answer": text} for sample, text in texts.items()])
+        append_rows(self._path, [{"sample": sample, "answer": text} for sample, text in texts.items()])
 
 
 class KeptLosses:
@@ -99,7 +100,7 @@ class KeptLosses:
         self._path = path
         self._sums: dict[tuple[int, ...], float] = {}
         taken: set[int] = set()
-        for row in _rows(path):
+        for row in read_rows(path):
             samples = tuple(map(int, row["samples"]))
             if not taken & set(samples):  # two processes cannot write at once, but a copied file may hold a group twice
                 self._sums[samples] = float(row["loss"])
@@ -108,14 +109,14 @@ class KeptLosses:
     def add(self, samples: Sequence[int], loss: float) -> None:
         """Raises OSError if it cannot be written."""
         self._sums[tuple(samples)] = loss
-        _append(self._path, [{"samples": list(samples), "loss": loss}])
+        append_rows(self._path, [{"samples": list(samples), "loss": loss}])
 
     def among(self, count: int) -> dict[tuple[int, ...], float]:
         """The groups whose samples are all among the first `count`."""
         return {samples: loss for samples, loss in self._sums.items() if max(samples, default=0) < count}
 
 
-def _rows(path: Path | None) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path | None) -> Iterator[dict[str, Any]]:
     """Complete lines only; nothing if there is no file."""
     if path is None or not path.exists():
         return
@@ -131,8 +132,8 @@ def _rows(path: Path | None) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Waits until the rows are on the disk."""
+def append_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Append rows to a file, and wait until they are on the disk; nothing without a path. Raises OSError."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ Answer = dict[str, str]
 """Prompt, answer and reference of one sample, as text; white space around answer and reference is trimmed."""
 
 
-def answer_first(context: EvaluationContext, data: TokenData, count: int, kept: KeptAnswers) -> list[Answer]:
+def answer_first(context: EvaluationContext, data: Questions, count: int, kept: KeptAnswers) -> list[Answer]:
     """Answers of the first `count` samples, in data order. Those in `kept` are not generated again; new ones are added.
     Longest prompts first.
 

@@ -3,12 +3,13 @@ a micro-batch budget of its own; the training loop and `tunedeck eval` share thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
@@ -34,6 +35,18 @@ class FailedPass(NamedTuple):
 
 class EvaluationStopped(Exception):
     """The evaluation ended early, on request, without a result."""
+
+
+class Questions(Protocol):
+    """Prompts to answer: `TokenData`, or the user's own."""
+
+    def split_question(self, row: int) -> tuple[list[int], list[int]]:
+        """(tokens of the prompt, tokens of the reference)."""
+        ...
+
+    def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
+        """The model's inputs for the images of these rows."""
+        ...
 
 
 @dataclass
@@ -82,7 +95,7 @@ class EvaluationContext:
     all_ended: Callable[[bool], bool] | None = None
     """For ranks that generate together: maps whether this rank's answers have ended to whether all ranks' have."""
 
-    def attempt(self, kind: str, data: TokenData, parts: Sequence[Sequence[int]]) -> list[Any] | FailedPass:
+    def attempt(self, kind: str, data: Questions, parts: Sequence[Sequence[int]]) -> list[Any] | FailedPass:
         """Run `PASSES[kind]` over each of `parts`, at most `shares` lists of sample indices; returns their results, or
         a FailedPass if memory ran out."""
         indices = [[int(member) for member in part] for part in parts]
@@ -126,7 +139,7 @@ def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int])
     return float(context.loss(batch.moved(device.upload)))
 
 
-def generate_answers(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> list[str]:
+def generate_answers(context: EvaluationContext, data: Questions, chosen: Sequence[int]) -> list[str]:
     """Generate answers as text, each from its sample's tokens before the last answer."""
     prompts = [data.split_question(index)[0] for index in chosen]
     images = partial(data.images_of, chosen)
@@ -138,7 +151,7 @@ def decode(context: EvaluationContext, ids: list[int]) -> str:
     return str(context.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-PASSES: dict[str, Callable[[EvaluationContext, TokenData, Sequence[int]], Any]] = {
+PASSES: dict[str, Callable[[EvaluationContext, Any, Sequence[int]], Any]] = {
     "evaluate": loss_sum,
     "generate": generate_answers,
 }

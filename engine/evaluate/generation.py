@@ -64,12 +64,14 @@ def generate(
     settings: Generate,
     images: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
     all_ended: Callable[[bool], bool] | None = None,
+    stop: StoppingCriteria | None = None,
 ) -> list[list[int]]:
     """Token ids of an answer to each of `prompts`. Sampling depends on `samples`, the prompts' numbers in their data
     set.
 
     Prompts are padded on the left, to end at the same position. `images` returns the model's inputs for the images of
-    the padded tokens [B, S]. `all_ended`: see EvaluationContext.
+    the padded tokens [B, S]. `all_ended`: see EvaluationContext. `stop` ends rows beside the end tokens; what is behind
+    the end of a row is not cut off.
     """
     width, tokenizer, device = max(map(len, prompts)), loaded.tokenizer, loaded.device
     pad_id = int(tokenizer.pad_token_id)
@@ -85,6 +87,8 @@ def generate(
     end_ids = end_tokens(loaded)
     config = generation_config(settings, (end_ids or None) if all_ended is None else NO_TOKEN, pad_id)
     options: dict[str, Any] = {"logits_processor": LogitsProcessorList(sampling(settings, samples, width, device))}
+    if stop is not None:
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
     if all_ended is not None:
         options["stopping_criteria"] = StoppingCriteriaList([EndTogether(end_ids, width, all_ended)])
     made_BS = generate_tokens(loaded, ids_BS, mask_BS, config, **options, **shown)

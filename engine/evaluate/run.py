@@ -108,7 +108,7 @@ def score_run(
     Raises TunedeckError: spec, device, data or model cannot be opened, or memory ran out.
     """
     chosen: list[tuple[int, Path | None]] = [*([(0, None)] if base else []), *weights_to_score(place, wanted)]
-    spec, own = _with_overrides(load_run_spec(place.run_toml, own=True), overrides), _own_scorer(scorer)
+    spec, own = with_overrides(load_run_spec(place.run_toml, own=True), overrides), _own_scorer(scorer)
     device = open_device(spec)
     with scoring(place, notify), device.activate():
         context, data = _prepare(spec, device, notify)
@@ -156,8 +156,8 @@ SCORING_KEYS = ("evaluate.", "generate.", "data.validation.")
 """Beginnings of the keys that `--set` may change when a run is scored: none of them changes what was trained."""
 
 
-def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Raises UsageError for a key that scoring cannot change."""
+def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
+    """The spec with `--set`. Raises UsageError for a key that scoring cannot change."""
     refused = [text.partition("=")[0].strip() for text in overrides if not text.strip().startswith(SCORING_KEYS)]
     if refused:
         raise UsageError(

@@ -142,6 +142,19 @@ EVENT_KINDS: dict[str, EventKind] = {
     "resumed": _event_kind("step:whole from:text", "path:text schedule:text"),
     "warning": _event_kind("code:text text:text fix:text", "step:whole"),
     "proof": _event_kind("name:text passed:flag? detail:text fallback:text seconds:number?", "cached"),
+    "chat_started": _event_kind("pid:whole models:texts"),
+    "chat_ready": _event_kind(
+        "models:texts settings:table", "base:text plain:texts images:flag system:text device:text seconds:number"
+    ),
+    "chat_note": _event_kind("text:text"),
+    "chat_refused": _event_kind("text:text"),
+    "chat_question": _event_kind("text:text", "images:texts again:flag"),
+    "chat_prompt": _event_kind("model:text text:text", "tokens:whole"),
+    "chat_tokens": _event_kind("model:text text:text", "pieces"),
+    "chat_answer": _event_kind("model:text text:text stopped_by:text seconds:number count:whole"),
+    "chat_answered": _event_kind(),
+    "chat_undone": _event_kind(),
+    "chat_settings": _event_kind("settings:table", "system:text"),
     "run_finished": _event_kind(
         "status:text exit_code:whole result",
         "error:text reason:text seconds:number samples_lost:whole measured:measured best_step best_metric",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import format_score
-from engine.journal.score_groups import LOWER_IS_BETTER, Gain, Gains, gains
+from engine.journal.score_groups import Gain, Gains, gains, lower_is_better
 
 CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)\s*\Z", re.I)
 
@@ -30,7 +30,7 @@ class Condition(NamedTuple):
     def holds(self, change: float, reference: float) -> bool:
         bound = self.bound
         if self.percent:
-            bound *= (abs(reference) if self.metric in LOWER_IS_BETTER else 1.0) / 100
+            bound *= (abs(reference) if lower_is_better(self.metric) else 1.0) / 100
         if change == bound:
             return self.inclusive
         return change < bound if self.below else change > bound
@@ -38,7 +38,7 @@ class Condition(NamedTuple):
     @property
     def tolerates_worse(self) -> bool:
         """Whether the bound is a loss that is tolerated, not a gain that is demanded."""
-        return (self.bound > 0) if self.metric in LOWER_IS_BETTER else (self.bound < 0)
+        return (self.bound > 0) if lower_is_better(self.metric) else (self.bound < 0)
 
 
 class Failure(NamedTuple):

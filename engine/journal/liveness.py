@@ -103,6 +103,15 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
         ) from error
 
 
+def running_engine(directory: RunDirectory) -> ProcessIdentity | None:
+    """The recorded engine if it is alive on this machine; None also where the record cannot be read."""
+    try:
+        identity = engine_process(directory)
+    except (EnvironmentProblem, OSError):
+        return None
+    return identity if identity is not None and is_alive(identity) else None
+
+
 def record_engine(directory: RunDirectory, identity: ProcessIdentity) -> None:
     """Record who works on the run, so that others can find it and, if need be, kill it. Raises OSError."""
     write_atomically(directory.engine, json.dumps(asdict(identity)) + "\n")

@@ -14,6 +14,13 @@ from engine.journal.evaluations import Evaluation, read_evaluations, values_of
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
 """The highest of all other scores is the best."""
 
+
+def lower_is_better(metric: str) -> bool:
+    """Also of a public task's metric, "TASK/METRIC"."""
+    name = metric.split("/")[1] if "/" in metric else metric
+    return name in LOWER_IS_BETTER or name.endswith(("perplexity", "bits_per_byte"))
+
+
 BASE = "base"
 """Stands for a run: the model that the runs started from."""
 
@@ -103,7 +110,7 @@ def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> l
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(set(known)) == 1:
         return []
-    best = min(known) if key in LOWER_IS_BETTER else max(known)
+    best = min(known) if lower_is_better(key) else max(known)
     return [name for name, value in zip(names, values, strict=True) if value == best]
 
 
@@ -120,7 +127,7 @@ def best_evaluation(metric: str, values: Mapping[int, float]) -> BestEvaluation 
     trained = {step: value for step, value in sorted(values.items()) if step}
     if not trained:
         return None
-    choose = min if metric in LOWER_IS_BETTER else max
+    choose = min if lower_is_better(metric) else max
     step = choose(trained, key=trained.__getitem__)
     return BestEvaluation(metric, trained[step], step)
 
@@ -130,7 +137,7 @@ def best_checkpoints(metric: str, values: Mapping[int, float]) -> set[int]:
     trained = {step: value for step, value in values.items() if step}
     if len(trained) < 2:
         return set()
-    best = min(trained.values()) if metric in LOWER_IS_BETTER else max(trained.values())
+    best = min(trained.values()) if lower_is_better(metric) else max(trained.values())
     return {step for step, value in trained.items() if value == best}
 
 
@@ -184,7 +191,7 @@ def _gain(
     reference: tuple[RunDirectory, Evaluation],
     resamples: int,
 ) -> Gain:
-    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    sign = -1.0 if lower_is_better(metric) else 1.0
     value = evaluation.metrics[metric]
     gain = sign * (value - reference[1].metrics[metric])
     own, other = values_of(directory, evaluation, metric), values_of(*reference, metric)

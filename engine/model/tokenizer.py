@@ -49,16 +49,30 @@ SQUARE_MODELS = ("gemma3",)
 are what their own processor makes of them."""
 
 
+def load_chat_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """Also for a recipe without images, if the model has a vision encoder; None for all other models. Raises as
+    `load_image_processor` does."""
+    config = load_config(find_starting_weights(spec.recipe.model), spec.limits.trust_remote_code)
+    return _processor_of(spec, config, tokenizer, "the chat") if hasattr(config, "vision_config") else None
+
+
 def load_image_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
     """None for a recipe without images. UsageError: the model takes no images, or has no settings for its processor.
     EnvironmentProblem: Pillow is not installed, or the hub cannot be reached."""
     key = image_key(spec.recipe)
     if key is None:
         return None
+    config = load_config(find_starting_weights(spec.recipe.model), spec.limits.trust_remote_code)
+    return _processor_of(spec, config, tokenizer, key)
+
+
+def _processor_of(
+    spec: RunSpec, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, key: str
+) -> ImageProcessor:
+    """`key`: what needs images."""
     if importlib.util.find_spec("PIL") is None:
         raise EnvironmentProblem(f"{key}: Pillow is not installed", fix=install_command("vision", ["pillow"]))
     start = find_starting_weights(spec.recipe.model)
-    config = load_config(start, spec.limits.trust_remote_code)
     if config.model_type in (*PATCH_MODELS, *SQUARE_MODELS):
         return _described(_image_processor(spec, start, config), config, tokenizer)
     return _own_processor(spec, start, config, tokenizer)

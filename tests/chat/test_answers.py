@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.chat.answer import Speaker, TextStream, decode
-from engine.chat.conversation import Conversation, PromptTokens
+from engine.chat.conversation import Conversation
 from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
+from engine.data.prompts import PromptTokens
 from engine.device import open_device
 from engine.errors import DataError, DoesNotFitError
 from engine.evaluate.generation import end_tokens
@@ -78,7 +79,7 @@ def test_the_oldest_turns_are_left_out_and_never_the_system_prompt(tmp_path: Pat
     conversation = Conversation("Be short.")
     for number in range(6):
         conversation.ask(f"question {number}")
-        conversation.answered(f"answer {number}")
+        conversation.turns.append({"role": "assistant", "content": f"answer {number}"})
     conversation.ask("the last")
     whole = tokens.ids(conversation.messages())
     assert conversation.fitted(tokens, len(whole)).left_out == 0
@@ -121,7 +122,7 @@ def test_memory_that_runs_out_shortens_the_history_and_answers(tmp_path: Path) -
         conversation = Conversation()
         for number in range(8):
             conversation.ask(f"question {number}")
-            conversation.answered(f"answer {number}")
+            conversation.turns.append({"role": "assistant", "content": f"answer {number}"})
         conversation.ask("the last")
         metered(device).fail_at(40)
         answer = speaker.answer(conversation, 0)

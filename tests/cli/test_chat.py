@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.chat.conversation import Conversation, PromptTokens
+from engine.chat.conversation import Conversation
 from engine.chat.sources import ChatSource, load_sources
 from engine.config.load import load_run_spec
+from engine.data.prompts import PromptTokens
 from engine.device import open_device
 from tests.cli.conftest import Tunedeck
 

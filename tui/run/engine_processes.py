@@ -10,26 +10,17 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs, record_start
-from engine.journal.liveness import engine_process, is_alive
+from engine.journal.liveness import running_engine
 from engine.launch.process import engine_died, log_tail, start_engine
 
 
 def running_runs(runs_dir: Path) -> list[str]:
     """Names of the runs in a folder whose engine process is alive. These runs continue when the user leaves the
     console."""
-    return [directory.name for directory in list_runs(runs_dir) if _is_running(directory)]
-
-
-def _is_running(directory: RunDirectory) -> bool:
-    try:
-        identity = engine_process(directory)
-    except (EnvironmentProblem, OSError):
-        return False
-    return identity is not None and is_alive(identity)
+    return [directory.name for directory in list_runs(runs_dir) if running_engine(directory) is not None]
 
 
 @dataclass(frozen=True)

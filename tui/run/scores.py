@@ -15,7 +15,7 @@ from textual.content import Content
 
 from engine.journal.evaluations import Evaluation
 from engine.journal.event_text import clean, format_score
-from engine.journal.score_groups import LOWER_IS_BETTER, best_checkpoints
+from engine.journal.score_groups import best_checkpoints, lower_is_better
 from tui.run.watch import RunWatch
 
 Glyphs = Callable[[str], str]
@@ -33,12 +33,12 @@ def has_scores(watch: RunWatch) -> bool:
     return bool(watch.evaluations or watch.state.evals)
 
 
-def score_lines(watch: RunWatch, width: int, glyphs: Glyphs) -> list[Content]:
-    """Return bars of every score by checkpoint, then the newest samples, as lines of `width` cells. `glyphs` replaces
-    the console's glyphs by ASCII characters where necessary."""
+def score_lines(watch: RunWatch, width: int, glyphs: Glyphs, back: int = 0) -> list[Content]:
+    """Return bars of every score by checkpoint, then the newest samples, or those `back` evaluations before, as lines
+    of `width` cells. `glyphs` replaces the console's glyphs by ASCII characters where necessary."""
     bar = max(6, min(MOST_BAR, width - LABEL_WIDTH - VALUE_WIDTH - 14))
     lines = [*_of_evaluations(watch.evaluations, bar, glyphs), *_of_training(watch, bar, glyphs)]
-    return [*lines, *sample_lines(watch, width)]
+    return [*lines, *sample_lines(watch, width, back)]
 
 
 def _of_evaluations(found: Sequence[Evaluation], bar: int, glyphs: Glyphs) -> Iterator[Content]:
@@ -65,7 +65,7 @@ def full_bar(metric: str, values: Iterable[float | None]) -> float:
     """The value whose bar is full: 1 for scores from 0 to 1, so that a low share looks low; else the largest of
     `values`."""
     largest = max((abs(value) for value in values if isinstance(value, int | float)), default=0.0)
-    return 1.0 if not largest or (largest <= 1.0 and metric not in LOWER_IS_BETTER) else largest
+    return 1.0 if not largest or (largest <= 1.0 and not lower_is_better(metric)) else largest
 
 
 def bar_lines(
@@ -87,7 +87,7 @@ def bar_lines(
     shown = list(known)[-MOST_CHECKPOINTS:]
     shown = [step for step in known if step in shown or step in best or step == 0]
     top = full_at if full_at is not None else full_bar(metric, known.values())
-    better = "lower is better" if metric in LOWER_IS_BETTER else ""
+    better = "lower is better" if lower_is_better(metric) else ""
     yield Content.assemble(f"  {clean(metric)}", (f"  {better}", "$muted"))
     for step in shown:
         full = round(bar * abs(known[step]) / top)
@@ -99,18 +99,27 @@ def bar_lines(
         )  # fmt: skip
 
 
-def sample_lines(watch: RunWatch, width: int) -> Iterator[Content]:
-    """Yield the samples of the last scored checkpoint, or else of the last evaluation during training: a heading, then
-    each prompt, and below it the answer beside its reference. Nothing if there are none."""
-    step, samples = newest_samples(watch)
-    if not samples:
+def sample_lines(watch: RunWatch, width: int, back: int = 0) -> Iterator[Content]:
+    """Yield the samples of the last evaluation, or those `back` before: a heading, then each prompt, and below it the
+    answer beside its reference if it has one. Nothing if there are none."""
+    history = sample_history(watch)
+    if not history:
         return
-    yield Content.styled(f" answers of {'the base model' if step == 0 else f'step {step:,}'}, and references", "bold")
+    at = max(0, len(history) - 1 - back)
+    step, samples = history[at]
+    of = f"  ({at + 1} of {len(history)}: [ earlier, ] later)" if len(history) > 1 else ""
+    yield Content.assemble(
+        (f" answers of {'the base model' if step == 0 else f'step {step:,}'}", "bold"), (of, "$muted")
+    )
     half = max(10, (width - 5) // 2)
     for sample in samples:
-        answer, reference = (str(sample.get(key, "")) for key in ("answer", "reference"))
-        mark, style = ("=", "$good") if answer == reference else (" ", "")
         yield Content.styled(f"  {clean(sample.get('prompt', ''))}", "$muted")
+        answer = str(sample.get("answer", ""))
+        if "reference" not in sample:
+            yield from (Content(f"  {line}") for line in _wrapped(answer, max(10, width - 4)))
+            continue
+        reference = str(sample["reference"])
+        mark, style = ("=", "$good") if answer == reference else (" ", "")
         left, right = (_wrapped(text, half) for text in (answer, reference))
         for row in range(max(len(left), len(right))):
             one, other = (part[row] if row < len(part) else "" for part in (left, right))
@@ -119,17 +128,12 @@ def sample_lines(watch: RunWatch, width: int) -> Iterator[Content]:
             yield Content.assemble("  ", Content.styled(padded.plain, style), f" {first} ", (other, "$info"))
 
 
-def newest_samples(watch: RunWatch) -> tuple[int, list[dict[str, Any]]]:
-    """The step and the samples of the last scored checkpoint that has samples, or else of the last evaluation during
-    training; (0, []) if there are none."""
-    scored = [each for each in watch.evaluations if each.samples]
-    if scored:
-        last = max(scored, key=lambda each: (each.step, each.time))
-        return last.step, list(last.samples)
-    for event in reversed(watch.state.evals):
-        if event.get("samples"):
-            return int(event["step"]), list(event["samples"])
-    return 0, []
+def sample_history(watch: RunWatch) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(step, samples) of every evaluation with samples: those during training, then those of `tunedeck eval`, each by
+    step."""
+    during = [(int(event["step"]), list(event["samples"])) for event in watch.state.evals if event.get("samples")]
+    scored = sorted((each for each in watch.evaluations if each.samples), key=lambda each: (each.step, each.time))
+    return [*during, *((each.step, list(each.samples)) for each in scored)]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -70,6 +70,10 @@ class Curves:
     """The complete events of the latest steps."""
 
 
+MOST_SAMPLES = 200
+"""Evaluations during training whose answers are kept, to be looked at one after another."""
+
+
 class RunWatch:
     """Follows one run: reads its journal bit by bit and keeps the state, curve and events that the Run screen shows."""
 
@@ -218,8 +222,8 @@ class RunWatch:
             self._fold(batch)
             return None
         text = _event_text(event)
-        if event["kind"] == "eval" and self.state.evals:
-            self.state.evals[-1].pop("samples", None)  # only the latest answers are shown
+        if event["kind"] == "eval":
+            self._forget_old_samples()
         stage = self.state.stage
         self.state.fold(event)
         if event["kind"] == "run_started":
@@ -233,6 +237,11 @@ class RunWatch:
         if event["kind"] == "checkpoint_saved":
             self.checkpoint_steps.append(int(event["step"]))
         return text
+
+    def _forget_old_samples(self) -> None:
+        """Keep the answers of the newest evaluations alone."""
+        for old in self.state.evals[:-MOST_SAMPLES]:
+            old.pop("samples", None)
 
     def _read_gpu(self, event: Event | None) -> None:
         if event is not None and isinstance(event.get("index"), int):

@@ -28,7 +28,7 @@ from tui.plot.metrics import LOSS, metric_beside
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
 from tui.run.scores import bar_lines, full_bar
-from tui.screens.base import BaseScreen
+from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
 from tui.screens.plot_keys import PlotKeys
 from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines
@@ -60,7 +60,7 @@ LEAST_COLUMN, MOST_COLUMN = 13, 26
 """Cells of the labels, and of a run's column."""
 
 
-class CompareScreen(PlotKeys, BaseScreen):
+class CompareScreen(PlotKeys, ModelKeys):
     """The screen that shows the curves of several runs, and a table of the settings and scores in which they
     differ."""
 
@@ -108,7 +108,13 @@ class CompareScreen(PlotKeys, BaseScreen):
 
     def poll(self) -> float:
         """Read new lines of the runs' journals; returns the seconds until the next reading."""
+        self.tell_scorings()
         return CATCH_UP_SECONDS if self._read() else POLL_SECONDS
+
+    @property
+    def chosen_runs(self) -> list[RunDirectory]:
+        """All compared runs."""
+        return [curve.directory for curve in self._curves]
 
     def _read(self) -> bool:
         """Read new lines of the runs' journals, for READ_SECONDS in total, and repaint if necessary; returns whether
@@ -222,6 +228,8 @@ class CompareScreen(PlotKeys, BaseScreen):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect: no runs are marked, or both panes are visible already; None if the key has an
         effect."""
+        if action in MODEL_ACTIONS and self._curves:
+            return self.no_model_reason()
         if action == "next_pane" and not self.has_class("-one-pane"):
             return "plot and table are both shown"
         return None if self._curves else "no run is marked: space on the Runs screen marks one"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomli
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, Vertical
@@ -17,6 +18,7 @@ from engine.config.files.find import SpecKind, own_folder
 from engine.config.files.text import visible
 from engine.config.load import check_text
 from engine.errors import TunedeckError
+from tui.chat.choices import ChatTargets
 from tui.files import user_files
 from tui.files.annotated import LABEL, annotated_text, line_problems, problems_below
 from tui.files.catalog import FileEntry, profile_entries, read_machine, recipe_entries, write_detected_profile
@@ -132,6 +134,8 @@ class LibraryScreen(BaseScreen):
         """Why a key has no effect: keys that need a file are disabled while the cursor is on a heading."""
         if action in ("edit", "use", "new", "export_file") and (not self._items or self.chosen.entry is None):
             return "choose a profile or a recipe"
+        if action == "chat" and not (self._items and self.chosen.entry is not None and self.chosen.kind == "recipe"):
+            return "choose a recipe: its model answers"
         return None
 
     def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
@@ -173,6 +177,17 @@ class LibraryScreen(BaseScreen):
         if source.stem != target.stem:
             text = text.replace(f'name = "{source.stem}"', f'name = "{target.stem}"', 1)
         self.console.open_screen("editor", Draft(kind, text, target, exists=source == target))
+
+    def do_chat(self) -> None:
+        """Open the Chat screen with the model of this recipe."""
+        _, entry = self._entry()
+        try:
+            recipe = tomli.loads(user_files.read_text(entry.path))
+            model = recipe["model"]["id"]
+        except (TunedeckError, ValueError, KeyError, TypeError) as error:
+            self.show_message(f"its model cannot be read: {error}", "bold $bad")
+            return
+        self.console.open_screen("chat", ChatTargets((str(model),), recipe=str(entry.path.absolute())))
 
     def do_use(self) -> None:
         """Open Launch with this file chosen."""

@@ -26,10 +26,11 @@ from tui.run.memory import read_planned_memory
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.scores import has_scores, score_lines
+from tui.run.scores import has_scores, sample_history, score_lines
 from tui.run.scores_pane import ScoresPane
 from tui.run.watch import RunWatch
 from tui.screens.engine_keys import EngineKeys
+from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
 from tui.screens.plot_keys import PlotKeys
 from tui.screens.scroll_keys import SCROLL_ACTIONS, ScrollKeys
 from tui.widgets.scrollback import Scrollback
@@ -64,7 +65,7 @@ PLOT_ACTIONS = ("cursor_left", "cursor_right", "cursor_far_left", "cursor_far_ri
 """Actions on the plot of one metric, which have no effect while the grid of all is shown instead."""
 
 
-class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
+class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys):
     """The screen that shows one run while it trains or after it has ended, and sends it requests."""
 
     screen_name = "run"
@@ -79,6 +80,8 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
         """Status and time of the latest repaint of all but the curve."""
         self._plotted = ((-1, -1), float("-inf"))
         """Version of the data and time of the latest repaint of the curve."""
+        self._samples_back = 0
+        """Evaluations between the newest answers and those that the scores show."""
         self._metric_unread = False
         """Whether the latest poll read values of a plotted metric other than the loss."""
 
@@ -93,6 +96,11 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
         """The directory of the run, to which requests are sent. For a staged run this is the whole run's directory,
         even while the panes show one stage."""
         return self._whole.directory
+
+    @property
+    def chosen_runs(self) -> list[RunDirectory]:
+        """The run, or of a staged run the stage that the panes show."""
+        return [self.run_watch.directory]
 
     @property
     def status(self) -> str:
@@ -139,6 +147,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
         if self._unpainted and (happened or time.monotonic() - self._painted[1] >= PAINT_SECONDS):
             self._paint()
         self._plot()
+        self.tell_scorings()
         if self._log.refresh():
             self.panes.add_log(self._log)
         catches_up = self.run_watch.unread_share > 0.01 or self._metric_unread
@@ -160,7 +169,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
         self.query_one("#headline", TextLines).show(head)
         self.panes.paint(self.run_watch)
         if self.scores.is_open:
-            self.scores.set_lines(score_lines(self.run_watch, self.size.width, self.glyphs))
+            self.scores.set_lines(score_lines(self.run_watch, self.size.width, self.glyphs, self._samples_back))
         self.refresh_title_and_footer()
 
     def _paint_chain(self) -> None:
@@ -212,6 +221,8 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
             return "it is stopping already"
         if action == "resume":
             return resume_refusal(self.directory, status)
+        if action in MODEL_ACTIONS:
+            return self.no_model_reason()
         if action == "scores" and not has_scores(self.run_watch):
             return f"this run has no scores yet: tunedeck eval {self.directory.name}"
         if self.scores.is_open and action in PANE_ACTIONS:
@@ -220,6 +231,8 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
             return "all metrics are shown: M shows one again"
         if action in SCROLL_ACTIONS and not self.scores.is_open and not self.panes.scrolls:
             return "this pane does not scroll: tab goes to the next one"
+        if action in ("next_stage", "previous_stage") and self.scores.is_open:
+            return self._no_other_answers(1 if action == "previous_stage" else -1)
         if action in ("next_stage", "previous_stage"):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
@@ -234,12 +247,27 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
             refusal = f"stage {name} has not begun"
         return name, refusal
 
+    def _no_other_answers(self, by: int) -> str | None:
+        """Why there are no answers `by` evaluations before those that are shown; None if there are."""
+        is_there = 0 <= self._samples_back + by < len(sample_history(self.run_watch))
+        return None if is_there else f"there are no {'earlier' if by > 0 else 'later'} answers"
+
     def do_next_stage(self) -> None:
-        """Show the next stage of a staged run in the panes."""
+        """Show the next stage of a staged run in the panes; while the scores are open, the answers of the next
+        evaluation."""
+        if self.scores.is_open:
+            self._samples_back -= 1
+            self._paint()
+            return
         self._look_into(self._other_stage(1)[0])
 
     def do_previous_stage(self) -> None:
-        """Show the previous stage of a staged run in the panes."""
+        """Show the previous stage of a staged run in the panes; while the scores are open, the answers of the
+        evaluation before."""
+        if self.scores.is_open:
+            self._samples_back += 1
+            self._paint()
+            return
         self._look_into(self._other_stage(-1)[0])
 
     def _look_into(self, name: str) -> None:
@@ -273,6 +301,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys):
     def do_scores(self) -> None:
         """Show scores and generated answers in place of the panes, or the panes again."""
         self.scores.toggle()
+        self._samples_back = 0
         self.panes.display = not self.scores.is_open
         self.call_after_refresh(self._paint)
 

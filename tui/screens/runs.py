@@ -23,8 +23,8 @@ from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal
 from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, matches, table_heading
 from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
-from tui.screens.base import BaseScreen
 from tui.screens.confirm import ConfirmScreen
+from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
 from tui.screens.table import screen_row
 from tui.widgets.filter_field import FilterField
 from tui.widgets.input_prompt import InputPrompt
@@ -41,7 +41,7 @@ CATCH_UP_SECONDS = 0.02
 """The interval while there are runs that were not read yet."""
 
 
-class RunsScreen(BaseScreen):
+class RunsScreen(ModelKeys):
     """The screen that lists all runs of the runs folder."""
 
     screen_name = "runs"
@@ -72,6 +72,7 @@ class RunsScreen(BaseScreen):
         """Read the runs folder for READ_SECONDS and show what was read; returns the seconds until the next reading."""
         self._tree.refresh(seconds=READ_SECONDS)
         self._fill()
+        self.tell_scorings()
         return CATCH_UP_SECONDS if self._tree.unread else POLL_SECONDS
 
     def _fill(self) -> None:
@@ -112,6 +113,14 @@ class RunsScreen(BaseScreen):
         index = self.query_one(RowList).cursor
         return self.shown[index] if index < len(self.shown) else None
 
+    @property
+    def chosen_runs(self) -> list[RunDirectory]:
+        """The marked runs, else the one under the cursor."""
+        if self._marked:
+            return list(self._marked.values())
+        row = self.chosen
+        return [row.directory] if row is not None and row.directory is not None else []
+
     def title_detail(self) -> str:
         """The number of marked runs; if none are marked, the number of all runs, and with a filter also how many match
         it."""
@@ -127,6 +136,8 @@ class RunsScreen(BaseScreen):
         row = self.chosen
         if action in ("open", "resume", "clone", "delete", "mark", "unfold", "fold") and row is None:
             return "there is no run here"
+        if action in MODEL_ACTIONS:
+            return self.no_model_reason()
         if action == "compare":
             ready = len(self._marked) >= 2 or (row is not None and row.is_sweep)
             return None if ready else "mark two runs or more with space first"

@@ -32,6 +32,7 @@ SCREENS: tuple[ScreenRow, ...] = (
     ScreenRow("memory", "", "Memory by phase", "tui.screens.memory", "MemoryScreen", kept=False),
     ScreenRow("help", "", "Help", "tui.screens.help", "HelpScreen", kept=False),
     ScreenRow("doctor", "6", "Doctor", "tui.screens.doctor", "DoctorScreen", kept=True),
+    ScreenRow("chat", "7", "Chat", "tui.screens.chat", "ChatScreen", kept=True),
 )
 
 

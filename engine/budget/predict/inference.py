@@ -41,7 +41,8 @@ def evaluates(recipe: Recipe) -> bool:
 
 def generates(recipe: Recipe) -> bool:
     """Whether evaluations generate text."""
-    return evaluates(recipe) and ("exact_match" in recipe.eval.metrics or recipe.eval.samples > 0)
+    asked = recipe.eval
+    return evaluates(recipe) and ("exact_match" in asked.metrics or asked.samples > 0 or bool(asked.prompts))
 
 
 @lru_cache(maxsize=256)
@@ -163,8 +164,11 @@ INPUT_COPIES = 24
 
 
 def most_answers(recipe: Recipe) -> int:
-    asked = GENERATION_ROWS if "exact_match" in recipe.eval.metrics else recipe.eval.samples
-    return min(GENERATION_ROWS, asked, recipe.eval.limit or GENERATION_ROWS)
+    """Answers of an evaluation that are generated at once; a file of prompts may hold any number."""
+    asked, prompts = recipe.eval, recipe.eval.prompts
+    own = min(GENERATION_ROWS, len(prompts)) if isinstance(prompts, list) else GENERATION_ROWS
+    samples = GENERATION_ROWS if "exact_match" in asked.metrics else asked.samples
+    return max(own, min(GENERATION_ROWS, samples, asked.limit or GENERATION_ROWS))
 
 
 def generation_rows(arch: Architecture, config: MemoryConfig, recipe: Recipe, *, length: int, room_bytes: int) -> int:

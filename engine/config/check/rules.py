@@ -248,6 +248,7 @@ def evaluation_has_data(recipe: Recipe) -> Problems:
         "every_steps": recipe.eval.every_steps,
         "at_start": recipe.eval.at_start,
         "samples": recipe.eval.samples,
+        "prompts": recipe.eval.prompts,
         "early_stopping_patience": recipe.eval.early_stopping_patience,
         "limit": recipe.eval.limit,
     }.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import working_directory
+from engine.config.files.prompts import fixed_prompts
 from engine.config.files.text import closest_match
 from engine.config.schema.data import Source
 from engine.config.schema.recipe import Recipe
@@ -37,11 +38,13 @@ MOST_LOOKED_AT = 1000
 
 
 def require_data_files(recipe: Recipe) -> None:
-    """Raise DataError when local files of an enabled source of training or validation are missing."""
+    """Raise DataError when local files of an enabled source of training or validation are missing, or
+    the file of eval.prompts."""
     for key, sources in (("data.sources", recipe.data.sources), ("data.validation", recipe.data.validation)):
         for source in sources:
             if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
                 find_data_files(source, key)
+    fixed_prompts(recipe.eval)
 
 
 def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:

@@ -132,7 +132,7 @@ def _unknown(kind: SpecKind, text: str, cwd: Path) -> str:
     return f"no {kind} named {quoted(text)}{hint}; known: {', '.join(names)}; a path holds a slash or ends in .toml"
 
 
-PATH_KEYS = frozenset({"path", "image_root"})
+PATH_KEYS = frozenset({"path", "image_root", "prompts", "harness_include"})
 POSSIBLE_PATH_KEYS = frozenset({"id", "tokenizer", "adapter", "chat_template"})
 
 BUILTIN_PREFIX = "builtin:"

@@ -107,6 +107,9 @@ class Eval(Table):
     """exact_match generates greedily and compares with the reference."""
     samples: CountOrZero = 0
     """Number of generated samples to log at each evaluation."""
+    prompts: list[str] | str = []
+    """Prompts of your own that are answered at every evaluation, or a file of them: a line each, or .jsonl rows with a
+    prompt."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without improvement of checkpoint.best_metric."""
     early_stopping_threshold: NonNegative = 0.0
@@ -128,3 +131,11 @@ class Evaluate(Table):
     """Number of generated samples to keep."""
     sources: list[Source] = []
     """Data to score on; by default the recipe's validation set."""
+    harness: list[str] = []
+    """Public tasks of lm-evaluation-harness to score on as well, such as "gsm8k"."""
+    harness_fewshot: CountOrZero | None = None
+    """Examples before each question; by default as many as the task says."""
+    harness_template: Literal["auto", "on", "off"] = "auto"
+    """Whether public tasks are asked through the chat template; auto: where there is one."""
+    harness_include: str | None = None
+    """Folder with tasks of your own (.yaml)."""

@@ -12,6 +12,7 @@ from engine.config.schema.recipe import Generate
 from engine.evaluate.answers import planned_rows
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.generation import within_positions
+from engine.evaluate.prompts import FixedPrompts, answer_prompts, load_fixed_prompts
 from engine.evaluate.scores import evaluate as score
 from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.expert_utilisation import ExpertMonitor
@@ -37,6 +38,7 @@ class Evaluator:
         self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
         self._ranks, self._asked = setup.context.ranks, setup.spec.recipe.eval
         self._context = self._make_context()
+        self._prompts = self._load_prompts()
 
     @property
     def has_validation(self) -> bool:
@@ -72,13 +74,14 @@ class Evaluator:
         try:
             with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
                 scores = score(self._context, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+                own = answer_prompts(self._context, self._prompts) if self._prompts is not None else []
         except EvaluationStopped:
             return None
         self._journal.write(
             "eval",
             step=self._state.step,
             metrics=scores.metrics,
-            samples=scores.samples,
+            samples=[*own, *scores.samples],
             count=scores.count,
             seconds=round(time.perf_counter() - began, 3),
         )
@@ -113,6 +116,16 @@ class Evaluator:
         )
         validation = self._setup.prepared.validation
         return context if validation is None else step.strategy.join_evaluation(context, validation)
+
+    def _load_prompts(self) -> FixedPrompts | None:
+        """None without eval.prompts, and with a warning where the weights are in shards: answers would need every
+        rank."""
+        found = load_fixed_prompts(self._setup.spec, self._setup.context.loaded)
+        if found is not None and self._setup.context.strategy.voted_group is not None:
+            text = "eval.prompts are not answered while the weights are in shards"
+            self._journal.warn("prompts", text, 'use parallel.strategy = "replicated", or talk to a checkpoint')
+            return None
+        return found
 
     def _planned_rows(self) -> Callable[[int], int]:
         """Predicts how many answers fit by their prompts' tokens; with sharded weights always GENERATION_ROWS."""

@@ -16,7 +16,7 @@ from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
 from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage, find_checkpoints
-from engine.journal.score_groups import LOWER_IS_BETTER
+from engine.journal.score_groups import lower_is_better
 from engine.model.tensor_file import Hashes
 from engine.train.run.checkpoint_files import mark_best, unmark_best
 from engine.train.run.expert_utilisation import ExpertCounters
@@ -42,7 +42,7 @@ class Best:
 def is_better(value: float, best: float | None, metric: str, threshold: float) -> bool:
     """Whether `value` beats `best` by more than `threshold`: lower is better for loss and perplexity, higher for other
     metrics. Always true while there is no best value yet."""
-    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    sign = -1.0 if lower_is_better(metric) else 1.0
     return best is None or sign * (value - best) > threshold
 
 
