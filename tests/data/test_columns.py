@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.chat.conversation import PromptTokens
 from engine.data.prepare import prepare_data
+from engine.data.prompts import PromptTokens
 from tests.data.specs import run_spec, tokenizer
 from tests.data.test_pairs import needs_trl, prepared, rows_of, stock
 
