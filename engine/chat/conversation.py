@@ -33,10 +33,12 @@ class Conversation:
     def fitted(self, tokens: PromptTokens, room: int) -> FittedPrompt:
         """The prompt of at most `room` tokens: the oldest exchanges are left out first, never the system prompt or the
         last question, which alone may be longer than `room`."""
-        last = len(self.turns) - 1
-        for left_out in range(0, last + 1, 2):
-            messages = self.messages(left_out)
-            ids = tokens.ids(messages)
-            if len(ids) <= room:
-                break
-        return FittedPrompt(messages, ids, left_out)
+        low, high = 0, (len(self.turns) - 1) // 2
+        while low < high:  # fewer turns are fewer tokens
+            middle = (low + high) // 2
+            if len(tokens.ids(self.messages(2 * middle))) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        messages = self.messages(2 * low)
+        return FittedPrompt(messages, tokens.ids(messages), 2 * low)

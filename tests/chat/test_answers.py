@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
-from engine.errors import DataError, DoesNotFitError
+from engine.device.base import GpuProcess, GpuReading
+from engine.device.metered import MeteredDevice
+from engine.errors import DataError, DeviceBusyError, DoesNotFitError
 from engine.evaluate.generation import end_tokens
+from engine.journal.directory import create_run_directory
+from engine.journal.liveness import identify, record_engine
 from engine.model.tokenizer import byte_tokenizer
 from tests.budget.metered_step import GEMMA3, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, run_spec
-from tests.present import metered
+from tests.present import metered, present
 
 FAMILIES = [LLAMA, QWEN2, QWEN3, GEMMA3, PHI3, GPT2, MIXTRAL]
 QUESTION = "When is Ann's birthday, and whose is next? 👩‍👩‍👧 é"
@@ -109,6 +114,36 @@ def test_a_chat_that_does_not_fit_ends_before_anything_is_loaded(tmp_path: Path)
         with pytest.raises(DoesNotFitError, match="the chat needs"):
             load_sources([ChatSource("it", spec, None)], device, silent)
         assert device.memory().allocated_bytes == 0
+
+
+class HeldDevice(MeteredDevice):
+    """A device on which another process holds memory, as NVML would say of a GPU."""
+
+    held_bytes = 3 << 30
+
+    def readings(self) -> list[GpuReading]:
+        other = GpuProcess(os.getppid(), self.held_bytes, "python")
+        return [GpuReading(0, "a GPU", "GPU-0", 4 << 30, self.held_bytes, None, None, None, (other,))]
+
+
+def test_a_busy_device_says_who_holds_it(tmp_path: Path) -> None:
+    spec = run_spec(folder_of(LLAMA, tmp_path), model={"tokenizer": "builtin:bytes"})
+    device = HeldDevice(1 << 20)
+    with device.activate(), pytest.raises(DeviceBusyError, match=f"pid {os.getppid()}") as refused:
+        load_sources([ChatSource("it", spec, None)], device, silent)
+    assert refused.value.exit_code == 6
+
+
+def test_what_a_training_is_predicted_to_need_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDECK_RUNS", str(tmp_path / "runs"))
+    run = create_run_directory(tmp_path / "runs", "trains", 'name = "trains"\n', {"peak_bytes": 64 << 30})
+    record_engine(run, present(identify(os.getppid())))
+    spec = run_spec(folder_of(QWEN2, tmp_path / "model"), model={"tokenizer": "builtin:bytes"})
+    with (device := HeldDevice(8 << 30)).activate():
+        with pytest.raises(DeviceBusyError, match="the chat needs"):
+            load_sources([ChatSource("it", spec, None)], device, silent)
+        (run.plan_json).write_text('{"peak_bytes": 1}')
+        assert load_sources([ChatSource("it", spec, None)], device, silent)
 
 
 def test_memory_that_runs_out_shortens_the_history_and_answers(tmp_path: Path) -> None:

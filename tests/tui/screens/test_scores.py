@@ -69,6 +69,28 @@ async def test_samples_of_training_are_shown_and_a_run_without_scores_says_how_t
         await pilot.sees("scored during training", "answers of step 4", "(1,2),(30,44)")
 
 
+async def test_answers_of_earlier_evaluations_are_gone_through(console: Opener, runs: Path) -> None:
+    run = make_run(runs, status="queued")
+
+    def evaluate(step: int, answer: str) -> None:
+        samples = [{"prompt": "Who?", "answer": answer}, *SAMPLES]
+        add(run, lambda writer: writer.write("eval", step=step, metrics={"loss": 1.5}, samples=samples))
+
+    for step, answer in ((4, "nobody"), (8, "somebody")):
+        evaluate(step, answer)
+    async with console(100, 30) as pilot:
+        await pilot.press("enter")
+        await pilot.until(lambda: pilot.screen.screen_name == "run" and len(pilot.screen.run_watch.state.evals) == 2)
+        await pilot.press("b")
+        await pilot.sees("answers of step 8  (2 of 2", "somebody")
+        await pilot.press("right_square_bracket")
+        await pilot.sees("there are no later answers")
+        await pilot.press("left_square_bracket")
+        await pilot.sees("answers of step 4  (1 of 2", "nobody", "(1,2),(30,44)")
+        await pilot.press("right_square_bracket")
+        await pilot.sees("answers of step 8  (2 of 2")
+
+
 async def test_the_best_of_several_models_is_marked_and_the_gains_are_named(console: Opener, runs: Path) -> None:
     found = [make_run(runs, name) for name in ("language", "vision", "joint")]
     for run, value in zip(found, (0.3, 0.5, 0.8), strict=True):
