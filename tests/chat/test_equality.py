@@ -123,17 +123,3 @@ def test_answers_about_pictures_are_transformers_own(tmp_path: Path) -> None:
         own = own_answer(found.loaded, ids, **given)
         answer = speaker.answer(Conversation(None, [message]), 0)
     assert answer.token_ids == own and answer.prompt == "What is here?"
-    processor = load_own_processor(tmp_path / "model")
-    text = speaker.tokens.text([message])
-    theirs = processor(text=[text], images=[Image.open(path) for path in paths], return_tensors="pt")
-    assert theirs["input_ids"][0].tolist() == ids, "the prompt is that of the model's own processor"
-
-
-def load_own_processor(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
-
-    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Qwen2VLProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
