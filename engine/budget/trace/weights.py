@@ -18,6 +18,16 @@ from engine.budget.trace.operations import add, cast, copy, dropped, half_linear
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
 from engine.budget.trace.trainable import Trainable
 
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+    ("query", "key", "value"),
+)
+"""Names, in one module, of linear layers that read the same input: their adapters share one product
+(`engine.model.adapted_linear`)."""
+
 
 class AdaptedLayer(NamedTuple):
     outputs: int
@@ -75,6 +85,72 @@ def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x:
     passing(casts[1])
     inputs = [x, adapter_input] if config.dropout else [x]
     return trace.on_tape(output, inputs, backward, trace.save(adapter_input, low_rank), trains=True)
+
+
+class SharedProduct:
+    """Trace the product of x with the A's of several layers (`_ProductWithAll` of `engine.model.adapted_linear`).
+    `linear` traces what each layer does on its own."""
+
+    def __init__(
+        self, trace: MemoryTrace, config: MemoryConfig, inputs: int, layers: list[str], x: TracedTensor
+    ) -> None:
+        self.trace, self.config, self.x = trace, config, x
+        self.waiting = list(layers)
+        """The layers still to be called."""
+        rank = len(layers) * config.rank
+        self._begun: list[Storage] = []
+        """The gradient of the low-rank product, once a layer's backward has begun it."""
+        joined, size = rank * inputs * x.itemsize * BYTE, x.size
+        gradients = round_to_blocks(rank * inputs * config.adapter_bytes) * BYTE
+        x_wanted, casts, begun = x.node is not None, config.adapter_bytes != x.itemsize, self._begun
+
+        def backward(gradient: Storage) -> list[Storage | None]:
+            grad_low_rank = begun.pop()
+            product = trace.allocate(joined) if casts else None
+            grads_a = trace.allocate(gradients)
+            del product
+            weights = trace.allocate(joined) if x_wanted else None
+            del weights, grad_low_rank
+            trace.adopt_gradient(grads_a)
+            return [gradient if x_wanted else None]
+
+        weights = trace.allocate(joined)
+        low_rank = trace.new(rank * TOKEN, x.itemsize)
+        del weights
+        self._low_rank = low_rank
+        self._alias = TracedTensor(x.storage, x.elements, x.itemsize, size)
+        trace.on_tape(self._alias, [x], backward, trace.save(x), trains=True)
+
+    def linear(self, module: str, layer: AdaptedLayer) -> TracedTensor:
+        trace, config, itemsize = self.trace, self.config, self.x.itemsize
+        self.waiting.remove(module)
+        count = config.rank * layer.outputs
+        cast_size = count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES
+        gradient_size = round_to_blocks(count * config.adapter_bytes) * BYTE
+        size, low_rank_size, whole_size = self.x.size, self._low_rank.size, layer.unpacked * BYTE
+        x_wanted, begun = self.x.node is not None, self._begun
+
+        def backward(gradient: Storage) -> list[Storage | None]:
+            product = trace.allocate(cast_size)
+            grad_b = trace.allocate(gradient_size)
+            del product
+            first = not begun
+            if first:
+                begun.append(trace.allocate(low_rank_size))
+            b = trace.allocate(cast_size)
+            del b
+            whole = trace.allocate(whole_size) if x_wanted else None
+            grad_x = trace.allocate(size) if x_wanted and first else None
+            del whole
+            trace.adopt_gradient(grad_b)
+            return [(grad_x or begun[0]) if first else None]
+
+        whole = trace.allocate(whole_size)
+        output = trace.new(layer.outputs * TOKEN, itemsize)
+        del whole
+        b = trace.allocate(cast_size)
+        del b
+        return trace.on_tape(output, [self._alias], backward, trace.save(self._low_rank), trains=True)
 
 
 def dora(
@@ -141,6 +217,7 @@ class Weights:
         self.trainable = trainable
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self.transposed = transposed
+        self._shared: SharedProduct | None = None
 
     def linear(self, module: str, x: TracedTensor, merged: int = 1) -> TracedTensor:
         """Trace a linear layer with its adapter, if any; each input vector joins the values of `merged` tokens."""
@@ -150,8 +227,26 @@ class Weights:
         biased, unpacked = f"{module}.bias" in self.parameters, self._unpacked(parameter)
         layer = AdaptedLayer(*self._shape(parameter), biased, merged, unpacked)
         if not self.config.dora:
-            return plain_lora(self.trace, self.config, layer, x)
+            return self._plain_lora(module, layer, x)
         return dora(self.trace, self.config, layer, x, [self._base(module, parameter, x, merged)])
+
+    def _plain_lora(self, module: str, layer: AdaptedLayer, x: TracedTensor) -> TracedTensor:
+        """One of several layers that read the same input, or one alone."""
+        if self._shared is None and len(sharing := self._sharing(module)) > 1 and sharing[0] == module:
+            self._shared = SharedProduct(self.trace, self.config, layer.inputs, sharing, x)
+        if self._shared is None:
+            return plain_lora(self.trace, self.config, layer, x)
+        output = self._shared.linear(module, layer)
+        if not self._shared.waiting:
+            self._shared = None
+        return output
+
+    def _sharing(self, module: str) -> list[str]:
+        """The adapted layers, `module` among them, whose adapters share a product."""
+        parent, _, last = module.rpartition(".")
+        names = next((names for names in SIBLINGS if last in names), ())
+        modules = [f"{parent}.{name}" for name in names if not self.config.dropout]
+        return [each for each in modules if f"{each}.weight" in self.trainable.adapted]
 
     def _base(self, module: str, parameter: Parameter, x: TracedTensor, merged: int) -> TracedTensor:
         trace, bias = self.trace, self.bias(module)

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from engine.budget.trace.weights import SIBLINGS
 from engine.data.batch import Batch
 from engine.device.oom import classify
 from engine.errors import EnvironmentProblem
-from engine.model.adapted_linear import compute_in_input_dtype, compute_with_peft, is_ours
+from engine.model.adapted_linear import compute_in_input_dtype, compute_with_peft, is_ours, shares_input
 from engine.model.compiled import COMPILE_ERRORS, CompiledLayers, compile_problem, stop_compiling
 from engine.model.decoder import autocast, decoder_output
 from engine.model.dropout import keyed_dropouts
@@ -47,14 +47,19 @@ as large as those of one kernel."""
 def _adapter_facts(run: ProvedRun) -> list[str]:
     layer = _own_adapter(run)
     dtypes = run.context.loaded.precision.compute, layer.lora_A[ADAPTER].weight.dtype
-    return [*map(str, dtypes), str(_adapter_shape(layer)), str(_scaling(layer))]
+    return [*map(str, dtypes), str(_adapter_shape(layer)), str(_scaling(layer)), str(shares_input(layer))]
 
 
 def prove_adapter(run: ProvedRun) -> str:
-    """Compare output and gradients of a stand-in for the run's first adapted layer with the formula in fp32."""
-    found, expected = _adapted(run, exact=False), _adapted(run, exact=True)
-    worst = worst_error(found, expected, tolerance(run.context.loaded.precision.compute))
-    return f"base(x) + B(A(x)) is within {worst:.1e} of fp32, gradients too"
+    """Compare output and gradients of a stand-in for the run's first adapted layer with the formula in fp32; and of two
+    that share their input, if layers of the run do."""
+    limit, shared = tolerance(run.context.loaded.precision.compute), shares_input(_own_adapter(run))
+    counts = (1, 2) if shared else (1,)
+    worst = max(
+        worst_error(_adapted(run, count, exact=False), _adapted(run, count, exact=True), limit) for count in counts
+    )
+    beside = ", alone and beside another layer" if shared else ""
+    return f"base(x) + B(A(x)){beside} is within {worst:.1e} of fp32, gradients too"
 
 
 def _use_peft(run: ProvedRun) -> str:
@@ -62,64 +67,73 @@ def _use_peft(run: ProvedRun) -> str:
     return "adapters are computed by peft"
 
 
-def _adapted(run: ProvedRun, *, exact: bool) -> dict[str, Tensor]:
-    """Compute a stand-in for the adapted layer, or with `exact` the formula in fp32; returns the output [1, T, O] and
-    the gradients, by name. Inputs and weights are the same at each call."""
+def _adapted(run: ProvedRun, count: int, *, exact: bool) -> dict[str, Tensor]:
+    """Compute stand-ins for `count` adapted layers that read the same input, or with `exact` the formula in fp32;
+    returns the outputs [1, T, count · O] and the gradients, by name. Inputs and weights are the same at each call."""
     layer, loaded = _own_adapter(run), run.context.loaded
     inputs, outputs, rank = _adapter_shape(layer)
     compute, trained = loaded.precision.compute, layer.lora_A[ADAPTER].weight.dtype
-    weight_OI = drawn((outputs, inputs), compute, run, 40) / inputs**0.5
-    a_RI = drawn((rank, inputs), trained, run, 41) / inputs**0.5
-    b_OR = drawn((outputs, rank), trained, run, 42) / rank**0.5
+    weights_OI = [drawn((outputs, inputs), compute, run, 40 + 5 * i) / inputs**0.5 for i in range(count)]
+    factors = [drawn((rank, inputs), trained, run, 41 + 5 * i) / inputs**0.5 for i in range(count)]
+    factors += [drawn((outputs, rank), trained, run, 42 + 5 * i) / rank**0.5 for i in range(count)]
     x_TI = drawn((1, ADAPTER_TOKENS, inputs), compute, run, 43)
-    upstream_TO = drawn((1, ADAPTER_TOKENS, outputs), compute, run, 44)
+    upstream_TO = drawn((1, ADAPTER_TOKENS, count * outputs), compute, run, 44)
     if exact:
-        weight_OI, a_RI, b_OR, x_TI, upstream_TO = (each.float() for each in (weight_OI, a_RI, b_OR, x_TI, upstream_TO))
-    learning = [each.requires_grad_() for each in (x_TI, a_RI, b_OR)]
+        weights_OI, factors = ([each.float() for each in group] for group in (weights_OI, factors))
+        x_TI, upstream_TO = x_TI.float(), upstream_TO.float()
+    learning = [each.requires_grad_() for each in (x_TI, *factors)]
     with torch.enable_grad():
         if exact:
-            output_TO = x_TI @ weight_OI.t() + (x_TI @ a_RI.t()) @ b_OR.t() * _scaling(layer)
+            places = zip(weights_OI, factors[:count], factors[count:], strict=True)
+            parts = [x_TI @ w.t() + (x_TI @ a.t()) @ b.t() * _scaling(layer) for w, a, b in places]
+            output_TO = torch.cat(parts, dim=-1)
         else:
-            stand_in, learning[1:] = _adapted_stand_in(weight_OI, a_RI, b_OR, _scaling(layer))
+            stand_in, learning[1:] = _adapted_stand_in(weights_OI, factors, _scaling(layer))
             with autocast(loaded):
                 output_TO = stand_in(x_TI)
         output_TO.backward(upstream_TO.to(output_TO.dtype))
     if any(each.grad is None for each in learning):
         raise DisprovedError("backward leaves no gradient")
-    names = ("the gradient of inputs", "the gradient of A", "the gradient of B")
+    names = ["the gradient of inputs", *(f"the gradient of {kind}{i or ''}" for kind in "AB" for i in range(count))]
     gradients = {name: each.grad for name, each in zip(names, learning, strict=True) if each.grad is not None}
     return {"output": output_TO.detach(), **gradients}
 
 
 class _Block(nn.Module):
-    """A model of one linear layer, named `projection`, into which an adapter is put."""
+    """A model of linear layers that read the same input, into which adapters are put."""
 
-    def __init__(self, weight_OI: Tensor) -> None:
+    def __init__(self, weights_OI: list[Tensor]) -> None:
         super().__init__()
-        self.projection = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
-        self.projection.weight = nn.Parameter(weight_OI, requires_grad=False)
+        for name, weight_OI in zip(SIBLINGS[0], weights_OI, strict=False):
+            linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
+            linear.weight = nn.Parameter(weight_OI, requires_grad=False)
+            self.add_module(name, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.projection(x)
-        return output
+        return torch.cat([projection(x) for projection in self.children()], dim=-1)
 
 
-def _adapted_stand_in(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> tuple[nn.Module, list[Tensor]]:
-    """(a layer with this adapter, computed as the run computes its own; the parameters of A and of B)."""
-    rank = len(a_RI)
-    config = LoraConfig(r=rank, lora_alpha=scaling * rank, target_modules=["projection"])  # type: ignore[arg-type]  # peft says int, and takes any number
-    block = inject_adapter_in_model(config, _Block(weight_OI), adapter_name=ADAPTER)
+def _adapted_stand_in(
+    weights_OI: list[Tensor], factors: list[Tensor], scaling: float
+) -> tuple[nn.Module, list[nn.Parameter]]:
+    """(layers with adapters of these A's and B's, computed as the run computes its own; the adapters' parameters)."""
+    count, rank = len(weights_OI), len(factors[0])
+    names = SIBLINGS[0][:count]
+    config = LoraConfig(r=rank, lora_alpha=scaling * rank, target_modules=[*names])  # type: ignore[arg-type]  # peft says int, and takes any number
+    block = inject_adapter_in_model(config, _Block(weights_OI), adapter_name=ADAPTER)
     compute_in_input_dtype(block)
-    place: Any = block.get_submodule("projection")
-    place.lora_A[ADAPTER].weight = nn.Parameter(a_RI.detach())
-    place.lora_B[ADAPTER].weight = nn.Parameter(b_OR.detach())
-    return block, [place.lora_A[ADAPTER].weight, place.lora_B[ADAPTER].weight]
+    places: list[Any] = [block.get_submodule(name) for name in names]
+    halves = [place.lora_A[ADAPTER] for place in places] + [place.lora_B[ADAPTER] for place in places]
+    for half, factor in zip(halves, factors, strict=True):
+        half.weight = nn.Parameter(factor.detach())
+    return block, [half.weight for half in halves]
 
 
 def _own_adapter(run: ProvedRun) -> Any:
-    """The first layer whose adapter the project's own operation computes, and not peft; None without one."""
-    layers = (module for module in run.context.loaded.model.modules() if isinstance(module, LoraLayer))
-    return next((layer for layer in layers if is_ours(layer)), None)
+    """The first layer whose adapter the project's own operation computes, and not peft, rather one that shares its
+    input; None without one."""
+    layers = [module for module in run.context.loaded.model.modules() if is_ours(module)]
+    return next(iter(sorted(layers, key=shares_input, reverse=True)), None)
 
 
 def _adapter_shape(layer: Any) -> tuple[int, int, int]:
