@@ -1,4 +1,5 @@
-"""Sequence packing, tried on the model as loaded: whether a document keeps apart from the one packed before it."""
+"""What training on text relies on, tried on the model as loaded: tokens do not see those behind them, and a document
+keeps apart from the one packed before it."""
 
 from __future__ import annotations
 
@@ -19,6 +20,24 @@ LARGEST_MOVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 computation: both passes run the same kernels on the same shapes. Families that mix documents move them by over 5 %."""
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 """Likewise between packed and alone, where shapes differ, and with them the order in which kernels sum."""
+
+
+def require_causality(loaded: LoadedModel) -> None:
+    """Run a row, and the same with another last token. UsageError if the hidden states before that token move: the
+    model would learn to copy the answer that it sees."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(1, embedding_rows(loaded.base), (LENGTHS[0],), generator=generator)
+    other = row.clone()
+    other[-1] = row[-1] - 1
+    with eval_mode(loaded.model), autocast(loaded):
+        one, two = (decoder_output(loaded, _row((each,), loaded))[0][0, :-1].float() for each in (row, other))
+    if not (moved := _relative(one, two)) <= LARGEST_MOVE[loaded.precision.compute]:
+        raise UsageError(
+            f"{type(loaded.base).__name__} lets tokens see those behind them: changing the last token of a row moves "
+            f"the hidden states before it by {moved:.0%}",
+            expected="a causal language model, which predicts each token from those before it",
+            fix="choose another model.id",
+        )
 
 
 def require_separation(loaded: LoadedModel) -> None:

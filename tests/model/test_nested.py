@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from engine.budget.advise.gate import problems_with_model
+from engine.budget.architecture import classes
 from engine.budget.architecture.classes import why_not_text_alone
 from engine.errors import UsageError
 from engine.export.merge import merge
@@ -173,6 +175,7 @@ def test_a_config_without_a_class_keeps_the_vision_encoder(bases: dict[str, Path
     ("model_type", "words"),
     [
         ("blip", "takes no text alone: it needs pixel_values in every sample"),
+        ("idefics", "takes no text alone: it needs an image in every sample"),
         ("florence2", "is an encoder-decoder"),
         ("clip", "is not a causal language model"),
     ],
@@ -183,6 +186,16 @@ def test_a_class_that_cannot_learn_from_text_is_refused_by_its_files(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     problems = problems_with_model(run_spec(str(tmp_path), tokenizer="builtin:bytes").recipe)
     assert [words in problem and "choose another model.id" in problem for problem in problems] == [True]
+
+
+def test_a_vision_encoder_of_a_package_that_is_missing_is_refused_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classes, "find_spec", lambda name: None if name == "timm" else find_spec(name))
+    config = {"model_type": "gemma3n", "vision_config": {"model_type": "timm_wrapper"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = problems_with_model(run_spec(str(tmp_path), tokenizer="builtin:bytes").recipe)
+    assert "timm, which is not installed; pip install timm" in problem
 
 
 def test_check_and_load_refuse_a_model_that_predicts_no_text_in_the_same_words(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from engine.errors import UsageError
 from engine.journal.writer import Journal
 from engine.model.config import check_packing
 from engine.model.loaded import LoadedModel
-from engine.model.packing import require_known_family, require_separation
+from engine.model.packing import require_causality, require_known_family, require_separation
 from engine.train.run.setup import set_up
 from tests.data.specs import run_spec
-from tests.model.samples import FAMILIES, cpu, load, write_model
+from tests.model.samples import FAMILIES, cpu, load, load_family, write_model
 from tests.model.samples import run_spec as model_spec
 
 LENGTHS = ((11, 5, 4), (3, 17))
@@ -48,6 +48,26 @@ def test_packed_documents_have_the_logits_they_have_alone(family: str, attention
         packed_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
         alone = [torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in row]) for row in rows]
     torch.testing.assert_close(packed_BSV, torch.stack(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+def test_a_model_whose_tokens_see_those_behind_them_is_refused(tmp_path: Path, decoder: bool) -> None:
+    """BERT for generation: transformers opens it as a causal language model, which it is with `is_decoder` alone."""
+    folder = write_model(
+        tmp_path / "model", "bert-generation", vocab_size=264, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128, is_decoder=decoder,
+    )  # fmt: skip
+    loaded = load(model_spec(str(folder), method={"kind": "full"}))
+    if decoder:
+        require_causality(loaded)
+        return
+    with pytest.raises(UsageError, match="lets tokens see those behind them"):
+        require_causality(loaded)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
+def test_causal_models_pass_the_proof_of_causality(tmp_path: Path, family: str) -> None:
+    require_causality(load_family(tmp_path, family))
 
 
 def test_families_with_a_running_state_are_refused() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.positions import positions_of, refuse_long_sequences, scaled_config
+from engine.budget.architecture.positions import positions_of, refuse_long_sequences, scaled_config, table_of_positions
 from engine.cli import app
 from engine.config.schema.recipe import Model, Recipe, RopeScaling
 from engine.config.schema.run import RunSpec
@@ -110,6 +110,15 @@ def test_check_plan_and_train_say_the_same(tmp_path: Path) -> None:
 )
 def test_positions_are_read_from_configs_new_and_old(facts: dict[str, Any], positions: int | None) -> None:
     assert positions_of(facts) == positions
+
+
+def test_layers_that_see_everything_may_have_no_positions() -> None:
+    """Beam: only its layers with a window rotate. Such a config was a TypeError."""
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None}
+    facts = {"model_type": "beam", "max_position_embeddings": 8, "rope_parameters": rope}
+    assert positions_of(facts) == 8 and table_of_positions(facts) is None
+    with pytest.raises(UsageError, match="cannot scale the positions of beam"):
+        scaled_config(facts, RopeScaling(**YARN))
 
 
 def test_phi_3_scales_its_positions_in_its_own_way_alone() -> None:

@@ -19,6 +19,9 @@ from engine.errors import UsageError
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 """In transformers' `models/auto/modeling_auto.py`: names of classes by model type, in the order in which the engine
 looks for one (`engine.model.config.auto_class`)."""
+NEEDS_IMAGES = frozenset({"idefics", "kosmos-2"})
+"""Model types whose `forward` raises an error without images, which its inputs do not tell: refused earlier than by the
+row of text on which the engine tries every model (`engine.model.loss.verify_logits`)."""
 ENTRY = re.compile(r"\"([^\"]+)\",\s*\"([^\"]+)\"")
 
 
@@ -34,11 +37,26 @@ def refuse_class(facts: Mapping[str, Any], model: str) -> None:
         raise no_class(model, model_type)
     named = [name for name in names if name in (facts.get("architectures") or ())]
     reason = why_not_text_alone([*named, names[0]][0], model_type)
+    if model_type in NEEDS_IMAGES:
+        reason = "takes no text alone: it needs an image in every sample"
     if reason is not None:
         raise UsageError(
             f"{model} is a {model_type!r} model, which {reason}",
             expected="a model that predicts each token from the text before it",
             fix="choose another model.id",
+        )
+    _refuse_missing_timm(facts, model)
+
+
+def _refuse_missing_timm(facts: Mapping[str, Any], model: str) -> None:
+    """Raise UsageError if a part of the model is one of the package timm (Gemma 3n's vision encoder), which is not
+    installed."""
+    types = {str(part.get("model_type")) for part in facts.values() if isinstance(part, Mapping)}
+    if any(each.startswith("timm_") for each in types) and find_spec("timm") is None:
+        raise UsageError(
+            f"{model} has a vision encoder of the package timm, which is not installed",
+            expected="the packages that the model is made of",
+            fix="pip install timm, or choose a model.id without a vision encoder",
         )
 
 

@@ -117,6 +117,7 @@ ENCODERS = frozenset(
     {
         "albert",
         "bert",
+        "bert-generation",
         "big_bird",
         "camembert",
         "convbert",

@@ -54,7 +54,8 @@ def positions_of(facts: Mapping[str, Any]) -> int | None:
 
 def table_of_positions(facts: Mapping[str, Any]) -> int | None:
     """Positions of a model with a table of them (GPT-2, OPT, GPT-J), which can compute no others; else None."""
-    rotary = can_be_scaled(facts) or text_of(facts).get("model_type") in OWN_SCALING
+    text = text_of(facts)
+    rotary = can_be_scaled(facts) or text.get("model_type") in OWN_SCALING or _is_rotary_in_windows_alone(text)
     return None if rotary else positions_of(facts)
 
 
@@ -62,7 +63,7 @@ def can_be_scaled(facts: Mapping[str, Any]) -> bool:
     """Whether `model.rope_scaling` can scale the model's positions."""
     text = text_of(facts)
     model_type = str(text.get("model_type", ""))
-    if model_type in OWN_SCALING:
+    if model_type in OWN_SCALING or _is_rotary_in_windows_alone(text):
         return False
     return model_type in ROTARY_FAMILIES or any(text.get(key) for key in ROTARY_KEYS)
 
@@ -139,11 +140,17 @@ def _given(scaling: RopeScaling) -> dict[str, Any]:
     return given
 
 
+def _is_rotary_in_windows_alone(text: Mapping[str, Any]) -> bool:
+    """Whether the layers that see the whole sequence have no positions."""
+    rope = text.get("rope_parameters") or {}
+    return "full_attention" in rope and not rope["full_attention"]
+
+
 def _flat_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary keys of layers that see the whole sequence, with "rope_type" also where the config says "type".
     transformers 5 has them in rope_parameters (one table, or one per type of layer), older configs in rope_scaling."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope = dict(rope.get("full_attention", rope))
+    rope = dict(rope.get("full_attention", rope) or {})
     return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
