@@ -30,8 +30,8 @@ def require_causality(loaded: LoadedModel) -> None:
     other = row.clone()
     other[-1] = row[-1] - 1
     with eval_mode(loaded.model), autocast(loaded):
-        one, two = (decoder_output(loaded, _row((each,), loaded))[0][0, :-1].float() for each in (row, other))
-    if not (moved := _relative(one, two)) <= LARGEST_MOVE[loaded.precision.compute]:
+        one, two = (decoder_output(loaded, _plain(each, loaded))[0][0, :-1].float() for each in (row, other))
+    if (moved := _relative(one, two)) > LARGEST_MOVE[loaded.precision.compute]:
         raise UsageError(
             f"{type(loaded.base).__name__} lets tokens see those behind them: changing the last token of a row moves "
             f"the hidden states before it by {moved:.0%}",
@@ -68,6 +68,13 @@ def require_known_family(model_type: str) -> None:
             "weights cannot be tried before the first step",
             fix='set data.packing = false, or parallel.strategy = "replicated"',
         )
+
+
+def _plain(ids_S: Tensor, loaded: LoadedModel) -> Batch:
+    """A row without positions, which not every model takes."""
+    ids_BS = ids_S[None]
+    batch = Batch(ids_BS, torch.full_like(ids_BS, IGNORED), None, None, (0,), 0)
+    return batch.moved(lambda tensor: tensor.to(loaded.device.torch_device))
 
 
 def _row(documents: tuple[Tensor, ...], loaded: LoadedModel) -> Batch:

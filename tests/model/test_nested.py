@@ -188,11 +188,12 @@ def test_a_class_that_cannot_learn_from_text_is_refused_by_its_files(
     assert [words in problem and "choose another model.id" in problem for problem in problems] == [True]
 
 
+@pytest.mark.parametrize("part", ["timm_wrapper", "gemma3n_vision"])
 def test_a_vision_encoder_of_a_package_that_is_missing_is_refused_by_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(classes, "find_spec", lambda name: None if name == "timm" else find_spec(name))
-    config = {"model_type": "gemma3n", "vision_config": {"model_type": "timm_wrapper"}}
+    config = {"model_type": "gemma3n", "vision_config": {"model_type": part}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (problem,) = problems_with_model(run_spec(str(tmp_path), tokenizer="builtin:bytes").recipe)
     assert "timm, which is not installed; pip install timm" in problem

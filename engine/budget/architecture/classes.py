@@ -52,12 +52,20 @@ def _refuse_missing_timm(facts: Mapping[str, Any], model: str) -> None:
     """Raise UsageError if a part of the model is one of the package timm (Gemma 3n's vision encoder), which is not
     installed."""
     types = {str(part.get("model_type")) for part in facts.values() if isinstance(part, Mapping)}
-    if any(each.startswith("timm_") for each in types) and find_spec("timm") is None:
+    if types & _types_of_timm() and find_spec("timm") is None:
         raise UsageError(
             f"{model} has a vision encoder of the package timm, which is not installed",
             expected="the packages that the model is made of",
             fix="pip install timm, or choose a model.id without a vision encoder",
         )
+
+
+@lru_cache(maxsize=1)
+def _types_of_timm() -> set[str]:
+    """Model types that transformers opens with a class around one of timm's."""
+    models = _models()
+    text = (models / "auto" / "modeling_auto.py").read_text("utf-8") if models is not None else ""
+    return set(re.findall(r'"([^"]+)",\s*"Timm\w+"', text))
 
 
 def _refuse_unknown_type(model_type: str, model: str) -> None:

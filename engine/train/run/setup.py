@@ -28,7 +28,7 @@ from engine.model.config import model_config_dict
 from engine.model.decoder import require_images
 from engine.model.flops import step_flops
 from engine.model.load import LoadedModel
-from engine.model.packing import require_causality, require_known_family, require_separation
+from engine.model.packing import require_known_family, require_separation
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.train.step.context import Identity, LossScaler, StepContext, TrainingSetup
 from engine.train.step.failures import LocalRecoveries, RecoveredOom
@@ -108,7 +108,6 @@ def _try_model(loaded: LoadedModel, spec: RunSpec, ranks: Ranks) -> None:
         if spec.recipe.data.packing:
             require_known_family(loaded.config.get_text_config().model_type)
         return
-    require_causality(loaded)
     require_images(loaded)
     if spec.recipe.data.packing:
         require_separation(loaded)

@@ -26,6 +26,7 @@ from engine.model.decoder import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
 from engine.model.loss import HeadWithLoss, LossFunction, ModelWithLoss, loss_of
+from engine.model.packing import require_causality
 from engine.train.step.failures import RecoveredOom, gather_failures, memory_exhausted
 from engine.train.step.interface import SingleDevice, Strategy
 from engine.train.strategy.evaluation import share_evaluation
@@ -98,7 +99,9 @@ def _model_and_loss(
     spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[LoadedModel, LossFunction]:
     loaded = load_model(spec, device, tokenizer)
-    return loaded, loss_of(spec.recipe, loaded, device)
+    loss = loss_of(spec.recipe, loaded, device)
+    require_causality(loaded)  # sharded weights cannot be run before the first step
+    return loaded, loss
 
 
 def load_sharded(
