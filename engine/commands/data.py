@@ -108,14 +108,17 @@ def data(
 def chosen_rows(
     data: TokenData, tokenizer: PreTrainedTokenizerBase, show: int, row: int | None, find: str | None
 ) -> list[int]:
-    """Up to `show` samples, from 0: those that contain `find`, else those from number `row` (from 1) on. Raises
-    UsageError if there is none."""
+    """Up to `show` samples, from 0: those that contain `find`, else those from number `row` (from 1) on; of pairs, both
+    sequences. Raises UsageError if there is none."""
     from engine.data.quality import find_rows
     from engine.errors import UsageError
 
-    first = (row or 1) - 1
+    sides = 2 if data.in_pairs else 1
+    first, show = sides * ((row or 1) - 1), sides * show
     if first >= len(data):
-        raise UsageError(f"--row {row}: the training data have {len(data):,} samples", fix=f"add --row {len(data)}")
+        raise UsageError(
+            f"--row {row}: the training data have {len(data) // sides:,} samples", fix=f"add --row {len(data) // sides}"
+        )
     if find is None:
         return list(range(first, min(first + show, len(data))))
     found = find_rows(data, tokenizer, find, show, first)
@@ -184,14 +187,19 @@ def print_report(
         sample = _sample(prepared.train, row, tokenizer)
         console.print()
         console.print(
-            f"sample {row + 1} of {sample['source']}: {sample['tokens']} tokens, {sample['target_tokens']} learned"
-            + (" (in marks)" if marked else " (underlined)")
+            f"{_name_of(prepared.train, row)} of {sample['source']}: {sample['tokens']} tokens, "
+            f"{sample['target_tokens']} learned" + (" (in marks)" if marked else " (underlined)")
         )
         text = _highlighted(sample["pieces"], marks=_marks(console) if marked else None)
         text.highlight_words(specials, SPECIAL_STYLE)
         console.print(text)
         for picture in prepared.train.pictures_of(row):
             console.print(in_letters(picture) if marked or not _unicode(console) else in_half_blocks(picture))
+
+
+def _name_of(data: TokenData, row: int) -> str:
+    """Such as "sample 3", or of a pair "sample 2, rejected"."""
+    return f"sample {row // 2 + 1}, {('chosen', 'rejected')[row % 2]}" if data.in_pairs else f"sample {row + 1}"
 
 
 def _print_sources(console: Console, prepared: PreparedData) -> None:

@@ -49,7 +49,7 @@ WHAT_EXISTS = {
         ("push", "upload", "publish", "export"),
         "show prints the result's folder, and hf upload REPO FOLDER sends it",
     ),
-    "dpo": "supervised fine-tuning: training on preferences does not exist",
+    "dpo": 'train, with method.objective = "dpo" in the recipe (docs/preferences.md)',
 }
 """Said beside the command that is nearest to something that does not exist."""
 

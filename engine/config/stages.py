@@ -17,7 +17,8 @@ BASE = "base"
 """In `from` of an assembly: the model in the recipe's own [model], untouched."""
 
 STAGE_TABLES = (
-    "model", "method", "data", "train", "checkpoint", "eval", "evaluate", "moe", "generate", "backoff", "finish"
+    "model", "method", "preference", "data", "train", "checkpoint", "eval", "evaluate", "moe", "generate", "backoff",
+    "finish",
 )  # fmt: skip
 
 STARTING_KEYS = ("revision", "adapter", "init")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.config.check.aliases import WITHOUT_PREFERENCES
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import IMAGE_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
+from engine.data.preferences import PreferenceRecord, sides_of
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
 
@@ -23,6 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "chat": ("messages",),
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
 }
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "sharegpt": ("tools", "system"),
     "alpaca": ("input", "system", "history", "tools"),
     "prompt-completion": ("tools", "system"),
+    "preference": ("prompt", "tools", "system"),
 }
 
 OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "system"), "prompt-completion": ()}
@@ -90,13 +92,13 @@ class Format:
 
     @property
     def has_chat_pairs(self) -> bool:
-        return self.name == "prompt-completion" and self.pairs != "plain"
+        return self.name in ("prompt-completion", "preference") and self.pairs != "plain"
 
     @property
     def has_images(self) -> bool:
         return self.name in IMAGE_FORMATS
 
-    def record(self, row: dict[str, Any] | Dropped) -> Record | DetectionRecord | Dropped:
+    def record(self, row: dict[str, Any] | Dropped) -> Record | DetectionRecord | PreferenceRecord | Dropped:
         """Dropped states the reason."""
         if isinstance(row, Dropped):
             return row
@@ -111,17 +113,29 @@ class Format:
             return _instruction(values, self.chat)
         if self.name == "prompt-completion":
             return self._pair(values)
+        if self.name == "preference":
+            return self._preference(values)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
         return TextRecord(values["text"], row.get("starts") is not False, row.get("ends") is not False)
+
+    def _preference(self, values: dict[str, Any]) -> PreferenceRecord | Dropped:
+        sides = sides_of(values)
+        if isinstance(sides, Dropped):
+            return sides
+        prompt, *answers = sides
+        chosen, rejected = (self._pair({**values, "prompt": prompt, "completion": answer}) for answer in answers)
+        if isinstance(chosen, Dropped) or isinstance(rejected, Dropped):
+            return next(side for side in (chosen, rejected) if isinstance(side, Dropped))
+        return PreferenceRecord(chosen, rejected)
 
     def _pair(self, values: dict[str, Any]) -> Record | Dropped:
         """A prompt and a completion, each a text or a list of messages."""
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, list) or isinstance(completion, list):
             return conversation_of_pair(values)
-        for name in NEEDS[self.name]:
+        for name in NEEDS["prompt-completion"]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
         if self.pairs == "plain":
@@ -138,10 +152,12 @@ def recognise(
     has_template: bool,
     markers: Sequence[str] = (),
     version: int = DATA_VERSION,
+    in_pairs: bool = False,
 ) -> Format:
     """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
     `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Columns
-    are read as `RunSpec.data_version` = `version` says. Raises DataError when no format fits, or several do, or
+    are read as `RunSpec.data_version` = `version` says. Rows that have answers of both kinds are preferences if
+    `in_pairs`, else not. Raises DataError when no format fits, or several do, or
     `template` does not fit the format."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source)
@@ -153,6 +169,8 @@ def recognise(
         fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
     if not fitting and source.format in ("auto", "prompt-completion") and set(PLAIN_PAIR.values()) <= set(columns):
         fitting = {"prompt-completion": {**PLAIN_PAIR, **mapped}}
+    if len(fitting) > 1:
+        fitting = {name: fields for name, fields in fitting.items() if (name == "preference") == in_pairs} or fitting
     if len(fitting) != 1:
         raise _unclear(columns, source, list(fitting))
     ((name, fields),) = fitting.items()
@@ -260,14 +278,6 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
             fix=f'say which: format = "{fitting[0]}"',
         )
     wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
-    if {"chosen", "rejected"} <= set(columns):
-        column = 'prompt = "prompt", completion = "chosen"' if "prompt" in columns else 'messages = "chosen"'
-        option = shlex.quote(f"data.sources.{source.name}.columns={{{column}}}")
-        return DataError(
-            f"{found}: preference pairs, and {WITHOUT_PREFERENCES}",
-            expected=needs,
-            fix=f"add --set {option}; the chosen answers are imitated",
-        )
     return DataError(
         f"{found}, and fit {wanted}",
         expected=needs,
@@ -278,15 +288,17 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
 def preference_notice(columns: Sequence[str], source: Source, format_: Format) -> str | None:
     """What is said of a source whose rows hold preferences; None if they do not."""
     used = ", ".join(format_.fields.values())
+    if format_.name == "preference":
+        return None
     if {"chosen", "rejected"} <= set(columns):
         return (
-            f"source {source.name}: rows of preferences (chosen, rejected), and {WITHOUT_PREFERENCES}: "
-            f"{used} {'is' if len(format_.fields) == 1 else 'are'} read, and what is rejected has no effect"
+            f'source {source.name}: rows of preferences (chosen, rejected), which only method.objective = "dpo" learns '
+            f"from: {used} {'is' if len(format_.fields) == 1 else 'are'} read, and what is rejected has no effect"
         )
     if format_.name == "prompt-completion" and "label" in columns:
         return (
             f"source {source.name}: a column label beside prompt and completion, as in preference data (KTO), and "
-            f"{WITHOUT_PREFERENCES}: every completion is imitated, whatever its label"
+            "training on single votes does not exist: every completion is imitated, whatever its label"
         )
     return None
 

@@ -57,7 +57,7 @@ class SampleOrder:
     `weights_or_count` is the number of samples, or how often each occurs in an epoch. A sample of weight 2.3 occurs
     twice in every epoch; in addition, each epoch takes the next 30 % of all samples of this weight, in an order
     shuffled by seed, so that all epochs have `epoch_size` entries. `epochs` ends the sequence, perhaps with a smaller
-    step.
+    step. `in_pairs`: what is ordered are pairs of rows, 2·p and 2·p + 1, which stay together.
 
     Raises DataError when an epoch would hold no sample at all.
     """
@@ -70,8 +70,9 @@ class SampleOrder:
         shuffle: bool,
         batch_size: int,
         epochs: float | None = None,
+        in_pairs: bool = False,
     ) -> None:
-        self.seed, self.shuffle, self.batch_size = seed, shuffle, batch_size
+        self.seed, self.shuffle, self.batch_size, self.in_pairs = seed, shuffle, batch_size, in_pairs
         given = weights_or_count
         weights = np.ones(given) if isinstance(given, int) else np.asarray(given, np.float64)
         self._whole = np.floor(weights).astype(np.int64)
@@ -102,7 +103,8 @@ class SampleOrder:
             epoch, offset = divmod(start, self.epoch_size)
             pieces.append(self.epoch(epoch)[offset : offset + stop - start])
             start += len(pieces[-1])
-        return np.concatenate(pieces)
+        found = np.concatenate(pieces)
+        return np.stack([2 * found, 2 * found + 1], axis=1).ravel() if self.in_pairs else found
 
     def epoch_at(self, step: int) -> float:
         """Epochs completed after optimizer step `step`, such as 1.5."""

@@ -3,6 +3,7 @@ off the validation data, packs rows and reports."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +94,8 @@ class _Tokenised(NamedTuple):
     """None if there are no images."""
     notices: list[str]
     """What is said of the sources besides their counts."""
+    in_pairs: bool
+    """Whether documents 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair."""
 
 
 def prepare_data(
@@ -114,14 +117,14 @@ def prepare_data(
     sources = [source for source in data.sources if source.enabled]
     if not sources:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
-    found = _prepare_sources(sources, tokeniser, seed, data.workers, "train", notify)
+    found = _prepare_sources(spec, sources, tokeniser, "train", notify)
     fingerprints = found.fingerprints
     train_documents, held_out = _split(found.columns, [source.name for source in sources], data.valid_fraction, seed)
     train = _view(found, train_documents, data.max_length if data.packing else None)
     own = [source for source in data.validation if source.enabled]
     validation, own_counts = None, []
     if own:
-        held = _prepare_sources(own, tokeniser, seed, data.workers, "validation", notify)
+        held = _prepare_sources(spec, own, tokeniser, "validation", notify)
         validation = _view(held, np.arange(len(held.columns)), None)
         own_counts, fingerprints = held.counts, fingerprints + held.fingerprints
     elif data.valid_fraction:
@@ -147,17 +150,17 @@ def prepare_sources(
     enabled = [source for source in sources if source.enabled]
     if not enabled:
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
-    data, seed = spec.recipe.data, spec.recipe.train.seed
-    tokeniser = Tokeniser(tokenizer, data, images, version=spec.data_version)
-    found = _prepare_sources(enabled, tokeniser, seed, data.workers, "evaluation", notify)
+    tokeniser = Tokeniser(tokenizer, spec.recipe.data, images, version=spec.data_version)
+    found = _prepare_sources(spec, enabled, tokeniser, "evaluation", notify)
     return _view(found, np.arange(len(found.columns)), None)
 
 
 def _prepare_sources(
-    sources: Sequence[Source], tokeniser: Tokeniser, seed: int, workers: Workers, part: str, notify: Notify
+    spec: RunSpec, sources: Sequence[Source], tokeniser: Tokeniser, part: str, notify: Notify
 ) -> _Tokenised:
     """Read cached tokens, or tokenise first. `part` is "train", "validation" or "evaluation", for messages."""
-    opened = [_open(source, tokeniser, seed) for source in sources]
+    recipe, workers = spec.recipe, spec.recipe.data.workers
+    opened = [_open(source, tokeniser, recipe.train.seed, recipe.learns_pairs) for source in sources]
     fingerprints = [
         hash_text(
             each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
@@ -208,7 +211,7 @@ def _prepare_sources(
         for each in opened
     ]
     notices = [notice for each in opened for notice in _notices(each, tokeniser)]
-    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices)
+    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, recipe.learns_pairs)
 
 
 def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
@@ -274,14 +277,43 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
         count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
 
-def _open(source: Source, tokeniser: Tokeniser, seed: int) -> _Opened:
+def _open(source: Source, tokeniser: Tokeniser, seed: int, in_pairs: bool) -> _Opened:
     if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
     rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
-    as_chat = partial(recognise, rows.columns, source, has_template=tokeniser.has_template, version=tokeniser.version)
-    if tokeniser.version == 1 and source.template == "auto":
-        return _Opened(source, rows, replace(as_chat(), pairs="plain"))
-    return _Opened(source, rows, as_chat(markers=tokeniser.markers))
+    as_chat = partial(
+        recognise,
+        rows.columns,
+        source,
+        has_template=tokeniser.has_template,
+        version=tokeniser.version,
+        in_pairs=in_pairs,
+    )
+    plain = tokeniser.version == 1 and source.template == "auto"
+    made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
+    if (made.name == "preference") != in_pairs:
+        raise _other_objective(source, rows, in_pairs)
+    return _Opened(source, rows, made)
+
+
+def _other_objective(source: Source, rows: SourceRows, in_pairs: bool) -> DataError:
+    """For rows of preferences without their objective, or the reverse."""
+    found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
+    if in_pairs:
+        return DataError(
+            f'{found}, and method.objective = "dpo" learns from pairs',
+            expected="columns chosen and rejected, and perhaps prompt",
+            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}',
+        )
+    column = 'prompt = "prompt", completion = "chosen"' if "prompt" in rows.columns else 'messages = "chosen"'
+    kind = "prompt-completion" if "prompt" in rows.columns else "chat"
+    imitate = [f"data.sources.{source.name}.columns={{{column}}}", f"data.sources.{source.name}.format={kind}"]
+    options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
+    return DataError(
+        f'{found}: preferences, and method.objective = "sft" imitates answers',
+        expected='method.objective = "dpo"',
+        fix=f"add --set method.objective=dpo; or, to imitate the chosen answers: {options}",
+    )
 
 
 def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Notify) -> Iterator[Piece]:
@@ -341,6 +373,7 @@ def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | 
         return TokenData(
             columns, documents, source_names=names, source_weights=source_weights,
             source_fingerprints=found.contents, images=found.images,
+            in_pairs=found.in_pairs,
         )  # fmt: skip
     weights = np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []

@@ -24,6 +24,7 @@ from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
+from engine.data.preferences import PreferenceRecord
 from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
 
@@ -170,14 +171,17 @@ class Tokeniser:
 
     def results(self, format_: Format, rows: Sequence[dict[str, Any] | Dropped], first: int) -> list[RowResult]:
         """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
-        records = [self._bounded(format_.record(row)) for row in rows]
+        given = [format_.record(row) for row in rows]
+        records = [record if isinstance(record, PreferenceRecord) else self._bounded(record) for record in given]
         self._known = self._at_once(records)
         try:
             return [self._result(record, first + place, format_) for place, record in enumerate(records)]
         finally:
             self._known = {}
 
-    def _at_once(self, records: Sequence[Record | DetectionRecord | Dropped]) -> dict[str, list[int]]:
+    def _at_once(
+        self, records: Sequence[Record | DetectionRecord | PreferenceRecord | Dropped]
+    ) -> dict[str, list[int]]:
         """The tokens of plain texts, in one call, which takes half the time of a call for each."""
         texts = [record.text for record in records if isinstance(record, TextRecord)]
         for record in records:
@@ -188,7 +192,11 @@ class Tokeniser:
         given = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return dict(zip(texts, given["input_ids"], strict=True))
 
-    def _result(self, given: Record | DetectionRecord | Dropped, origin: int, format_: Format) -> RowResult:
+    def _result(
+        self, given: Record | DetectionRecord | PreferenceRecord | Dropped, origin: int, format_: Format
+    ) -> RowResult:
+        if isinstance(given, PreferenceRecord):
+            return self._preference(given, origin, format_)
         record, images = self._opened(given, format_)
         encoded = record if isinstance(record, Dropped) else self._encode(record)
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
@@ -205,6 +213,19 @@ class Tokeniser:
         lost = sum(map(_lost, rendered.rows, made))
         dropped = [drop.reason for drop in made if isinstance(drop, Dropped)]
         return RowResult(documents, dropped, rendered.facts + facts, lost)
+
+    def _preference(self, given: PreferenceRecord, origin: int, format_: Format) -> RowResult:
+        """Two documents, the chosen and the rejected sequence, or none."""
+        sides = [self._result(self._bounded(side), origin, format_) for side in (given.chosen, given.rejected)]
+        for side, name in zip(sides, ("chosen", "rejected"), strict=True):
+            if side.dropped:
+                return RowResult([], [f"{side.dropped[0]} ({name})"])
+            if len(side.documents) != 1:
+                return RowResult([], [f"{name} has several answers, which the chat template renders one by one"])
+        chosen, rejected = (side.documents[0] for side in sides)
+        if np.array_equal(chosen.ids, rejected.ids):
+            return RowResult([], ["chosen and rejected are equal"])
+        return RowResult([chosen, rejected], [], sides[0].facts + sides[1].facts)
 
     def _bounded(self, record: Record | DetectionRecord | Dropped) -> Record | DetectionRecord | Dropped:
         """Leave out or cut what data.max_length has no room for: a megabyte takes seconds to tokenise."""

@@ -104,6 +104,7 @@ class TokenData:
         source_weights: Sequence[float] = (),
         source_fingerprints: Sequence[str] = (),
         images: PixelReader | None = None,
+        in_pairs: bool = False,
     ) -> None:
         self.columns, self.documents, self.pixels = columns, documents, images
         self.packed = row_offsets is not None
@@ -117,6 +118,8 @@ class TokenData:
         self.weights = weights[self.source_of] if len(weights) else np.ones(len(self))
         """How often each row occurs in an epoch: float64[rows]."""
 
+        self.in_pairs = in_pairs
+        """Whether rows 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair."""
         self.limit: int | None = None
         """Tokens after which every row is cut; None leaves rows whole."""
         self._whole = self

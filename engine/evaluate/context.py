@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
 from engine.budget.predict.inference import GENERATION_ROWS
+from engine.config.schema.preference import Preference
 from engine.config.schema.recipe import Generate
-from engine.data.batch import collate
+from engine.data.batch import Batch, collate
 from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import ATTEMPTS, OutOfMemory, catch_oom
@@ -92,6 +93,10 @@ class EvaluationContext:
     run_on_all_ranks: Callable[[str, list[list[int]]], Any] | None = None
     """Runs a pass on every rank, given a key of `PASSES` and the sample indices of each share; returns what `attempt`
     does. None: this process only."""
+    preference: Preference | None = None
+    """How pairs are scored; None unless preferences are learned."""
+    references: Callable[[TokenData], Callable[[Batch], Tensor] | None] = lambda data: None
+    """Gives what computes the reference's log-probabilities for batches of `data`; None without a reference."""
     all_ended: Callable[[bool], bool] | None = None
     """For ranks that generate together: maps whether this rank's answers have ended to whether all ranks' have."""
 
@@ -131,12 +136,27 @@ def retries_unchanged(
 
 
 def loss_sum(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> float:
+    return float(context.loss(_batch(context, data, chosen)))
+
+
+def log_probabilities(
+    context: EvaluationContext, data: TokenData, chosen: Sequence[int]
+) -> list[tuple[float, float | None]]:
+    """Of each sequence's target tokens: by the policy, and by the reference where there is one."""
+    batch = _batch(context, data, chosen)
+    policy: list[float] = context.loss.log_probabilities(batch).tolist()
+    reference = context.references(data)
+    held: list[Any] = [None] * len(policy) if reference is None else reference(batch).tolist()
+    return list(zip(policy, held, strict=True))
+
+
+def _batch(context: EvaluationContext, data: TokenData, chosen: Sequence[int]) -> Batch:
     device = context.device
     with device.host_region():
         with_starts = takes_starts(context.loaded.attention)
         pad_id = int(context.loaded.tokenizer.pad_token_id)
         batch = collate(data, np.array(chosen), pad_id=pad_id, with_starts=with_starts).moved(device.pin)
-    return float(context.loss(batch.moved(device.upload)))
+    return batch.moved(device.upload)
 
 
 def generate_answers(context: EvaluationContext, data: Questions, chosen: Sequence[int]) -> list[str]:
@@ -153,6 +173,7 @@ def decode(context: EvaluationContext, ids: list[int]) -> str:
 
 PASSES: dict[str, Callable[[EvaluationContext, Any, Sequence[int]], Any]] = {
     "evaluate": loss_sum,
+    "log_probabilities": log_probabilities,
     "generate": generate_answers,
 }
 """The forward passes of an evaluation, by the name of the phase in which memory runs out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,8 +239,19 @@ def _make_context(
     settings, note = within_positions(spec.recipe.generate, model_config_dict(spec), data)
     if note:
         notify(note)
+    asked, new_adapter = spec.recipe.preference, loaded.adapter_is_all and spec.recipe.model.adapter is None
+    base = partial(loss.log_probabilities, adapter=False) if asked.needs_reference and new_adapter else None
     return EvaluationContext(
-        device, loaded, loss, planned.cost, planned.budget, settings, report, planned_rows=planned_rows(spec, device)
+        device,
+        loaded,
+        loss,
+        planned.cost,
+        planned.budget,
+        settings,
+        report,
+        planned_rows=planned_rows(spec, device),
+        preference=asked if spec.recipe.learns_pairs else None,
+        references=lambda _: base,
     )
 
 

@@ -21,6 +21,7 @@ from engine.evaluate.answers import Answer, KeptAnswers, KeptLosses, answer_firs
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass, retries_unchanged
 from engine.evaluate.metrics import ACCURACY, MOST_LOST, TEXT_SCORES, lost_letters, score_labels
 from engine.model.decoder import eval_mode
+from engine.objectives.preference import pair_scores
 
 EXPECTED = "FILE.py:FUNCTION, a function of (answers, references), two lists of texts, that returns scores by name"
 
@@ -106,12 +107,17 @@ def evaluate(
     the tokens before the last answer and compared with it, white space trimmed. What is in `kept` is not computed
     again.
 
+    Of data in pairs, `limit` counts pairs, and the metrics are the preference loss and the rewards.
+
     Raises MemoryExhaustedError when one sample at a time does not fit, EvaluationStopped when `context.should_stop`
     does.
     """
-    count, kept = min(len(data), limit or len(data)), kept or Kept()
+    rows = 2 if data.in_pairs else 1
+    count, kept = min(len(data), rows * limit if limit else len(data)), kept or Kept()
     result = Scores({}, count=count)
     with eval_mode(context.loaded.model):
+        if data.in_pairs:
+            return Scores(_pair_metrics(context, data, count), count=count // 2)
         if "loss" in metrics:
             loss = _mean_loss(context, data, count, kept.losses)
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
@@ -143,20 +149,58 @@ def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], 
 
 def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: KeptLosses) -> float:
     """Mean loss per target token. Sums in `kept` are not computed again; new ones are added."""
+    known = {sample for samples in kept.among(count) for sample in samples}
+    left = np.array([index for index in range(count) if index not in known], np.int64)
+    run_passes(context, data, left, "evaluate", kept.add)
+    return math.fsum(kept.among(count).values()) / max(1, int(data.target_counts[:count].sum()))
+
+
+def _pair_metrics(context: EvaluationContext, data: TokenData, count: int) -> dict[str, float]:
+    """The metrics of an objective of pairs over the first `count` sequences."""
+    if context.preference is None:
+        raise UsageError(
+            "the data are preferences, and the run did not learn from preferences",
+            expected="prompts with completions, or conversations",
+            fix="name other sources, or columns of the chosen answers",
+        )
+    policy, reference = sequence_log_probabilities(context, data, np.arange(count))
+    return pair_scores(context.preference, policy, reference, data.target_counts[:count])
+
+
+def sequence_log_probabilities(
+    context: EvaluationContext, data: TokenData, indices: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """Log-probability of the target tokens of each of these sequences: by the policy, and by the reference where there
+    is one. float64[sequences] each."""
+    place = {int(index): number for number, index in enumerate(indices)}
+    found = np.full((len(indices), 2), np.nan)
+
+    def take(members: list[int], values: list[tuple[float, float | None]]) -> None:
+        for member, (policy, reference) in zip(members, values, strict=True):
+            found[place[member]] = policy, np.nan if reference is None else reference
+
+    run_passes(context, data, indices, "log_probabilities", take)
+    return found[:, 0], None if np.isnan(found[:, 1]).any() else found[:, 1]
+
+
+def run_passes(
+    context: EvaluationContext, data: TokenData, indices: NDArray[np.int64], kind: str, take: Callable[..., None]
+) -> None:
+    """Run `PASSES[kind]` over all of `indices` in micro-batches under the context's budget, which learns; `take` gets
+    each micro-batch's samples and result. Raises as `evaluate` does."""
     device, budget = context.device, context.budget
     held_bytes = device.memory().allocated_bytes
     failures, clean = 0, True
-    known = {sample for samples in kept.among(count) for sample in samples}
-    waiting = _planned(context, data, np.array([index for index in range(count) if index not in known], np.int64))
+    waiting = _planned(context, data, indices)
     while waiting:
         if context.should_stop():
             raise EvaluationStopped
         chosen, cost_bytes = waiting[: context.shares], waiting[0][1]
         device.reset_peak()
-        found = context.attempt("evaluate", data, [members.tolist() for members, _ in chosen])
+        found = context.attempt(kind, data, [members.tolist() for members, _ in chosen])
         if not isinstance(found, FailedPass):
-            for (members, _), loss in zip(chosen, found, strict=True):
-                kept.add(members.tolist(), loss)
+            for (members, _), result in zip(chosen, found, strict=True):
+                take(members.tolist(), result)
             budget.record_success(cost_bytes, _measured(device, held_bytes))
             failures, waiting = 0, waiting[len(chosen) :]
             continue
@@ -171,7 +215,6 @@ def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: Ke
         waiting = _planned(context, data, np.concatenate([members for members, _ in waiting]))
     if clean:
         budget.record_clean_step(device.available_bytes - held_bytes, may_grow=True)
-    return math.fsum(kept.among(count).values()) / max(1, int(data.target_counts[:count].sum()))
 
 
 def _planned(

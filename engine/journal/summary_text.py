@@ -67,8 +67,9 @@ class Progress:
     def _figures(self, step: Event) -> str:
         peak = step.get("peak_bytes")
         memory = format_share(peak, self.capacity_bytes) if self.capacity_bytes and peak else format_bytes(peak)
+        margin = f", margin {format_number(step['rewards_margin'])}" if "rewards_margin" in step else ""
         return (
-            f"loss {format_number(step.get('loss'))}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
+            f"loss {format_number(step.get('loss'))}{margin}, {step.get('tokens_per_second') or 0:,.0f} tokens/s, "
             f"memory {memory}{' (simulated device)' if self.simulated else ''}"
         )
 

@@ -33,8 +33,10 @@ class LossSettings:
     """Liger's kernel computes a chunk's losses and gradient, in the dtype of the logits and in their memory."""
 
 
-def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
-    """Sum of token losses, an fp32 scalar, chunk by chunk."""
+def chunked_loss(
+    head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings, weights_N: Tensor | None = None
+) -> Tensor:
+    """Sum of token losses, each times its weight (fp32; None: 1), an fp32 scalar, chunk by chunk."""
     if head.scale != 1.0:
         hidden_NH = hidden_NH * head.scale
     if head.linear is not None:
@@ -43,11 +45,24 @@ def chunked_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, setting
         if not torch.is_grad_enabled():  # else _LinearLoss would compute the head's gradient needlessly
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         apply: Callable[..., Tensor] = _LinearLoss.apply
-        return apply(hidden_NH, weight_VH, bias_V, targets_N, settings)
+        return apply(hidden_NH, weight_VH, bias_V, targets_N, settings, weights_N)
     total = hidden_NH.new_zeros((), dtype=torch.float32)
-    for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, settings):
-        total = total + checkpoint(_through_module, head, hidden_CH, targets_C, settings, use_reentrant=False)
+    for hidden_CH, targets_C, weights_C in _chunks(hidden_NH, targets_N, settings, weights_N):
+        arguments = (head, hidden_CH, targets_C, settings, weights_C)
+        total = total + checkpoint(_through_module, *arguments, use_reentrant=False)
     return total
+
+
+def chunked_token_losses(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
+    """The loss of each token, fp32 [N], chunk by chunk and without gradients."""
+    losses = []
+    compute = _losses_and_gradient_by_liger if settings.liger else _losses_and_gradient
+    with torch.no_grad():
+        if head.scale != 1.0:
+            hidden_NH = hidden_NH * head.scale
+        for hidden_CH, targets_C, _ in _chunks(hidden_NH, targets_N, settings):
+            losses.append(compute(head.project(hidden_CH), targets_C, settings, False)[0])
+    return torch.cat(losses)
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -> Tensor:
@@ -55,12 +70,18 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float) -
     return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none", label_smoothing=label_smoothing)
 
 
-def _through_module(head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, settings: LossSettings) -> Tensor:
+def _through_module(
+    head: OutputHead, hidden_CH: Tensor, targets_C: Tensor, settings: LossSettings, weights_C: Tensor | None
+) -> Tensor:
     """The sum for one chunk by calling the head module; hidden_CH is already scaled."""
     logits_CV = head.project(hidden_CH).float()
     if settings.softcap is not None:
         logits_CV = (logits_CV / settings.softcap).tanh() * settings.softcap
-    return token_losses(logits_CV, targets_C, settings.label_smoothing).sum()
+    return weighted_sum(token_losses(logits_CV, targets_C, settings.label_smoothing), weights_C)
+
+
+def weighted_sum(losses_N: Tensor, weights_N: Tensor | None) -> Tensor:
+    return losses_N.sum() if weights_N is None else (losses_N * weights_N).sum()
 
 
 @dataclass
@@ -91,7 +112,13 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, settings: LossSettings
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: LossSettings,
+        weights_N: Tensor | None,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.gradients = gradients = _Gradients(
@@ -106,13 +133,16 @@ class _LinearLoss(torch.autograd.Function):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight_in = weight_VH.to(hidden_NH.dtype)
             bias_in = None if bias_V is None else bias_V.to(hidden_NH.dtype)
-            for hidden_CH, targets_C in _chunks(hidden_NH, targets_N, settings):
+            for hidden_CH, targets_C, weights_C in _chunks(hidden_NH, targets_N, settings, weights_N):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
-                compute = _loss_and_gradient_by_liger if settings.liger else _loss_and_gradient
-                loss, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
+                compute = _losses_and_gradient_by_liger if settings.liger else _losses_and_gradient
+                losses_C, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
                 del logits_CV
-                total += loss
+                total += weighted_sum(losses_C, weights_C)
+                del losses_C
                 if grad_CV is not None:
+                    if weights_C is not None:
+                        grad_CV *= weights_C[:, None]
                     gradients.add(start, grad_CV, hidden_CH, weight_in)
                 # Free this chunk's logits before the next chunk's are computed.
                 del grad_CV
@@ -128,14 +158,14 @@ class _LinearLoss(torch.autograd.Function):
             if gradient is not None:
                 gradient.mul_(upstream[0])
         grad_bias_V = None if gradients.bias_V is None else gradients.bias_V.to(ctx.bias_dtype)
-        return gradients.hidden_NH, gradients.weight_VH, grad_bias_V, None, None
+        return gradients.hidden_NH, gradients.weight_VH, grad_bias_V, None, None, None
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The chunk's summed loss and d(sum)/d(logits) [C, V] in fp32 (None unless wanted), in place on one copy of the
-    logits.
+    """The chunk's token losses and d(their sum)/d(logits) [C, V] in fp32 (None unless wanted), in place on one copy of
+    the logits.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².
@@ -156,7 +186,7 @@ def _loss_and_gradient(
     if mean_C is not None:
         loss_C -= smoothing * mean_C
     if not wants_gradient:
-        return loss_C.sum(), None
+        return loss_C, None
     work_CV /= total_C[:, None]
     if smoothing:
         work_CV -= smoothing / work_CV.shape[1]
@@ -164,13 +194,13 @@ def _loss_and_gradient(
     work_CV.scatter_add_(1, targets_C[:, None], minus_C1)
     if slope_CV is not None:
         work_CV *= slope_CV
-    return loss_C.sum(), work_CV
+    return loss_C, work_CV
 
 
-def _loss_and_gradient_by_liger(
+def _losses_and_gradient_by_liger(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_loss_and_gradient`, by the kernel of liger-kernel 0.8 (ops/cross_entropy.py), which overwrites the logits.
+    """As `_losses_and_gradient`, by the kernel of liger-kernel 0.8 (ops/cross_entropy.py), which overwrites the logits.
     Liger's own function around it would count the targets on the GPU and wait for the number; all are counted here."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
@@ -207,8 +237,13 @@ def _loss_and_gradient_by_liger(
         HAS_GRADIENTS=wants_gradient,
         num_warps=32,
     )
-    return losses_C.sum(), logits_CV if wants_gradient else None
+    return losses_C, logits_CV if wants_gradient else None
 
 
-def _chunks(hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(hidden_NH.split(settings.chunk_tokens), targets_N.split(settings.chunk_tokens), strict=True))
+def _chunks(
+    hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings, weights_N: Tensor | None = None
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    size = settings.chunk_tokens
+    hidden, targets = hidden_NH.split(size), targets_N.split(size)
+    weights = [None] * len(hidden) if weights_N is None else weights_N.split(size)
+    return list(zip(hidden, targets, weights, strict=True))

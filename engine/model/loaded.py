@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +102,23 @@ class LoadedModel:
     def local_parameters(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of every parameter, or of this rank's shard."""
         return [(name, local_part(parameter)) for name, parameter in self.model.named_parameters()]
+
+    @property
+    def adapter_is_all(self) -> bool:
+        """Whether everything that is trained belongs to the adapter, so that `adapter_off` gives the base model."""
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        of_adapter = all(any(part in name for part in (".lora_", ".modules_to_save.")) for name in names)
+        return isinstance(self.model, PeftModel) and of_adapter
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """The model without its adapter. Afterwards peft wants gradients of all adapters; here each weight learns again
+        as before."""
+        wanted = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        with cast(PeftModel, self.model).disable_adapter():
+            yield
+        for parameter, requires_grad in wanted:
+            parameter.requires_grad_(requires_grad)
 
     @property
     def layers(self) -> int:

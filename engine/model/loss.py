@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,14 @@ from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
-from engine.model.chunked import LossSettings, chunked_loss, liger_applies, token_losses
+from engine.model.chunked import (
+    LossSettings,
+    chunked_loss,
+    chunked_token_losses,
+    liger_applies,
+    token_losses,
+    weighted_sum,
+)
 from engine.model.config import auto_class, blaming_own_code
 from engine.model.decoder import OutputHead, autocast, decoder_output, eval_mode, find_head
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
@@ -48,11 +55,15 @@ class MicroBatchLoss(NamedTuple):
     """The auxiliary loss of a mixture of experts, an fp32 scalar (`Routing.auxiliary`); None without one."""
     choices_LE: Tensor | None = None
     """How many tokens chose each expert of each layer, int64 [L, E]; None if this is not counted."""
+    metrics: Tensor | None = None
+    """Sums over sequences of an objective's metrics, float64; None for the loss of tokens."""
 
     def share_of(self, target_tokens: int, tokens: int) -> MicroBatchLoss:
-        """Divide token losses by `target_tokens`, auxiliary loss by `tokens`, both of the whole step on all ranks."""
+        """Divide token losses (of an objective of pairs: losses and metrics) by `target_tokens` (pairs), auxiliary loss
+        by `tokens`, all of the whole step on all ranks."""
         auxiliary = None if self.auxiliary is None else self.auxiliary / tokens
-        return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary)
+        metrics = None if self.metrics is None else self.metrics / target_tokens
+        return self._replace(token_losses=self.token_losses / target_tokens, auxiliary=auxiliary, metrics=metrics)
 
     def detached(self) -> MicroBatchLoss:
         auxiliary = None if self.auxiliary is None else self.auxiliary.detach()
@@ -63,6 +74,17 @@ class MicroBatchLoss(NamedTuple):
             if mine is not None and its is not None:
                 mine.add_(its)
         return self
+
+
+class WeightedSequences(NamedTuple):
+    """What an objective of whole sequences says of a micro-batch."""
+
+    weights_B: Tensor
+    """Derivative of the loss by each row's log-probability."""
+    loss: Tensor
+    """The micro-batch's share of the summed loss, a scalar."""
+    metrics: Tensor
+    """Sums over its rows."""
 
 
 NOT_ROUTED = Routing(None, None)
@@ -87,6 +109,8 @@ class LossFunction:
         """Computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and runs it."""
         self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
         """`sum_of_losses`, or if weights are sharded, a module that gathers the head's weights and runs it."""
+        self.weigh: Callable[[Batch, Tensor], WeightedSequences] | None = None
+        """In training on an objective of whole sequences: weighs a micro-batch by its rows' log-probabilities."""
 
     @property
     def implementation(self) -> str:
@@ -136,7 +160,43 @@ class LossFunction:
             del hidden_BSH
             if targets_N.numel() == 0:
                 return MicroBatchLoss(hidden_NH.float().sum(), *routing)
+            if self.weigh is not None and self.loaded.model.training:
+                return self._of_sequences(self.weigh, hidden_NH, targets_N, batch, routing)
             return MicroBatchLoss(self.head_forward(hidden_NH, targets_N), *routing)
+
+    def _of_sequences(
+        self,
+        weigh: Callable[[Batch, Tensor], WeightedSequences],
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        batch: Batch,
+        routing: Routing,
+    ) -> MicroBatchLoss:
+        """The loss of an objective of whole sequences. Its gradient is that of the rows' log-probabilities, each times
+        a weight: so the decoder runs once, and the head once more to find the weights."""
+        rows_N = _rows_of_targets(batch)
+        found = weigh(batch, self._log_probabilities(hidden_NH, targets_N, rows_N, batch))
+        weights_N = found.weights_B.neg().float().index_select(0, rows_N)
+        del rows_N
+        weighted = self.sum_of_losses(hidden_NH, targets_N, weights_N)
+        value = weighted - weighted.detach() + found.loss.float()
+        return MicroBatchLoss(value, *routing, metrics=found.metrics)
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: Batch, *, adapter: bool = True) -> Tensor:
+        """Sum of the log-probabilities of each row's target tokens, float64 [B], without gradients. If `adapter` is
+        false, those of the model without it."""
+        with autocast(self.loaded), nullcontext() if adapter else self.loaded.adapter_off():
+            hidden_BSH, _ = decoder_output(self.loaded, batch)
+            hidden_NH, targets_N = self._at_targets(hidden_BSH, batch)
+            del hidden_BSH
+            return self._log_probabilities(hidden_NH, targets_N, _rows_of_targets(batch), batch)
+
+    def _log_probabilities(self, hidden_NH: Tensor, targets_N: Tensor, rows_N: Tensor, batch: Batch) -> Tensor:
+        settings = LossSettings(0.0, self.head.softcap, self.chunk_tokens, self.implementation == "liger")
+        losses_N = chunked_token_losses(self.head, hidden_NH.detach(), targets_N, settings)
+        sums_B = torch.zeros(len(batch.input_ids_BS), dtype=torch.float64, device=losses_N.device)
+        return sums_B.index_add_(0, rows_N, losses_N.double()).neg_()
 
     def _at_targets(self, hidden_BSH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [N, H] whose next token is a target, and these targets [N]. N was counted on the host, which
@@ -150,16 +210,23 @@ class LossFunction:
         position_N = index_N + index_N // max(1, width) * (hidden_BSH.shape[1] - width)
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
-    def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        """Sum of token losses, an fp32 scalar. The head's weights must be gathered (`HeadWithLoss` does that)."""
+    def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """Sum of token losses, each times its weight (None: 1), an fp32 scalar. The head's weights must be gathered
+        (`HeadWithLoss` does that)."""
         # Evaluation scores the model's own probabilities, whatever training aims at.
         head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
-            return token_losses(head.logits(hidden_NH), targets_N, smoothing).sum()
+            return weighted_sum(token_losses(head.logits(hidden_NH), targets_N, smoothing), weights_N)
         if self.implementation == "torch":
-            return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens)
-        liger = self.implementation == "liger"
-        return chunked_loss(head, hidden_NH, targets_N, LossSettings(smoothing, head.softcap, self.chunk_tokens, liger))
+            return torch_loss(head, hidden_NH, targets_N, self.chunk_tokens, weights_N)
+        settings = LossSettings(smoothing, head.softcap, self.chunk_tokens, self.implementation == "liger")
+        return chunked_loss(head, hidden_NH, targets_N, settings, weights_N)
+
+
+def _rows_of_targets(batch: Batch) -> Tensor:
+    """Row of each token with a target, int64 [N], in the order of `_at_targets`."""
+    next_BS = batch.labels_BS if batch.labels_shifted else batch.labels_BS[:, 1:]
+    return torch.nonzero_static(next_BS != IGNORED, size=batch.target_tokens)[:, 0]
 
 
 def loss_of(recipe: Recipe, loaded: LoadedModel, device: Device) -> LossFunction:
@@ -252,7 +319,9 @@ def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> Tensor:
+def torch_loss(
+    head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int, weights_N: Tensor | None = None
+) -> Tensor:
     """torch's chunked linear_cross_entropy. Per-token losses are summed here in fp32: torch's own sum has the input's
     dtype and would lose all precision in bf16."""
     scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
@@ -268,7 +337,7 @@ def torch_loss(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tok
             batch_chunk_size=min(chunk_tokens, len(targets_N)), chunking_method=None, acc_policy="accurate"
         ),
     )
-    return losses_N.float().sum()
+    return weighted_sum(losses_N.float(), weights_N)
 
 
 def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:

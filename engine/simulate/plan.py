@@ -77,7 +77,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
     Raises:
         UsageError: the step cannot be simulated (see `simulate_step`).
     """
-    batch, asked = spec.recipe.train.batch_size, spec.recipe.train.micro_batch
+    batch, asked = spec.recipe.sequences_per_step, spec.recipe.train.micro_batch
     length, closed_form = known_longest(spec.recipe) or spec.recipe.data.max_length, None
     try:
         plan = make_plan(spec)

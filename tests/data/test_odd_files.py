@@ -135,7 +135,7 @@ def test_a_nested_column_is_named_with_dots(tmp_path: Path) -> None:
 def test_preference_rows_are_recognised_and_what_is_learned_of_them_is_said(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
     path = folder(tmp_path, a_jsonl=lines(pair)) / "a.jsonl"
-    with pytest.raises(DataError, match="preference pairs, and answers are imitated") as caught:
+    with pytest.raises(DataError, match=r'preferences, and method\.objective = "sft" imitates answers') as caught:
         prepared(path)
     assert 'completion = "chosen"' in caught.value.render()
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]

@@ -50,7 +50,7 @@ def test_ligers_kernel_compiles_as_we_call_it(
     )
     logits_CV, targets_C = torch.zeros(4, MAX_FUSED_SIZE + 5, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
     settings = LossSettings(0.1, 30.0 if softcap else None, 4, liger=True)
-    chunked._loss_and_gradient_by_liger(logits_CV, targets_C, settings, True)
+    chunked._losses_and_gradient_by_liger(logits_CV, targets_C, settings, True)
 
     del launched["num_warps"]
     types = {name: TYPES[type(value)] for name, value in launched.items()}

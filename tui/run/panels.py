@@ -146,10 +146,13 @@ def _speed(watch: RunWatch, step: dict[str, Any], ascii_only: bool) -> str | Con
 
 
 def _loss(step: dict[str, Any]) -> str:
-    """Format the loss of a step's event; for a mixture of experts, also its auxiliary loss."""
+    """Format the loss of a step's event; for a mixture of experts, also its auxiliary loss; for
+    preferences, the margin of rewards and the share of pairs that are right."""
     if "loss" not in step:
         return "-"
     auxiliary = f", aux {format_number(step['aux_loss'])}" if "aux_loss" in step else ""
+    if "rewards_margin" in step:
+        auxiliary += f", margin {format_number(step['rewards_margin'])}, {step['rewards_accuracy']:.0%} right"
     return format_number(step["loss"]) + auxiliary
 
 

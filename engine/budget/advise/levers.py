@@ -212,7 +212,7 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing not in (False, "auto"):
         yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")
-    if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.train.batch_size:
+    if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.sequences_per_step:
         yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit")
     yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True)
     if recipe.method.kind == "lora":

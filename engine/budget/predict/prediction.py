@@ -92,7 +92,7 @@ def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
     """Sequences per optimizer step of one rank, or of one group of ranks that share sequences."""
-    return -(-spec.recipe.train.batch_size // layout.sequence_groups)
+    return -(-spec.recipe.sequences_per_step // layout.sequence_groups)
 
 
 @lru_cache(maxsize=256)
@@ -223,7 +223,7 @@ class Predictor:
             return rows
         shared = _cost_model(self.arch, self.config, self.batch > 1, self.layout)
         alone_config = replace(self.config, sequence=1)
-        alone = _cost_model(self.arch, alone_config, self.recipe.train.batch_size > 1, SINGLE_DEVICE)
+        alone = _cost_model(self.arch, alone_config, self.recipe.sequences_per_step > 1, SINGLE_DEVICE)
         most_bytes = shared.bytes(rows, length)
         fitting = (fewer for fewer in range(rows // sequence + 1, 1, -1) if alone.bytes(fewer, length) <= most_bytes)
         return next(fitting, 1)

@@ -179,7 +179,7 @@ class SimulatedPredictor:
     def __init__(self, spec: RunSpec, document: Mapping[str, Any]) -> None:
         self.recipe, self.layout = spec.recipe, layout_of(spec.profile)
         self.config: MemoryConfig = memory_config_of(_outline(spec), spec)
-        self.batch = spec.recipe.train.batch_size
+        self.batch = spec.recipe.sequences_per_step
         self.capacity_bytes = spec.profile.device.capacity_bytes
         self.seconds = float(document["seconds"])
         """How long the simulation took."""

@@ -229,9 +229,11 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 """The stage in the name of a DeepSpeed configuration file, such as ds_z3_config.json or zero2_torch_compile.json."""
 
 
-PREFERENCE_METHODS = ("dpo", "orpo", "simpo", "kto", "ipo", "ppo", "grpo", "rlhf", "reward")
+PREFERENCE_LOSSES = ("dpo", "ipo", "simpo", "orpo")
 
-WITHOUT_PREFERENCES = "answers are imitated, and training on preferences or rewards does not exist"
+REWARD_METHODS = ("kto", "ppo", "grpo", "rlhf", "reward")
+
+WITHOUT_REWARDS = 'pairs are learned with method.objective = "dpo"; training on rewards or single votes does not exist'
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:

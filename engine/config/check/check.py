@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from engine.config.check.aliases import CHOICE_ALIASES, PREFERENCE_METHODS, WITHOUT_PREFERENCES, translate_key
+from engine.config.check.aliases import (
+    CHOICE_ALIASES,
+    PREFERENCE_LOSSES,
+    REWARD_METHODS,
+    WITHOUT_REWARDS,
+    translate_key,
+)
 from engine.config.check.hardware_rules import problems_of_profile
 from engine.config.check.overrides import resolve_key
 from engine.config.check.rules import problems_of_recipe
@@ -55,6 +61,7 @@ ANY_TEXT = frozenset({"system_prompt", "chat_template", "on_finish", "set"})
 OVERRIDABLE_TABLES = (
     "model",
     "method",
+    "preference",
     "data",
     "train",
     "checkpoint",
@@ -189,8 +196,10 @@ def _choice(model: type[Table], data: Data, place: Place, value: Any) -> str:
     )
     if bare == "method.kind" and value.lower() == "qlora":
         return f'{allowed}; QLoRA is method.kind = "lora" with model.quantize = "nf4"'
-    if bare == "method.kind" and value.lower() in PREFERENCE_METHODS:
-        return f"{allowed}: {WITHOUT_PREFERENCES}"
+    if bare in ("method.kind", "method.objective") and value.lower() in PREFERENCE_LOSSES:
+        return f'{allowed}; preferences are method.objective = "dpo" with preference.loss = {quoted(value.lower())}'
+    if bare in ("method.kind", "method.objective", "preference.loss") and value.lower() in REWARD_METHODS:
+        return f"{allowed}: {WITHOUT_REWARDS}"
     meant = CHOICE_ALIASES.get(bare, {}).get(value.lower()) or closest_match(value, words)
     return f"{allowed}; did you mean {quoted(meant)}?" if meant else allowed
 

@@ -20,10 +20,12 @@ from engine.config.check.data_rules import (
     source_has_one_origin,
     sources_of,
 )
+from engine.config.check.preference_rules import PREFERENCE_RULES
 from engine.config.files.document import Place, Problem, Problems
 from engine.config.files.find import BUILTIN_PREFIX, CHECKPOINT_NAME, RUN_PREFIX, split_run_reference
 from engine.config.files.text import closest_match, quoted
-from engine.config.schema.recipe import LEARNING_RATES, Recipe
+from engine.config.schema.preference import LEARNING_RATES
+from engine.config.schema.recipe import Recipe
 
 BUILTIN_SOURCES = ("builtin:dates",)
 BUILTIN_MODELS = ("builtin:tiny",)
@@ -113,8 +115,8 @@ def _default_rate(recipe: Recipe) -> float:
     """The lowest default of the recipe, or of its stages that have no learning rate of their own."""
     own = {"learning_rate", "min_learning_rate"}
     inheriting = [stage for stage in recipe.stages if stage.kind == "train" and not own & stage.train.keys()]
-    kinds = [str(stage.method.get("kind", recipe.method.kind)) for stage in inheriting] or [recipe.method.kind]
-    return min(LEARNING_RATES.get(kind, math.inf) for kind in kinds)
+    methods = [{**recipe.method.model_dump(), **stage.method} for stage in inheriting] or [recipe.method.model_dump()]
+    return min(LEARNING_RATES.get((each["objective"], each["kind"]), math.inf) for each in methods)
 
 
 def rate_falls(recipe: Recipe) -> Problems:
@@ -139,12 +141,13 @@ def constant_has_no_minimum(recipe: Recipe) -> Problems:
 
 
 def micro_batch_within_batch(recipe: Recipe) -> Problems:
-    micro, batch = recipe.train.micro_batch, recipe.train.batch_size
-    if micro != "auto" and micro > batch:
+    micro, most = recipe.train.micro_batch, recipe.sequences_per_step
+    if micro != "auto" and micro > most:
+        pairs = " pairs" if recipe.learns_pairs else ""
         yield Problem(
             ("train", "micro_batch"),
-            f"micro_batch = {micro} is above batch_size = {batch}",
-            f'{batch} or less, or "auto": batch_size is the effective batch of a whole step',
+            f"micro_batch = {micro} is above batch_size = {recipe.train.batch_size}{pairs}",
+            f'{most} or less, or "auto": batch_size is the effective batch of a whole step',
             (("train", "batch_size"),),
         )
 
@@ -345,6 +348,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     rungs_once,
     merges_an_adapter,
     sweep_has_values,
+    *PREFERENCE_RULES,
 )
 
 

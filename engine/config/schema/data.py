@@ -26,10 +26,11 @@ class Source(Table):
     """Configuration of a hub data set."""
     split: str = "train"
     """Split of the data set, such as "train" or "train[:1000]"."""
-    format: Literal["auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "image-chat", "detection"] = (
-        "auto"
-    )
-    """How the columns are read; auto recognises the format by the columns' names. detection: images with boxes."""
+    format: Literal[
+        "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "preference", "image-chat", "detection"
+    ] = "auto"
+    """How the columns are read; auto recognises the format by the columns' names. preference: chosen and rejected
+    answers, for method.objective = "dpo". detection: images with boxes."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
     except rows that carry its markers already; chat: all rows; none: they stay plain text."""

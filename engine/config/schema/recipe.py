@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from engine.config.attention import AttentionChoice
 from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
 from engine.config.schema.data import Data, Eval, Evaluate
+from engine.config.schema.preference import LEARNING_RATES, Preference
 
 
 class RopeScaling(Table):
@@ -62,16 +63,14 @@ class Model(Table):
     """Scaling of rotary positions, for data.max_length beyond the model's."""
 
 
-LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
-"""The default of train.learning_rate for each method.kind. A rate that suits adapters destroys what full weights know:
-published full fine-tunings take 1e-5 to 5e-5."""
-
-
 class Method(Table):
     """Which weights are trained."""
 
     kind: Literal["lora", "full"] = "lora"
     """lora: low-rank adapters beside a frozen base; full: the weights themselves."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: the answers of the data are imitated (supervised fine-tuning). dpo: of two answers to a prompt the chosen
+    one becomes likelier than the rejected one, as [preference] says; train.batch_size then counts pairs."""
     rank: Count = 16
     """LoRA rank."""
     alpha: Positive | None = None
@@ -120,12 +119,12 @@ class Train(Table):
     max_steps: Count | None = None
     """Number of optimizer steps."""
     batch_size: Count = 16
-    """Sequences per optimizer step over all devices: the effective batch size."""
+    """Sequences (with method.objective = "dpo" pairs) per optimizer step over all devices: the effective batch size."""
     micro_batch: Literal["auto"] | Count = "auto"
     """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
     learning_rate: Positive | None = None
-    """Peak learning rate. By default 2e-4 with method.kind = "lora", 2e-5 with "full"; each stage has the default of
-    its own method."""
+    """Peak learning rate. By default 2e-4 with method.kind = "lora", 2e-5 with "full"; with method.objective = "dpo"
+    5e-6 and 1e-6. Each stage has the default of its own method."""
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the schedule."""
     scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts"] = "cosine"
@@ -317,6 +316,8 @@ class Stage(Table):
     """Keys of [model] in this stage."""
     method: dict[str, Any] = {}
     """Keys of [method] in this stage."""
+    preference: dict[str, Any] = {}
+    """Keys of [preference] in this stage."""
     data: dict[str, Any] = {}
     """Keys of [data] in this stage."""
     train: dict[str, Any] = {}
@@ -355,6 +356,7 @@ class Recipe(Table):
     chosen."""
     model: Model
     method: Method = Method()
+    preference: Preference = Preference()
     data: Data
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
@@ -375,9 +377,21 @@ class Recipe(Table):
     def _choose_learning_rate(self) -> Recipe:
         """Fill in the method's default, unless stages or points of a sweep may have another method."""
         if self.train.learning_rate is None and not self.stages and not self.sweep:
-            chosen = self.train.model_copy(update={"learning_rate": LEARNING_RATES[self.method.kind]})
+            chosen = self.train.model_copy(
+                update={"learning_rate": LEARNING_RATES[self.method.objective, self.method.kind]}
+            )
             object.__setattr__(self, "train", chosen)  # the table is frozen, and not handed on before this returns
         return self
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether samples are pairs of a chosen and a rejected sequence."""
+        return self.method.objective == "dpo"
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Over all devices."""
+        return self.train.batch_size * (2 if self.learns_pairs else 1)
 
     @property
     def freezes_router(self) -> bool:

@@ -254,7 +254,7 @@ def _require_compilable(run: ProvedRun) -> None:
 def _micro_batches(run: ProvedRun) -> list[NDArray[np.int64]]:
     """Samples of the micro-batches on which layers are compared: the longest sample alone; two samples, if the recipe
     and the memory budget allow two rows; last the shortest, whose length no graph has been compiled for."""
-    context, rows = run.context, run.spec.recipe.train.batch_size // run.context.ranks.size
+    context, rows = run.context, run.spec.recipe.sequences_per_step // run.context.ranks.size
     lengths, budget_bytes = context.data.lengths, context.budget.budget_bytes
     by_length = lengths.argsort(kind="stable")
     in_pairs = [sample for sample in by_length if context.cost(2, int(lengths[sample])) <= budget_bytes]

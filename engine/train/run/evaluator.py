@@ -113,6 +113,8 @@ class Evaluator:
             report=self._failed,
             should_stop=self._interrupted,
             planned_rows=self._planned_rows(),
+            preference=self._setup.spec.recipe.preference if step.objective is not None else None,
+            references=step.references,
         )
         validation = self._setup.prepared.validation
         return context if validation is None else step.strategy.join_evaluation(context, validation)

@@ -122,8 +122,12 @@ class Training:
         """Run the most expensive micro-batch that the data can produce, before the first step."""
         self.journal.phase("probing")
         data = self.context.data
-        most = min(len(data), self.setup.spec.recipe.train.batch_size)
+        most = min(len(data), self.setup.spec.recipe.sequences_per_step)
         costliest = costliest_sequences(data.lengths, self.context.cost, most, data.patches)
+        if data.in_pairs:
+            # The longest sequences, each with its other side, as far as they make a step.
+            pairs = list(dict.fromkeys((costliest // 2).tolist()))[: most // 2]
+            costliest = np.array([2 * pair + side for pair in pairs for side in (0, 1)], np.int64)
         device = self.context.device
         device.release_cached()
         self.transaction.probe(self.state.step + 1, costliest)
@@ -222,6 +226,7 @@ class Training:
             budget=self.context.budget.budget_bytes,
             **({"ranks": outcome.ranks} if outcome.ranks else {}),
             **({} if outcome.auxiliary_loss is None else {"aux_loss": outcome.auxiliary_loss}),
+            **outcome.metrics,
             **self.experts.event_fields(outcome.choices_LE),
             **({"loss_scale": self.context.scaler.scale} if self.context.scaler.enabled else {}),
         )

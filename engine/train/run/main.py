@@ -53,6 +53,7 @@ from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
 from engine.train.run.measured_memory import calibrate
+from engine.train.run.preferences import learn_preferences
 from engine.train.run.run_context import RunContext, RunStart, Watchdog
 from engine.train.run.run_state import with_layers_of_checkpoint
 from engine.train.run.setup import set_up
@@ -227,6 +228,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
             to_train = with_layers_of_checkpoint(to_train, place.checkpoints, start.from_step, ranks)
         setup = set_up(to_train, device, journal, report, ranks)
         prove(setup, journal)
+        learn_preferences(setup, place, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
         training = Training(setup, RunContext(place, journal, requests, watchdog), emergency_memory)

@@ -181,11 +181,12 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
     train = spec.recipe.train
     epochs = train.epochs if train.epochs or train.max_steps else 1.0
     order = SampleOrder(
-        data.weights,
+        data.weights[0::2] if data.in_pairs else data.weights,
         seed=train.seed,
         shuffle=spec.recipe.data.shuffle,
         batch_size=train.batch_size,
         epochs=epochs,
+        in_pairs=data.in_pairs,
     )
     return order, order.steps(epochs, train.max_steps)
 

@@ -22,7 +22,9 @@ from engine.device.host_syncs import host_syncs
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
+from engine.objectives.preference import METRICS
 from engine.train.step.context import StepContext
+from engine.train.step.pairs import is_split
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
@@ -75,10 +77,14 @@ class BatchLoader:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of a whole step, on all ranks: target tokens, and all tokens without padding. Each is at least 1."""
+    """Counts of a whole step, on all ranks; each is at least 1."""
 
     targets: int
+    """What the loss is a mean over: target tokens, or in preference learning pairs."""
     real: int
+    """Tokens without padding."""
+    chosen: int = 1
+    """In preference learning, target tokens of chosen answers."""
 
 
 class StepComputation:
@@ -97,6 +103,8 @@ class StepComputation:
         """Mean over the step's target tokens; until `prepare_gradients`, only this rank's share of it."""
         self.auxiliary_loss: float | None = None
         """Without its weight; until `prepare_gradients`, only this rank's share. None for a model without one."""
+        self.metrics: list[float] = []
+        """Means over the step of the objective's metrics; until `prepare_gradients`, only this rank's share of them."""
         self.choices_LE: NDArray[np.int64] | None = None
         """How many of this rank's tokens chose each expert of each layer; None if the use of experts is not watched."""
         self.grad_norm = 0.0
@@ -122,6 +130,7 @@ class StepComputation:
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: MicroBatchLoss | None = None
+        self._measure_split_pairs(step, samples, plan, tokens)
         with closing(self._loader.batches([self._samples_of(group, samples) for group in plan])) as batches:
             for group in plan:
                 self.phase, self.in_flight = "forward", group if group.members else None
@@ -136,12 +145,29 @@ class StepComputation:
         self._note_sums(total)
         self.busy_seconds = time.perf_counter() - began
 
+    def _measure_split_pairs(
+        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
+    ) -> None:
+        """In preference learning: begin the step, and compute the log-probabilities of pairs that are split."""
+        objective = self.context.objective
+        if objective is None:
+            return
+        objective.begin(tokens.targets, tokens.chosen)
+        split = [group for group in plan if is_split(group, samples)]
+        with closing(self._loader.batches([self._samples_of(group, samples) for group in split])) as batches:
+            for group in split:
+                self.phase, self.in_flight = "forward", group
+                batch = next(batches).moved(self.context.device.upload)
+                with self._around(step, batch):
+                    objective.measure(batch)
+
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
         """Allocate what summing gradients needs, and replace this rank's parts of the losses by the sums over ranks."""
         self.phase = "reduce"
-        shares = [self.mean_loss, *([] if self.auxiliary_loss is None else [self.auxiliary_loss])]
-        self.mean_loss, *auxiliary = self.context.strategy.prepare_gradients(shares)
-        self.auxiliary_loss = auxiliary[0] if auxiliary else None
+        auxiliary = [] if self.auxiliary_loss is None else [self.auxiliary_loss]
+        sums = self.context.strategy.prepare_gradients([self.mean_loss, *auxiliary, *self.metrics])
+        self.mean_loss, self.auxiliary_loss = sums[0], sums[1] if auxiliary else None
+        self.metrics = sums[1 + len(auxiliary) :]
 
     def sync_and_clip(self, _plan: list[MicroBatch]) -> None:
         """Sum gradients over ranks, clip them, prepare the optimizer: no rank takes the step before all ranks can."""
@@ -182,7 +208,9 @@ class StepComputation:
             context.device.reset_peak()
         batch = next(batches).moved(context.device.upload)
         with self._around(step, batch):
-            share = context.loss.terms(batch).share_of(*tokens)
+            if context.objective is not None:
+                context.objective.prepare(batch)
+            share = context.loss.terms(batch).share_of(tokens.targets, tokens.real)
             loss = context.loss.minimised(share)
             self.phase = "backward"
             _backward(loss * context.scaler.scale)
@@ -197,6 +225,8 @@ class StepComputation:
         """Note the sums over this rank's micro-batches, zeros if it had none. Waits for the device."""
         balance = self.context.loss.balance
         self.mean_loss = 0.0 if total is None else float(total.token_losses)
+        without = [0.0] * len(METRICS) if self.context.objective is not None else []
+        self.metrics = without if total is None or total.metrics is None else total.metrics.tolist()
         self.auxiliary_loss = 0.0 if balance is not None and balance.weight else None
         self.choices_LE = balance.no_choices() if balance is not None and balance.watched else None
         if total is not None and total.auxiliary is not None:

@@ -25,6 +25,7 @@ from engine.budget.predict.prediction import MicroBatchShape
 from engine.device.oom import ATTEMPTS, MemoryBreakdown, OutOfMemory, catch_oom, free_failed_graph, retry_on_oom
 from engine.distributed.votes import RepeatWithVotesError
 from engine.errors import DivergedError
+from engine.objectives.preference import METRICS
 from engine.train.step.budget_growth import CeilingWatch
 from engine.train.step.computation import StepComputation, StepTokens
 from engine.train.step.context import StepContext
@@ -38,6 +39,7 @@ from engine.train.step.failures import (
 )
 from engine.train.step.ladder import back_off, current_settings
 from engine.train.step.oom_report import memory_breakdown
+from engine.train.step.pairs import plan_pairs
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class StepOutcome:
     """Of a mixture of experts, without its weight; None where none is computed."""
     choices_LE: NDArray[np.int64] | None = None
     """How many tokens chose each expert of each layer, over all ranks; None if the use of experts is not watched."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the objective, by their names in step events; means over the step."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Each rank's measurements of the step; empty in a run of one process."""
 
@@ -145,6 +149,7 @@ class StepTransaction:
             overflowed=overflowed,
             auxiliary_loss=self.work.auxiliary_loss,
             choices_LE=None if choices_LE is None else self.context.ranks.sum_of_counts(choices_LE),
+            metrics=dict(zip(METRICS, self.work.metrics, strict=False)),
             ranks=stats if self.context.ranks.size > 1 else [],
         )
 
@@ -217,9 +222,8 @@ class StepTransaction:
         context = self.context
         budget, lengths = context.budget, context.data.lengths[samples]
         patches = None if context.data.patches is None else context.data.patches[samples]
-        plan = plan_micro_batches(
-            lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches, budget.launch_tokens
-        )
+        plan_of = plan_micro_batches if context.objective is None else plan_pairs
+        plan = plan_of(lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches, budget.launch_tokens)
         return context.strategy.begin_attempt(plan, far_from_ceiling=self.ceiling_watch.is_far(plan))
 
     def _shapes(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> tuple[MicroBatchShape, ...]:
@@ -248,10 +252,18 @@ class StepTransaction:
         return int(self.context.data.target_counts[samples].sum())
 
     def _step_tokens(self, samples: NDArray[np.int64]) -> StepTokens:
-        return StepTokens(max(1, self._targets(samples)), max(1, self._tokens(samples)))
+        tokens = max(1, self._tokens(samples))
+        if self.context.objective is None:
+            return StepTokens(max(1, self._targets(samples)), tokens)
+        return StepTokens(max(1, len(samples) // 2), tokens, max(1, self._targets(samples[0::2])))
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        return samples[self.context.strategy.assign_samples(self.context.data.lengths[samples])]
+        """This rank's samples. Both sequences of a pair go to the same rank."""
+        lengths, strategy = self.context.data.lengths[samples], self.context.strategy
+        if self.context.objective is None:
+            return samples[strategy.assign_samples(lengths)]
+        pairs = np.array(strategy.assign_samples(lengths[0::2] + lengths[1::2]), np.int64)
+        return samples[np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()]
 
     def _attempt(
         self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str

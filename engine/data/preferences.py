@@ -1,0 +1,67 @@
+"""Rows of preferences: of two answers to one prompt, one was chosen and one rejected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.data.conversations import parsed
+from engine.data.records import Dropped, Record
+
+
+@dataclass(frozen=True)
+class PreferenceRecord:
+    """A pair; both sides begin with the same prompt."""
+
+    chosen: Record
+    rejected: Record
+
+
+def sides_of(values: dict[str, Any]) -> tuple[Any, Any, Any] | Dropped:
+    """(prompt, chosen completion, rejected completion), each a text or a list of messages.
+
+    `values` are the columns chosen, rejected and perhaps prompt. Without a prompt, what both sides begin with is the
+    prompt. With one, chosen and rejected may still be whole conversations: those that begin with a turn of the user.
+    """
+    chosen, rejected = (_parsed_list(values[name]) for name in ("chosen", "rejected"))
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if value is None:
+            return Dropped(f"{name} is missing")
+        if not isinstance(value, str | list):
+            return Dropped(f"{name} is neither text nor a list of messages")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        return Dropped("of chosen and rejected, one is text and one a list of messages")
+    prompt = _parsed_list(values.get("prompt"))
+    if prompt is None or (isinstance(chosen, list) and _begins_with_prompt(chosen)):
+        shared = _shared_messages(chosen, rejected) if isinstance(chosen, list) else _shared_text(chosen, rejected)
+        if not shared:
+            return Dropped("chosen and rejected share no prompt")
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen, rejected
+
+
+def _parsed_list(value: Any) -> Any:
+    """A list that is written as JSON text; anything else is returned unchanged."""
+    found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
+    return found if isinstance(found, list) else value
+
+
+def _begins_with_prompt(messages: list[Any]) -> bool:
+    first = messages[0] if messages else None
+    role = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
+    return role in ("system", "user", "human", "developer")
+
+
+def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
+    """Messages that both begin with; the last of each side is an answer."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    """Characters that both begin with, up to the last white space before they differ."""
+    most = min(len(chosen), len(rejected))
+    shared = next((place for place in range(most) if chosen[place] != rejected[place]), most)
+    while 0 < shared < max(len(chosen), len(rejected)) and not chosen[shared - 1].isspace():
+        shared -= 1
+    return len(chosen[:shared].rstrip(" "))

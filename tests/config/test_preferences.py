@@ -1,0 +1,58 @@
+"""Rules of preference learning, and what other names for it are answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.check.notes import refuse_unsupported
+from engine.config.load import resolve
+from engine.errors import SpecError
+from tests.train.run_helpers import make_spec
+
+DPO = "method.objective=dpo"
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "a table without its objective": (("preference.beta=0.2",), 'method.objective = "dpo" is needed'),
+    "packing": ((DPO, "data.packing=true"), 'data.packing: true with method.objective = "dpo"'),
+    "dropout": ((DPO, "method.dropout=0.1"), "method.dropout: 0.1 with"),
+    "another smoothing": ((DPO, "train.label_smoothing=0.1"), "train.label_smoothing: 0.1 with"),
+    "prompts as targets": ((DPO, "data.loss_on=all"), "only answers have a preference"),
+    "a margin of another loss": ((DPO, "preference.margin=1.0"), 'preference.loss = "simpo" is needed'),
+    "a reference that nothing uses": (
+        (DPO, "preference.loss=orpo", "preference.reference=precomputed"),
+        'preference.loss = "dpo" or "ipo" is needed',
+    ),
+    "the adapter of a full fine-tuning": (
+        (DPO, "method.kind=full", "preference.reference=adapter_off"),
+        '"adapter_off" with a full fine-tuning',
+    ),
+    "rows of another format": ((DPO, "data.sources.main.format=chat"), "rows with chosen and rejected"),
+    "the loss as a method": (("method.kind=simpo",), 'method.objective = "dpo" with preference.loss = "simpo"'),
+    "the loss as an objective": (("method.objective=orpo",), 'preference.loss = "orpo"'),
+    "rewards": (("method.objective=grpo",), "training on rewards or single votes does not exist"),
+    "a micro-batch above the step": ((DPO, "train.micro_batch=33"), "micro_batch = 33 is above batch_size = 16 pairs"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_pairs_cannot_be_is_refused_with_what_they_can(given: tuple[str, ...], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        resolve("24gb", "lora", given)
+    assert words in refused.value.render()
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("lora", 5e-6), ("full", 1e-6)])
+def test_learning_rates_are_those_of_preferences(tmp_path: Path, kind: str, rate: float) -> None:
+    method: dict[str, Any] = {"kind": kind, "objective": "dpo"}
+    recipe = make_spec(tmp_path / "x.jsonl", method=method, train={"learning_rate": None}).recipe
+    assert recipe.train.learning_rate == rate
+    assert recipe.sequences_per_step == 2 * recipe.train.batch_size
+
+
+def test_shards_are_refused_before_a_run() -> None:
+    with pytest.raises(SpecError) as refused:
+        refuse_unsupported(resolve("4xh100", "lora", (DPO, "parallel.strategy=sharded")).spec)
+    assert "preference learning with sharded weights" in refused.value.render()
