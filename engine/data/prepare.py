@@ -31,7 +31,7 @@ from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
 from engine.data.tokenise import TOO_LONG, Tokeniser
 from engine.data.tokens import Columns, TokenData
-from engine.data.workers import Workers, tokenise_rows
+from engine.data.workers import tokenise_rows
 from engine.errors import DataError
 from engine.journal.event_text import format_duration
 
