@@ -70,11 +70,11 @@ def require_harness() -> None:
 def load_tasks(names: Sequence[str], include: str | None) -> Any:
     """lm-evaluation-harness's task manager, with these tasks tried: their data are read here, before any model is
     loaded. Raises UsageError for an unknown task, EnvironmentProblem if a task's data cannot be had."""
+    if include is not None and not Path(include).is_dir():
+        raise UsageError(f"--include-path {include}: no such folder", fix="name a folder with task files (.yaml)")
     require_harness()
     from lm_eval.tasks import TaskManager
 
-    if include is not None and not Path(include).is_dir():
-        raise UsageError(f"--include-path {include}: no such folder", fix="name a folder with task files (.yaml)")
     manager = TaskManager(include_path=include, include_defaults=False) if include is not None else None
     if manager is None or any(name not in manager.all_tasks for name in names):
         manager = TaskManager(include_path=include)  # reads thousands of files: seconds
@@ -149,26 +149,26 @@ def evaluate_tasks(
 
     from engine.evaluate.harness_model import HarnessModel, KeptResults
 
-    asked, recipe = spec.recipe.evaluate, spec.recipe
-    template = uses_template(asked, loaded)
+    recipe, asked = spec.recipe, task_options(spec.recipe.evaluate, has_template=bool(loaded.tokenizer.chat_template))
     positions = HarnessModel.positions_of(model_config_dict(spec))
     model = HarnessModel(loaded, recipe.generate, positions, KeptResults(kept, identity), notify,
                          recipe.data.template_args)  # fmt: skip
-    results = simple_evaluate(
-        model=model, tasks=list(asked.harness), num_fewshot=asked.harness_fewshot, limit=asked.limit,
-        bootstrap_iters=0, apply_chat_template=template, task_manager=manager,
-        system_instruction=recipe.data.system_prompt if template else None,
-    )  # fmt: skip
+    template = asked["apply_chat_template"]
+    system = recipe.data.system_prompt if template else None
+    results = simple_evaluate(model=model, task_manager=manager, bootstrap_iters=0, system_instruction=system, **asked)
     return [_task_scores(name, results, template) for name in results["samples"]]
 
 
-def uses_template(asked: Evaluate, loaded: LoadedModel) -> bool:
-    """As evaluate.harness_template says; "auto": wherever the tokenizer has a chat template. Raises UsageError for "on"
-    without one."""
-    has_template = bool(loaded.tokenizer.chat_template)
+def task_options(asked: Evaluate, *, has_template: bool) -> dict[str, Any]:
+    """Options of lm-evaluation-harness's `simple_evaluate`. Raises UsageError if evaluate.harness_template is "on" and
+    the tokenizer has no chat template."""
     if asked.harness_template == "on" and not has_template:
         raise UsageError("evaluate.harness_template: the tokenizer has no chat template", fix='set it to "off"')
-    return has_template and asked.harness_template != "off"
+    template = has_template and asked.harness_template != "off"
+    return {
+        "tasks": list(asked.harness), "num_fewshot": asked.harness_fewshot, "limit": asked.limit,
+        "apply_chat_template": template,
+    }  # fmt: skip
 
 
 def _task_scores(task: str, results: dict[str, Any], template: bool) -> TaskScores:

@@ -23,6 +23,7 @@ from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
 from engine.config.sweep import sweep_points
 from engine.data.prepare import PreparedData, prepare_data
+from engine.evaluate.harness import load_tasks, task_options
 from engine.evaluate.run import score_model
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter
@@ -143,6 +144,14 @@ def score(spec: RunSpec, folder: Path) -> Any:
     """The scores that `tunedeck eval` reports for the model."""
     scores = score_model(spec, lambda text: None)
     return scores.metrics, scores.samples, scores.count
+
+
+def tasks(spec: RunSpec, folder: Path) -> Any:
+    """The options with which lm-evaluation-harness is called; refuses a folder of tasks that is not there."""
+    asked = spec.recipe.evaluate
+    if asked.harness_include is not None:
+        load_tasks(asked.harness, asked.harness_include)
+    return task_options(asked, has_template=True)
 
 
 def script(spec: RunSpec, folder: Path) -> Any:
