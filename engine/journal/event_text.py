@@ -214,6 +214,14 @@ def _plan(event: Event) -> str:
     return f"plan: {verdict}; predicted peak{as_written} {size}{basis}{generate}"
 
 
+def _micro_batch(event: Event) -> str | None:
+    """None where another line has said it: the plan's, or that of the out-of-memory error before."""
+    before, now, reason = event.get("before"), event["sequences"], event["reason"]
+    if before == now or reason in ("as planned", "memory ran out"):
+        return None
+    return f"step {event['step']}: micro-batch {now}{f' in place of {before}' if before else ''}: {reason}"
+
+
 def _phase(event: Event) -> str:
     total = event.get("total")
     progress = f" {event.get('done') or 0:,} of {total:,}" if isinstance(total, int) else ""
@@ -246,6 +254,7 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
     "stage_started": _stage_started,
     "stage_finished": _stage_finished,
     "plan": _plan,
+    "micro_batch": _micro_batch,
     "eval": _eval,
     "backoff": describe_backoff,
     "remedy_lifted": lambda event: f"step {event['step']}: memory is available again: {event['remedy']} lifted",

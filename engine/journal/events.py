@@ -114,6 +114,9 @@ EVENT_KINDS: dict[str, EventKind] = {
         "capacity_bytes:number deciding_phase:text micro_batch accumulation tokens_per_micro_batch components:table"
         " phases basis budget remedies:table length generate_adds_bytes:number layers recomputed_layers",
     ),
+    "micro_batch": _event_kind(
+        "step:whole sequences:whole length:whole reason:text", "before:whole predicted:prediction"
+    ),
     "phase": _event_kind("name:text", "detail:text done:whole total:whole"),
     "heartbeat": _event_kind("", "phase:text"),
     "step": _event_kind(

@@ -39,6 +39,8 @@ class JournalState:
     warnings: list[Event] = field(default_factory=list)
     oom_reports: list[str] = field(default_factory=list)
     predicted: dict[str, Any] = field(default_factory=dict)
+    in_force: dict[str, Any] = field(default_factory=dict)
+    """What is predicted for the micro-batches that run, as `predicted`, with their `micro_batch` and `reason`."""
     started: str | None = None
     updated: str | None = None
     running: Event | None = None
@@ -98,7 +100,8 @@ def _stage_started(state: JournalState, event: Event) -> None:
     name = str(event.get("name") or "")
     state.stages[name] = StageState(started=event)
     if name != state.stage or event.get("from_start"):
-        state.stage, state.step, state.max_steps, state.predicted = name, 0, None, {}
+        state.stage, state.step, state.max_steps = name, 0, None
+        state.predicted, state.in_force = {}, {}
         state.first_step = state.last_step = None
         state.evals.clear()
 
@@ -110,6 +113,13 @@ def _stage_finished(state: JournalState, event: Event) -> None:
 
 def _plan(state: JournalState, event: Event) -> None:
     state.predicted = plan_digest(event)
+
+
+def _micro_batch(state: JournalState, event: Event) -> None:
+    capacity = {key: state.predicted[key] for key in ("capacity_bytes",) if key in state.predicted}
+    state.in_force = {
+        **capacity, **plan_digest(event), "micro_batch": int(event["sequences"]), "reason": str(event["reason"])
+    }  # fmt: skip
 
 
 def _phase(state: JournalState, event: Event) -> None:
@@ -168,6 +178,7 @@ _FOLDS = {
     "stage_started": _stage_started,
     "stage_finished": _stage_finished,
     "plan": _plan,
+    "micro_batch": _micro_batch,
     "phase": _phase,
     "step": _step,
     "eval": _eval,

@@ -77,6 +77,8 @@ class RunSummary:
     backoffs: int
     samples_lost: int
     predicted: dict[str, Any]
+    in_force: dict[str, Any]
+    """What is predicted for the micro-batches that run, with their number and its reason; empty before the probe."""
     measured: dict[str, Any]
     result: Any
     started: str | None
@@ -262,6 +264,7 @@ def summarise_state(directory: RunDirectory, state: JournalState, damaged: int, 
         backoffs=len(state.backoffs),
         samples_lost=_samples_lost(state),
         predicted=state.predicted or _predicted_on_disk(directory),
+        in_force=state.in_force,
         measured=finished.get("measured") or ({"peak_bytes": state.peak_bytes} if state.peak_bytes else {}),
         result=finished.get("result"),
         started=state.started,

@@ -141,7 +141,8 @@ def _score_rows(metrics: dict[str, Any]) -> Rows:
 
 
 def _memory_rows(summary: RunSummary) -> Rows:
-    measured, planned = summary.measured.get("peak_bytes"), summary.predicted.get("peak_bytes")
+    measured, runs = summary.measured.get("peak_bytes"), summary.in_force
+    planned = (runs or summary.predicted).get("peak_bytes")
     capacity = summary.predicted.get("capacity_bytes")
     if measured is None:
         return []
@@ -152,14 +153,17 @@ def _memory_rows(summary: RunSummary) -> Rows:
     if predicted:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
         return [("peak memory", f"{text}, predicted {format_bytes(predicted.get('peak_bytes'))} for {shape}")]
-    return [("peak memory", text + (f", planned {format_bytes(planned)}" if planned else ""))]
+    number = f" for micro-batch {runs['micro_batch']}" if runs else ""
+    return [("peak memory", text + (f", predicted {format_bytes(planned)}{number}" if planned else ""))]
 
 
 def detail_rows(summary: RunSummary) -> Rows:
     """What only `tunedeck show` prints: names, memory by component, warnings, the error and the folder."""
     rows = [("model", clean(summary.model)), ("profile", clean(summary.profile)), ("recipe", clean(summary.recipe))]
     measured = summary.measured.get("components") or {}
-    predicted = (summary.measured.get("predicted") or summary.predicted).get("components") or {}
+    plan = summary.measured.get("predicted") or summary.in_force or summary.predicted
+    # Components measured on a plain CPU are those of the whole process, beside which no prediction of tensors stands.
+    predicted = {} if summary.on_plain_cpu else plan.get("components") or {}
     for name, predicted_bytes in predicted.items():
         suffix = f", measured {format_bytes(measured[name])}" if name in measured else ""
         rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted_bytes)}{suffix}"))

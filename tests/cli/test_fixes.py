@@ -20,7 +20,7 @@ from engine.journal.control import send_request
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
-from engine.journal.summary_text import result_rows
+from engine.journal.summary_text import detail_rows, result_rows
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import GOOD_DATA, make_run, write_profile, write_recipe
 from tests.tui.recorded_stages import make_staged_run
@@ -225,9 +225,10 @@ def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: P
 
 
 def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_process(tmp_path: Path) -> None:
-    measured = {"peak_bytes": 140 << 20, "components": {}}
+    measured = {"peak_bytes": 140 << 20, "components": {"activations": 130 << 20}}
     run = make_run(tmp_path, write_recipe(tmp_path))
     with EventWriter(run) as writer:
         writer.write("run_finished", status="done", exit_code=0, result="model", measured=measured)
     words = dict(result_rows(summarise(run)))["peak memory"]
-    assert "of the whole process" in words and "planned" not in words
+    assert "of the whole process" in words and "predicted" not in words
+    assert "predicted" not in str(detail_rows(summarise(run)))

@@ -30,6 +30,9 @@ LORA, OFFLOADED = {"method": {"kind": "lora", "rank": 8}}, {"train": {"optimizer
 def test_the_prediction_for_what_ran_is_within_two_per_cent(tmp_path: Path, tables: dict[str, Any]) -> None:
     place, events, measured = finished(tmp_path, **tables)
     assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+    (running,) = of_kind(events, "micro_batch")
+    assert (running["sequences"], running["reason"]) == (of_kind(events, "plan")[0]["micro_batch"], "as planned")
+    assert running["predicted"]["peak_bytes"] >= 0.98 * measured["predicted"]["peak_bytes"]
     for side in (measured, measured["predicted"]):
         assert sum(side["components"].values()) == side["peak_bytes"]
     assert measured["predicted"]["components"].keys() == measured["components"].keys()

@@ -58,27 +58,33 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
         lines += Content.styled(OF_PROCESS, "$muted").wrap(max(10, width))
         return [Content.assemble(" ", line) for line in lines]
     lines += _figures(summary, bars, width, look)
-    plan = summary.measured.get("predicted") or summary.predicted  # for what ran, once that is known
-    components, phase = byte_counts(plan.get("components")), str(summary.predicted.get("deciding_phase") or "")
+    components = byte_counts(plan_in_force(summary).get("components"))
+    phase = str((summary.in_force or summary.predicted).get("deciding_phase") or "")
     words = [peak_sentence(phase, components) if phase else "", moves_sentence(components)]
     lines += [line for text in words for line in Content.styled(text, "$muted").wrap(max(10, width)) if text]
     return [Content.assemble(" ", line) for line in lines]
 
 
 def run_bars(summary: RunSummary, step: Mapping[str, Any] | None) -> list[MemoryBar]:
-    """The bars of a run, on a plain CPU the measured one alone: what was predicted for the run as it is written, at its
-    end also for the micro-batches that it really used, and what was measured up to its latest `step`. Empty if the
-    device's memory is not known."""
-    planned, used = summary.predicted, summary.measured.get("predicted")
+    """The bars of a run, on a plain CPU the measured one alone: what was predicted for what runs (at its end, for the
+    step with the peak; before the probe, for the run as it is written), and what was measured up to its latest `step`.
+    Empty if the device's memory is not known."""
+    planned, plan = summary.predicted, plan_in_force(summary)
     capacity = planned.get("capacity_bytes")
     if not isinstance(capacity, int):
         return []
     if summary.on_plain_cpu:
         return list(_measured({**summary.measured, "components": {}}, step or {}, capacity))
-    found = [("predicted" if planned.get("verdict") == "fits" and not used else "as written", planned)]
-    found += [("predicted", used)] if used else []
-    bars = [predicted_bar(label, byte_counts(plan.get("components")), capacity) for label, plan in found]
-    return [*(bar for bar in bars if bar.parts), *_measured(summary.measured, step or {}, capacity)]
+    label = "predicted" if planned.get("verdict") == "fits" or plan is not planned else "as written"
+    bar = predicted_bar(label, byte_counts(plan.get("components")), capacity)
+    return [*([bar] if bar.parts else []), *_measured(summary.measured, step or {}, capacity)]
+
+
+def plan_in_force(summary: RunSummary) -> Mapping[str, Any]:
+    """What is predicted for what runs: at the end of the run for the step with the peak, before the probe for the run
+    as it is written."""
+    found: Mapping[str, Any] = summary.measured.get("predicted") or summary.in_force or summary.predicted
+    return found if found.get("components") else summary.predicted
 
 
 def read_planned_memory(directory: RunDirectory, stage: str) -> PlannedMemory | None:
@@ -122,7 +128,7 @@ def _figures(summary: RunSummary, bars: Sequence[MemoryBar], width: int, look: L
         for bar in bars:
             yield from legend_lines(bar, width, MOST_LEGEND, look)
         return
-    predicted = byte_counts((summary.measured.get("predicted") or summary.predicted).get("components"))
+    predicted = byte_counts(plan_in_force(summary).get("components"))
     head = f"{'at the peak':<{NAME_WIDTH}}{'predicted':>{FIGURE_WIDTH}}{'measured':>{FIGURE_WIDTH}}"
     yield Content.styled(head, "$muted")
     for name in [*COMPONENTS, *(name for name in {**predicted, **measured} if name not in COMPONENTS)]:

@@ -194,6 +194,8 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
     if pieces is None:
         return "-"
     batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
+    if watch.state.in_force:
+        return f"{watch.state.in_force['micro_batch']}, {pieces} a step" + (f", batch {batch}" if batch else "")
     largest = f"{'' if pieces == 1 else '≤'}{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 

@@ -18,7 +18,14 @@ from engine.journal.host_kills import Attempt
 from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator
 from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
-from engine.train.run.measured_memory import UNPLANNED, Peak, ProbeMemory, measured, prediction_error
+from engine.train.run.measured_memory import (
+    UNPLANNED,
+    MicroBatchReporter,
+    Peak,
+    ProbeMemory,
+    measured,
+    prediction_error,
+)
 from engine.train.run.measured_time import RunPace
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import RunState
@@ -62,6 +69,7 @@ class Training:
         self.transaction = StepTransaction(self.context)
         self.pace = RunPace(setup.spec, self.context)
         self.growth = BudgetGrowth(self.context, run.journal)
+        self.micro_batches = MicroBatchReporter(setup.spec, self.context, run.journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
         self._reloads = 0
@@ -135,6 +143,7 @@ class Training:
         # A split that follows from timings is not repeatable. Host memory: a pass has no floor worth measuring.
         if device.kind == "cuda" and not self.setup.spec.recipe.train.deterministic:
             self.measure_floor(costliest)
+        self.micro_batches.update(self.state.step, failed=self.transaction.failures > 0)
 
     def measure_floor(self, costliest: NDArray[np.int64]) -> None:
         """Set the budget's `floor_tokens`, up to which all passes take equally long, and `launch_tokens`, the fixed
@@ -188,6 +197,7 @@ class Training:
             self._write_step(outcome, samples, rate, time.perf_counter() - began)
         self.pace.note(outcome, time.perf_counter() - began, clean=not self.transaction.failures)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
+        self.micro_batches.update(step, failed=self.transaction.failures > 0)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences, the one with most target tokens has the highest peak.

@@ -22,6 +22,7 @@ from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.journal.writer import Journal
 from engine.model.config import model_config_dict
 from engine.train.step.context import StepContext
+from engine.train.step.ladder import MemorySettings, current_settings, effective_spec
 from engine.train.step.optimizer_state import state_tensors
 
 
@@ -178,6 +179,72 @@ def _components(prediction: Prediction) -> dict[str, Any]:
     components["gradients"] = phases["optimizer_step"]["gradients"]
     components["activations"] = max(0, peak_bytes - sum(components.values()))
     return {"peak_bytes": peak_bytes, "components": components}
+
+
+class MicroBatchReporter:
+    """Writes the event `micro_batch` before the first step and at each change: how many of the longest sequences the
+    micro-batch budget holds, why that changed, and the peak predicted for it with the memory settings in force."""
+
+    def __init__(self, spec: RunSpec, context: StepContext, journal: Journal) -> None:
+        self._spec, self._context, self._journal = spec, context, journal
+        self._settings: MemorySettings | None = None
+        self._written: tuple[int, int, dict[str, Any]] | None = None
+
+    def update(self, step: int, *, failed: bool) -> None:
+        """To be called after the probe and after each step; `failed`: memory ran out in it. Does nothing while the
+        memory settings are those of the last call."""
+        settings = current_settings(self._context)
+        if settings == self._settings:
+            return
+        self._settings = settings
+        rows, length = self._sequences(), int(self._context.data.lengths.max())
+        predicted, before = self._predicted(rows, length), self._written
+        if before == (rows, length, predicted):
+            return
+        self._written = (rows, length, predicted)
+        self._journal.write(
+            "micro_batch",
+            step=step,
+            sequences=rows,
+            length=length,
+            reason=_reason(rows, before[0] if before else None, failed=failed),
+            **({"before": before[0]} if before else {}),
+            **predicted,
+        )
+
+    def _sequences(self) -> int:
+        """The most sequences of the longest length that cost at most the budget; one at least, which is always run."""
+        context = self._context
+        length, budget = int(context.data.lengths.max()), context.budget
+        low, high = 1, self._spec.recipe.train.batch_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if context.cost(middle, length) <= budget.budget_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _predicted(self, rows: int, length: int) -> dict[str, Any]:
+        """The event's field `predicted`: peak, components and deciding phase; no field where nothing can be
+        predicted."""
+        context = self._context
+        if not context.measures or any(remedy.name in UNPLANNED for remedy in context.active_remedies):
+            return {}
+        try:
+            found = _predictor(effective_spec(self._spec, context)).predict(rows, length)
+        except (UnknownArchitectureError, NotSimulatedError):
+            return {}
+        peak = {"peak_bytes": found.peak_bytes, "components": found.components, "deciding_phase": found.deciding_phase}
+        return {"predicted": peak}
+
+
+def _reason(rows: int, before: int | None, *, failed: bool) -> str:
+    if failed:
+        return "memory ran out"
+    if before is None:
+        return "as planned"
+    return "memory is left" if rows > before else "the allocator's cache was too full" if rows < before else "a remedy"
 
 
 def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
