@@ -79,7 +79,7 @@ def _add(*commands: Callable[..., None]) -> None:
 # In the order of `tunedeck --help`.
 _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, runs.checkpoint, runs.wait)
 app.add_typer(queue.queue, name="queue")
-_add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, compare.compare)
+_add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
 app.command("eval")(evaluate.evaluate)
 _add(chat.chat, background.sync, export.merge, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")

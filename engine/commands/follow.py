@@ -17,8 +17,8 @@ from engine.commands.shared import make_console, print_json, print_notices, prin
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.event_text import clean, describe_event, describe_phase
 from engine.journal.events import Event, EventTail
-from engine.journal.summary import RunSummary, summarise
-from engine.journal.summary_text import Progress, next_steps, result_rows
+from engine.journal.summary import RunSummary, SummaryReader, summarise
+from engine.journal.summary_text import Progress, next_steps, result_rows, sample_rows
 from engine.launch.process import (
     DETACHED_CODE,
     POLL_SECONDS,
@@ -207,9 +207,11 @@ def _follow_with(
 
 def print_ending(directory: RunDirectory, *, as_json: bool) -> None:
     """The table of results and the commands to type next; the error that ended the run goes to stderr."""
-    summary = summarise(directory)
+    reader = SummaryReader(directory)
+    summary, evals = reader.refresh(), reader.state.evals
     if not as_json:
-        print_rows([*result_rows(summary), *next_steps(summary)])
+        answers = sample_rows(evals[-1].get("samples") if evals else None)
+        print_rows([*result_rows(summary), *answers, *next_steps(summary)])
     if summary.last_error:
         print_notices(["\n  ".join(map(clean, summary.last_error.splitlines()))])
 

@@ -90,10 +90,19 @@ def show(
 ) -> None:
     """Show one run: progress, scores, memory, what to type next."""
     from engine.journal.checkpoints_on_disk import best_step, learned_memory
+    from engine.journal.labels import read_labels
     from engine.journal.summary import SummaryReader
-    from engine.journal.summary_text import checkpoint_rows, detail_rows, next_steps, result_rows
+    from engine.journal.summary_text import (
+        checkpoint_rows,
+        detail_rows,
+        label_rows,
+        next_steps,
+        result_rows,
+        sample_rows,
+    )
 
     directory = find_run(run, runs)
+    labels = read_labels(directory)
     reader = SummaryReader(directory)
     summary = reader.refresh()
     if oom and not as_json:
@@ -102,9 +111,11 @@ def show(
     best, learned = best_step(directory.checkpoints), learned_memory(directory)
     if as_json:
         document = {key: getattr(summary, key) for key in SHOWN} | {"best": best, "learned": learned}
+        document |= {"tags": list(labels.tags), "note": labels.note}
         print_json(document | ({"oom": _oom_document(reader, summary.oom_reports)} if oom else {}))
         return
-    rows = result_rows(summary) + checkpoint_rows(summary.checkpoints, best, learned)
+    rows = result_rows(summary) + label_rows(labels) + checkpoint_rows(summary.checkpoints, best, learned)
+    rows += sample_rows(reader.state.evals[-1].get("samples") if reader.state.evals else None)
     print_rows(rows + detail_rows(summary) + next_steps(summary, shown=True))
 
 
@@ -204,6 +215,52 @@ def rm(
 
     for directory in [find_run(run, runs) for run in given]:
         print_line(f"{directory.name} is now in {move_to_trash(directory)}")
+
+
+def rename(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new name; the time before it stays.")],
+    runs: RunsOption = None,
+) -> None:
+    """Give a run another name, on which no engine works."""
+    from engine.journal.index import list_runs, record_start
+    from engine.journal.labels import referring_runs, rename_run
+
+    directory = find_run(run, runs)
+    users = list(referring_runs(directory, list_runs(directory.path.parent)))
+    if users:
+        raise UsageError(
+            f"{directory.name} is named by {', '.join(users[:3])}, which would not find it any more",
+            fix=f"tag it instead: tunedeck tag {directory.name} {name}",
+        )
+    renamed = rename_run(directory, name)
+    warning = record_start(renamed)
+    print_notices([warning] if warning else [])
+    print_line(f"{directory.name} is now {renamed.name}")
+
+
+def tag(
+    run: RunArgument,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="TAG...", help="Tags to add.", show_default=False)] = None,
+    remove: Annotated[list[str] | None, typer.Option("--remove", metavar="TAG", help="Tag to remove.")] = None,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help='Note on the run; "" removes it.')] = None,
+    runs: RunsOption = None,
+) -> None:
+    """Put tags and a note on a run, which are stored with it; without any, print them."""
+    from engine.journal.labels import Labels, read_labels, write_labels
+
+    directory = find_run(run, runs)
+    before = read_labels(directory)
+    missing = [each for each in remove or () if each not in before.tags]
+    if missing:
+        raise UsageError(f"{directory.name} has no tag {missing[0]!r}", expected=f"one of: {', '.join(before.tags)}")
+    kept = [each for each in before.tags if each not in (remove or ())]
+    after = Labels((*kept, *(tags or ())), before.note if note is None else note.strip())
+    if after != before:
+        write_labels(directory, after)
+    from engine.journal.summary_text import label_rows
+
+    print_rows(label_rows(read_labels(directory)) or [("tags", "none")])
 
 
 WAIT_POLL_SECONDS = 0.5

@@ -54,6 +54,12 @@ KIND_WITHIN_BYTES = 120
 SUSPENDED = "stopped by a signal"
 """The phase of a run whose engine is suspended: it lives, and does nothing until SIGCONT."""
 
+SAMPLED = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([\d.e+-]{1,40}),')
+"""Step and loss on a step's line."""
+
+MOST_LOSSES = 64
+"""Losses that are kept of a run, evenly over its steps: enough for a line of a few cells."""
+
 LATEST_LINES = 64
 """Unparsed step lines that are kept: if the last one is no event, the one before it counts."""
 
@@ -110,6 +116,8 @@ class RunSummary:
     """What else in the run's files could not be read, as sentences."""
     stopping: bool
     """A stop was requested and the engine has not ended yet."""
+    losses: list[float] = field(default_factory=list)
+    """Training losses, evenly over the steps; at most MOST_LOSSES."""
 
 
 @dataclass
@@ -132,6 +140,9 @@ class SummaryReader:
         self._damaged = 0
         self._unread = ""
         """Why the journal cannot be read; empty if it can."""
+        self._losses: list[tuple[int, float]] = []
+        """Steps and losses, of every `_stride`-th step line."""
+        self._stride, self._lines = 1, 0
 
     def refresh(self) -> RunSummary:
         """Read all new lines; no file is written."""
@@ -140,7 +151,9 @@ class SummaryReader:
 
     def summary(self) -> RunSummary:
         """Later lines may change any value."""
-        return summarise_state(self.directory, self.state, self._damaged, self._unread)
+        summary = summarise_state(self.directory, self.state, self._damaged, self._unread)
+        summary.losses = [loss for _, loss in self._losses]
+        return summary
 
     def read(self, *, seconds: float = math.inf) -> bool:
         """Read new lines for about `seconds`; returns whether all were read. A million steps take about a second."""
@@ -163,6 +176,7 @@ class SummaryReader:
         if STEP_LINE.match(line) and line.endswith(b"}\n"):
             unparsed.first, unparsed.quiet = unparsed.first or line, None
             unparsed.latest.append(line)
+            self._sample_loss(line)
             peak = PEAK.search(line, KIND_WITHIN_BYTES)
             if peak is not None and (found := int(peak[1])) > self.state.peak_bytes:
                 self.state.peak_bytes = found
@@ -176,7 +190,30 @@ class SummaryReader:
             return
         if event["kind"] in _STEP_BOUND:
             self._fold_steps(unparsed)
+        if event["kind"] == "resumed":
+            self._losses = [found for found in self._losses if found[0] <= int(event["step"])]
+        if (
+            event["kind"] == "stage_started"
+            and "number" in event
+            and (event.get("name") != self.state.stage or event.get("from_start"))
+        ):
+            self._losses, self._stride, self._lines = [], 1, 0
         self.state.fold(event)
+
+    def _sample_loss(self, line: bytes) -> None:
+        """Keep the loss of every `_stride`-th step; where there are too many, of every second one of these."""
+        self._lines += 1
+        if self._lines % self._stride:
+            return
+        found = SAMPLED.search(line)
+        if found is None:
+            return
+        try:
+            self._losses.append((int(found[1]), float(found[2])))
+        except ValueError:
+            return  # no number: a damaged line, which is counted where it is parsed
+        if len(self._losses) >= MOST_LOSSES:
+            self._losses, self._stride = self._losses[1::2], 2 * self._stride
 
     def _close(self, unparsed: _UnparsedLines) -> None:
         self._fold_steps(unparsed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,22 @@ from engine.journal.event_text import (
 )
 from engine.journal.events import Event
 from engine.journal.journal_state import JournalState
+from engine.journal.labels import Labels
 from engine.journal.summary import SUSPENDED, RunSummary
 
 ETA_STEPS = 50
 """The time left is estimated from this many steps: enough to be steady, few enough to follow a backoff."""
+
+
+def ready_at(seconds: float, now: datetime | None = None) -> str:
+    """When something that ends in `seconds` is ready, in local time: "ready at 21:40", with the day after midnight."""
+    now = now or datetime.now().astimezone()
+    end = now + timedelta(seconds=seconds)
+    return f"ready at {end:%H:%M}" if end.date() == now.date() else f"ready on {end:%a %d %b} at {end:%H:%M}"
+
+
+LONG_SECONDS = 600
+"""What takes longer says when it will be ready."""
 
 
 @dataclass
@@ -62,7 +75,8 @@ class Progress:
         total = self.state.max_steps
         done = f"step {self.state.step:,}" + (f" of {total:,}" if total else "")
         left = self.seconds_left()
-        return done + (f", {format_duration(left)} left" if left is not None else "")
+        ready = f", {ready_at(left)}" if left is not None and left >= LONG_SECONDS else ""
+        return done + (f", {format_duration(left)} left{ready}" if left is not None else "")
 
     def _figures(self, step: Event) -> str:
         peak = step.get("peak_bytes")
@@ -97,10 +111,46 @@ def result_rows(summary: RunSummary) -> Rows:
         *_memory_rows(summary),
     ]
     if summary.seconds is not None:
-        rows.append(("time", format_duration(summary.seconds)))
+        rows.append(("time", _time_text(summary.seconds, summary.total_seconds)))
     if summary.result:
         rows.append(("result", clean(Path(summary.path) / str(summary.result))))
     return rows
+
+
+def _time_text(seconds: float, total: float | None) -> str:
+    """The time of the last start and, where there were several, of all together."""
+    several = total is not None and round(total) > round(seconds)
+    return format_duration(seconds) + (f", {format_duration(total or 0)} over all starts" if several else "")
+
+
+def sample_rows(samples: object, count: int = 3) -> Rows:
+    """The newest generated answers of an evaluation, each beside its reference where there is one."""
+    rows: Rows = []
+    for sample in samples if isinstance(samples, list) else []:
+        if not isinstance(sample, dict) or len(rows) == count:
+            continue
+        reference = f" (reference {_quoted(sample['reference'])})" if sample.get("reference") is not None else ""
+        rows.append(
+            (
+                "" if rows else "answers",
+                f"{_quoted(sample.get('prompt'))} -> {_quoted(sample.get('answer'))}{reference}",
+            )
+        )
+    return rows
+
+
+MOST_QUOTED = 120
+
+
+def _quoted(text: object) -> str:
+    shown = clean(text or "")
+    return repr(shown if len(shown) <= MOST_QUOTED else shown[: MOST_QUOTED - 3] + "...")
+
+
+def label_rows(labels: Labels) -> Rows:
+    """Tags and note, where there are any."""
+    rows = [("tags", clean(" ".join(labels.tags)))] if labels.tags else []
+    return rows + ([("note", clean(labels.note))] if labels.note else [])
 
 
 def ooms_text(summary: RunSummary) -> str:

@@ -80,10 +80,10 @@ class Journal:
         while notices:
             self.warn("device", notices.pop(0))
 
-    def warn(self, code: str, text: str, fix: str = "") -> None:
-        """`fix` says what the user can do about it."""
+    def warn(self, code: str, text: str, fix: str = "", **fields: int) -> None:
+        """`fix` says what the user can do about it; `fields` are further ones of the event, such as `step`."""
         log.warning("%s: %s", code, text)
-        self.write("warning", code=code, text=text, fix=fix)
+        self.write("warning", code=code, text=text, fix=fix, **fields)
 
 
 HEARTBEAT_SECONDS = 5.0

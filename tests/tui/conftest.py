@@ -23,6 +23,13 @@ SIZES = [(80, 24), (120, 36), (60, 15)]
 """Terminal sizes at which screens are tested."""
 
 
+@pytest.fixture(autouse=True)
+def data_are_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Launch screen starts no process that reads data unasked, which takes seconds; tests of that set the pause
+    back."""
+    monkeypatch.setattr("tui.screens.launch.LENGTHS_SECONDS", 3600.0)
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """An empty runs folder."""

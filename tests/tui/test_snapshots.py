@@ -44,6 +44,6 @@ async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs
 async def test_the_launch_screen_looks_as_it_did(console: Opener, theme: str) -> None:
     async with console(60, 15, theme=theme, profile="demo", recipe="demo") as pilot:
         await pilot.sees("fits with micro-batch 17", "activations", "s start")
-        await pilot.until(lambda: len(pilot.screen.state.verdicts) == len(pilot.screen.state.recipes), "all verdicts")
+        await pilot.until(lambda: pilot.screen.state.advice() and pilot.screen.state.time(), "advice and time")
         await pilot.textual_pilot.pause()
         assert_matches(f"launch-{theme}", pilot.app.export_screenshot())

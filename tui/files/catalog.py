@@ -61,6 +61,8 @@ class FileEntry:
     """Whether the file cannot be used."""
     is_this_machine: bool = False
     """Whether it is a profile that describes this machine."""
+    made_for: str = ""
+    """The profile that a recipe names as the one it is made for; empty if it names none."""
 
 
 def read_machine() -> Machine:
@@ -128,7 +130,8 @@ def _entry(kind: SpecKind, located: SpecFile, machine: Machine | None) -> FileEn
         return FileEntry(located.name, "", located.origin, located.path, error.found.splitlines()[0], broken=True)
     title = table.title if isinstance(table, (Profile, Recipe)) else ""
     if machine is None or not isinstance(table, Profile):
-        return FileEntry(located.name, title, located.origin, located.path)
+        made_for = table.profile or "" if isinstance(table, Recipe) else ""
+        return FileEntry(located.name, title, located.origin, located.path, made_for=made_for)
     problem, same = mismatch(table, machine), _is_this_machine(table, machine)
     return FileEntry(located.name, title, located.origin, located.path, problem, is_this_machine=same)
 

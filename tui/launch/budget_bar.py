@@ -28,16 +28,17 @@ MOST_LEGEND = 2
 
 def budget_lines(
     evaluated: EvaluatedChoice, last_valid: EvaluatedChoice, needs: Needs, width: int, height: int, *,
-    fix: str = "", look: Look,
+    fix: str = "", basis: str = "", look: Look,
 ) -> list[Content]:  # fmt: skip
     """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
     colour. `needs` is what the run needs beside memory. `fix` says which fix the key `a` applies; empty if none is
-    known."""
+    known. `basis` says for which sequences the plan is."""
     status = status_line(evaluated, width, fix, ascii_only=look.ascii_only)
     if last_valid.plan is None:
         wrapped = _wrapped_status(evaluated, width, height - 1, fix, look)
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 1 - len(wrapped)), *wrapped]
-    lines = _plan_lines(last_valid.plan, _device_words(last_valid.spec), needs, width, height - 1, look)
+    device = _device_words(last_valid.spec)
+    lines = _plan_lines(last_valid.plan, device, needs, basis, width, height - 1, look)
     if evaluated.plan is None:
         lines = [
             Content.styled(line.plain, "$muted") for line in [_of_earlier_values(evaluated, last_valid), *lines[1:]]
@@ -72,9 +73,11 @@ def _value_of(spec: RunSpec | None, key: str) -> str:
     return ""
 
 
-def _plan_lines(plan: Plan, device: str, needs: Needs, width: int, height: int, look: Look) -> list[Content]:
-    """The plan in at most `height` lines, three or more: verdict, bar and legend; where there is room, also disk and
-    time, the scale, and the words about the peak."""
+def _plan_lines(
+    plan: Plan, device: str, needs: Needs, basis: str, width: int, height: int, look: Look
+) -> list[Content]:
+    """The plan in at most `height` lines, three or more: verdict, bar and legend; where there is room, also the
+    lengths that it is for, disk and time, the scale, and the words about the peak."""
     prediction = plan.prediction
     bar = predicted_bar("predicted", prediction.components, plan.capacity_bytes)
     legend = legend_lines(bar, width, min(MOST_LEGEND, height - 2), look)
@@ -82,14 +85,16 @@ def _plan_lines(plan: Plan, device: str, needs: Needs, width: int, height: int, 
         peak_sentence(prediction.deciding_phase, prediction.components), moves_sentence(prediction.components)
     )  # fmt: skip
     room = height - 2 - len(legend)
-    beside = [needs_line(needs, width)][:room]
+    lengths = Content.styled(basis, "$muted").wrap(width)[: max(0, min(1, room))] if basis else []
+    room -= len(lengths)
+    beside = [needs_line(needs, width)][: max(0, room)]
     room -= len(beside)
     scaled = room >= 1
     words = [line for text in sentences for line in Content.styled(text, "$muted").wrap(width)][: max(0, room - 1)]
     verdict = verdict_line(plan, width, with_phase=not words, ascii_only=look.ascii_only)
     scale = [scale_line(plan.capacity_bytes, width, device)] if scaled else []
     drawn = bar_line(bar if scaled else bar._replace(label=device), width, look)
-    return [verdict, *scale, drawn, *legend, *words, *beside]
+    return [verdict, *lengths, *scale, drawn, *legend, *words, *beside]
 
 
 def _device_words(spec: RunSpec | None) -> str:
@@ -165,17 +170,16 @@ def verdict_text(verdict: str, words: str = "", *, ascii_only: bool) -> Content:
 
 
 def verdict_line(plan: Plan, width: int, *, with_phase: bool = True, ascii_only: bool) -> Content:
-    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, the phase of the peak
-    (unless `with_phase` is false), and the length of the planned sequences with its origin. If `width` is too small for
-    all, length and phase are left out first, then peak and capacity; verdict and bytes left are always shown."""
+    """A line with the verdict, the predicted peak and the capacity, the bytes left or missing, and the phase of the
+    peak (unless `with_phase` is false). If `width` is too small for all, the phase is left out first, then peak and
+    capacity; verdict and bytes left are always shown."""
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]
     missing = "missing as written" if plan.verdict == "fits_smaller" else "missing"
     left = f"{sizes[2]} {name} {'left' if margin >= 0 else missing}"
     phase = [f"peak in the {phase_words(plan.prediction.deciding_phase)}"] if with_phase else []
-    length = f"{plan.length} tokens, {'the longest of the data' if plan.basis == 'data' else 'data.max_length'}"
-    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase, length]
+    texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase]
     head = plan_verdict(plan, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
         texts.pop(-1 if len(texts) > 2 else 0)

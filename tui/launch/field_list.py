@@ -1,5 +1,5 @@
-"""A list of fields: the cursor moves over them, Enter edits the one under it. Enter keeps what was typed, Esc
-discards it.
+"""A list of fields: the cursor moves over them, Enter edits the one under it, or asks for the list of files to choose
+one from. Enter keeps what was typed, Esc discards it.
 
 A single input field is placed over the row that is edited, so typing repaints lines and needs no layout pass. The list
 does not interpret the texts; it reports every change to the screen as it is typed.
@@ -19,7 +19,7 @@ from textual.message import Message
 from textual.reactive import Reactive
 from textual.widgets import Input
 
-from tui.launch.fields import FieldRow
+from tui.launch.fields import PROFILE, RECIPE, FieldRow
 from tui.theme import glyphs
 from tui.widgets.key_order import OrderedKeys
 from tui.widgets.row_list import RowList
@@ -29,7 +29,8 @@ LABEL_AT = 2
 VALUE_AT = 17
 """Columns of a row at which the label and the value begin; a mark stands in column 0."""
 
-HINT_LINES = 2
+HINT_LINES = (1, 2)
+"""Lines of the hint, where there is little room and where there is more."""
 
 
 class FieldInput(OrderedKeys, Input):
@@ -70,7 +71,8 @@ class FieldList(Vertical):
     DEFAULT_CSS = f"""
     FieldList {{ height: 1fr; layers: rows field; }}
     FieldList RowList {{ height: 1fr; layer: rows; }}
-    FieldList #hint {{ height: {HINT_LINES}; layer: rows; color: $muted; }}
+    FieldList #hint {{ height: {HINT_LINES[0]}; layer: rows; color: $muted; }}
+    .-roomy FieldList #hint, .-one-pane FieldList #hint {{ height: {HINT_LINES[1]}; }}
     FieldList FieldInput {{ layer: field; position: absolute; display: none; height: 1; background: $panel; }}
     """
 
@@ -83,6 +85,13 @@ class FieldList(Vertical):
 
     class Highlighted(Message):
         """Message: the cursor moved to another row."""
+
+    class PickAsked(Message):
+        """Message: the user wants to choose another file for the row `kind`, PROFILE or RECIPE."""
+
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
 
     def __init__(
         self, allowed_values: Callable[[str], list[str]], before_edit: Callable[[], None],
@@ -126,14 +135,15 @@ class FieldList(Vertical):
         self.query_one(RowList).show([self._drawn[known] for known in drawn])
 
     def show_hint(self, text: str, style: str) -> None:
-        """Show a text about the row under the cursor below the list, in the Textual style `style`. A text of more than
-        two lines is cut."""
+        """Show a text about the row under the cursor below the list, in the Textual style `style`. A text that is
+        longer than the lines for it is cut."""
         lines = self.query_one("#hint", TextLines)
-        wrapped = Content.styled(text, style).wrap(max(10, lines.size.width))
-        if len(wrapped) > HINT_LINES:
+        wrapped = Content.styled(text, style).wrap(max(10, lines.size.width - 2))
+        room = max(1, lines.size.height)
+        if len(wrapped) > room:
             more = Content.styled(glyphs(" …", ascii_only=self._ascii_only), style)
-            wrapped[HINT_LINES - 1] = Content.assemble(wrapped[HINT_LINES - 1], more)
-        lines.show(wrapped[:HINT_LINES])
+            wrapped[room - 1] = Content.assemble(wrapped[room - 1].rstrip(), more)
+        lines.show(wrapped[:room])
 
     def _line(self, row: FieldRow, problem: str, width: int) -> Content:
         mark, style = ("✗", "bold $bad") if problem else ("●", "$info") if row.changed else (" ", "")
@@ -163,6 +173,9 @@ class FieldList(Vertical):
         none."""
         row = self.row
         if row is None:
+            return
+        if row.key in (PROFILE, RECIPE):
+            self.post_message(self.PickAsked(row.key))
             return
         self._before_edit()
         values = self._allowed_values(row.key)

@@ -18,6 +18,9 @@ from engine.config.schema import base
 from engine.config.schema.data import Source
 from engine.config.schema.run import RunSpec
 
+PROFILE, RECIPE = "profile", "recipe"
+"""The rows of the two files that are chosen; Enter opens the list of them."""
+
 DEVICES = "--devices"
 NAME = "--name"
 ON_FINISH = "--on-finish"
@@ -87,6 +90,8 @@ FIELDS: tuple[LaunchField, ...] = (
 )
 
 SPECIAL_HELP = {
+    PROFILE: "The hardware that the run is planned for: enter or P opens the list of profiles.",
+    RECIPE: "What is trained, how, on what data: enter or R opens the list of recipes, with their verdicts.",
     DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty takes the first ones.",
     NAME: "The run's name; empty takes the recipe's.",
     ON_FINISH: "A shell command to run when the run has ended, whatever its end; $TUNEDECK_STATUS says which.",

@@ -13,15 +13,16 @@ from tui.launch.budget_bar import plan_verdict
 from tui.launch.evaluate import EvaluatedChoice
 from tui.theme import glyphs
 
-MAX_NAME_WIDTH = 18
-"""Cells of the longest name that is shown whole."""
+MAX_NAME_SHARE = 0.4
+"""Share of a line that the longest name may take; a longer one is cut."""
 
-VERDICT_WIDTH = 14
+VERDICT_WIDTH = 28
+"""Cells of the longest common verdict: "◐ fits with micro-batch 1024"."""
 
 
-def name_width(entries: Sequence[FileEntry]) -> int:
-    """The width of the column of names, in cells, for a list of these entries."""
-    return min(MAX_NAME_WIDTH, max((len(entry.path.stem) for entry in entries), default=0))
+def name_width(entries: Sequence[FileEntry], width: int) -> int:
+    """The width of the column of names, in cells, for a list of these entries in lines of `width` cells."""
+    return min(int(MAX_NAME_SHARE * width), max((len(entry.path.stem) for entry in entries), default=0))
 
 
 def profile_row(entry: FileEntry, *, chosen: bool, name_width: int, ascii_only: bool) -> Content:
@@ -43,12 +44,13 @@ def recipe_row(
     entry: FileEntry, evaluated: EvaluatedChoice | None, *, chosen: bool, name_width: int, ascii_only: bool
 ) -> Content:
     """Return a row with a recipe's name, in `name_width` cells, its verdict on the chosen profile ("…" until it is
-    computed), and its title. `chosen`: the row is marked as the chosen one."""
+    computed; where it does not fit, the profile that it is made for), and its title. `chosen`: the row is marked as the
+    chosen one."""
     mark, name = _mark_and_name(entry, chosen, name_width, ascii_only)
     if entry.broken:
         cross = glyphs("✗", ascii_only=ascii_only)
         return Content.assemble(mark, (name, "$muted"), " ", (f"{cross} {visible(entry.problem)}", "$bad"))
-    verdict = _verdict(evaluated, ascii_only)
+    verdict = _verdict(evaluated, entry.made_for, ascii_only)
     padded = verdict.pad_right(max(0, VERDICT_WIDTH - verdict.cell_length))
     return Content.assemble(mark, name, " ", padded, " ", (visible(entry.title), "$muted"))
 
@@ -60,10 +62,13 @@ def _mark_and_name(entry: FileEntry, chosen: bool, name_width: int, ascii_only: 
     return mark, cut.ljust(name_width)
 
 
-def _verdict(evaluated: EvaluatedChoice | None, ascii_only: bool) -> Content:
+def _verdict(evaluated: EvaluatedChoice | None, made_for: str, ascii_only: bool) -> Content:
     if evaluated is None:
         return Content.styled(glyphs("…", ascii_only=ascii_only), "$muted")
-    if evaluated.plan is not None:
-        return plan_verdict(evaluated.plan, ascii_only=ascii_only)
+    plan = evaluated.plan
+    if plan is not None and (plan.verdict != "does_not_fit" or not made_for):
+        return plan_verdict(plan, ascii_only=ascii_only)
     cross = glyphs("✗", ascii_only=ascii_only)
+    if made_for and (plan is not None or evaluated.problems):
+        return Content.styled(f"{cross} made for {visible(made_for)}", "$muted")
     return Content.styled(f"{cross} not here" if evaluated.problems else "? no plan", "$muted")

@@ -1,21 +1,34 @@
-"""Suggested changes as lines of text: the margin and speed each gives, the keys it changes, and the reasons.
+"""Suggested changes as lines of text, one for each: what it changes, the memory left, the time, what it learns.
 
 Pure functions of `engine.budget.advise.search`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from textual.content import Content
 
+from engine.config.files.text import visible
 from engine.journal.event_text import speed_text
 from tui.launch.budget_bar import decimal_bytes
 from tui.launch.fields import format_value
 
 if TYPE_CHECKING:
     from engine.budget.advise.search import Advice, Suggestion
+
+LEFT_WIDTH, TIME_WIDTH, RESULT_WIDTH = 16, 20, 16
+"""Cells of the columns after the changes: "112.25 GiB left", "about 100 % slower", "other rounding"."""
+
+SHORT_TIME_WIDTH = 14
+"""The same where lines are narrow: "100 % slower"."""
+
+NARROW = 100
+"""Cells below which lines are narrow."""
+
+
+NARROWEST = 76
+"""Cells below which the time is left out; `fix_notes` has it."""
 
 
 class FixLine(NamedTuple):
@@ -26,50 +39,75 @@ class FixLine(NamedTuple):
 
 
 def fix_lines(advice: Advice, width: int) -> list[FixLine]:
-    """Format the advice as lines, wrapped at `width` cells: headings, and the lines of every suggestion."""
-    return [
-        FixLine(part, suggestion) for content, suggestion in _lines(advice) for part in _wrapped(content, width - 1)
-    ]
-
-
-def _wrapped(content: Content, width: int) -> Iterator[Content]:
-    """Wrap the content into lines; all lines but the first are indented by two cells."""
-    first, *rest = content.wrap(max(16, width))
-    yield first
-    if rest:
-        after = content[len(first.plain) :]
-        yield from (Content.assemble("  ", line) for line in _stripped(after).wrap(max(16, width - 2)))
-
-
-def _stripped(content: Content) -> Content:
-    return content[len(content.plain) - len(content.plain.lstrip()) :]
-
-
-def _lines(advice: Advice) -> Iterator[tuple[Content, Suggestion | None]]:
-    if advice.plan.verdict == "fits":
-        heading = "It fits. Uses for the memory left:" if advice.room else "It fits; no larger setting does."
-        yield Content.styled(heading, "$muted"), None
-    elif not advice.suggestions:
-        heading = "No set of changes makes it fit: a smaller model or a larger device is needed."
-        yield Content.styled(heading, "$bad"), None
+    """The advice as lines of `width` cells: a heading where there is nothing to make fit, and a line for each
+    suggestion."""
+    heading = _heading(advice)
+    lines = [FixLine(part, None) for part in heading.wrap(max(16, width))] if heading is not None else []
     for number, suggestion in enumerate([*advice.suggestions, *advice.room], 1):
-        yield from ((content, suggestion) for content in _suggestion(number, suggestion))
+        lines.append(FixLine(_line(number, suggestion, width - 1), suggestion))
+    return lines
 
 
-def _suggestion(number: int, suggestion: Suggestion) -> Iterator[Content]:
-    plan = suggestion.plan
-    speed = speed_text(suggestion.slower_percent)
-    arithmetic = ", changes arithmetic" if suggestion.changes_arithmetic else ""
-    yield Content.assemble(
-        (f"{number} ", "bold $info"),
-        (f"{decimal_bytes(plan.margin_bytes)} left", "bold"),
-        (", tight" if plan.is_tight else "", "bold $caution"),
-        f", micro-batch {plan.micro_batch}, {speed}{arithmetic}",
+def _heading(advice: Advice) -> Content | None:
+    if advice.plan.verdict == "fits":
+        text = "It fits. Uses for the memory left:" if advice.room else "It fits; no larger setting does."
+        return Content.styled(text, "$muted")
+    if advice.suggestions:
+        return None
+    return Content.styled("No set of changes makes it fit: a smaller model or a larger device is needed.", "$bad")
+
+
+def _line(number: int, suggestion: Suggestion, width: int) -> Content:
+    """One line: number, changes, memory left, time, result. Where the changes are too long, keys lose their tables,
+    then the end is cut: `fix_notes` has all of it."""
+    narrow = width < NARROW
+    speed, rest = speed_text(suggestion.slower_percent), ", tight" if suggestion.plan.is_tight else " left"
+    figures = [
+        f"{decimal_bytes(suggestion.plan.margin_bytes)}{rest}".rjust(LEFT_WIDTH),
+        speed.removeprefix("about ").rjust(SHORT_TIME_WIDTH) if narrow else speed.rjust(TIME_WIDTH),
+        result_words(suggestion).rjust(RESULT_WIDTH),
+    ]
+    if width < NARROWEST:
+        del figures[1]
+    room = max(12, width - 2 - sum(map(len, figures)))
+    texts = [_changes_text(suggestion, short=short) for short in (False, True)]
+    text = next((each for each in texts if len(each) <= room), texts[-1])
+    change = Content.styled(text, "bold")
+    change = change.truncate(room, ellipsis=True) if change.cell_length > room else change
+    left, result = (
+        "$caution" if suggestion.plan.is_tight else "",
+        "$caution" if suggestion.changes_learning else "$good",
     )
+    styles = (left, *[""] * (len(figures) - 2), result)
+    return Content.assemble(
+        (f"{number} ", "bold $info"), change, " " * (room - change.cell_length),
+        *zip(figures, styles, strict=True),
+    )  # fmt: skip
+
+
+def result_words(suggestion: Suggestion) -> str:
+    """Whether the run learns the same, or the same but for the precision of its numbers."""
     if suggestion.changes_learning:
-        yield Content.styled("  changes the training result", "bold $caution")
-    for key, (before, after) in suggestion.changes.items():
-        was = f"  was {format_value(before) or 'not set'}"
-        yield Content.assemble(f"  {key} = ", (format_value(after), "bold"), (was, "$muted"))
-    for lever in suggestion.levers:
-        yield Content.styled(f"  {lever.note}", "$muted")
+        return "other result"
+    return "other rounding" if suggestion.changes_arithmetic else "same result"
+
+
+def _changes_text(suggestion: Suggestion, *, short: bool) -> str:
+    changes = ((key, format_value(after) or "not set") for key, (_, after) in suggestion.changes.items())
+    return visible(", ".join(f"{key.rpartition('.')[2] if short else key} = {value}" for key, value in changes))
+
+
+def fix_notes(suggestion: Suggestion) -> str:
+    """All changes of a suggestion with the values before, and why each helps, as one sentence."""
+    changes = [
+        f"{key} = {format_value(after) or 'not set'} (was {format_value(before) or 'not set'})"
+        for key, (before, after) in suggestion.changes.items()
+    ]
+    parts = [
+        f"micro-batch {suggestion.plan.micro_batch}",
+        speed_text(suggestion.slower_percent),
+        *(lever.note for lever in suggestion.levers),
+    ]
+    parts += ["changes arithmetic"] if suggestion.changes_arithmetic else []
+    parts += ["less is left than the plan may be wrong by"] if suggestion.plan.is_tight else []
+    return visible("; ".join([", ".join(changes), *parts]))

@@ -24,6 +24,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_duration
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs
+from engine.journal.summary_text import ready_at
 from tui.widgets.memory_bar import size_text
 
 PACE_KEYS = (
@@ -117,6 +118,7 @@ def time_words(spec: RunSpec, pace: Pace | None, predicted: PlanTime | None = No
     step = _step_text(pace.step_seconds)
     steps = spec.recipe.train.max_steps
     total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} a step"
+    total += f" ({ready_at(steps * pace.step_seconds)})" if steps else ""
     return f"time: {total}, at the pace of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
 
 

@@ -41,9 +41,9 @@ Cell = tuple[list[int], list[int]]
 """Two pixels of a picture, the upper and the lower one; each is red, green and blue from 0 to 255."""
 
 
-async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `tunedeck data` with these arguments and return its report. Raises TunedeckError with the command's error
-    message.
+async def read_samples(arguments: Sequence[str], count: int = SAMPLES) -> dict[str, Any]:
+    """Run `tunedeck data` with these arguments and return its report, with `count` samples. Raises TunedeckError with
+    the command's error message.
 
     If the call is cancelled, the process is ended.
     """
@@ -51,7 +51,7 @@ async def read_samples(arguments: Sequence[str]) -> dict[str, Any]:
 
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(ENTRY_FILE), "data", *arguments, "--show", str(SAMPLES), "--json",
+            sys.executable, "-P", str(ENTRY_FILE), "data", *arguments, "--show", str(count), "--json",
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:

@@ -8,8 +8,8 @@ Try: `python -m pytest tests/tui/screens/test_launch.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes
 from engine.config.files.find import SpecKind
 from engine.config.files.machine import working_directory
+from engine.config.files.text import visible
 from engine.config.files.write import kind_of_table
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError
@@ -32,8 +33,10 @@ from tui.files.catalog import (
 )
 from tui.launch.choice import Choice, choice_from_settings
 from tui.launch.evaluate import EvaluatedChoice, FieldProblem, evaluate_choice
-from tui.launch.fields import FieldRow, field_rows, format_value
+from tui.launch.fields import PROFILE, RECIPE, FieldRow, field_rows, format_value
+from tui.launch.lengths import basis_words, change_words, is_small, unread_record
 from tui.launch.needs import Needs, find_pace, time_words
+from tui.launch.snapshot import LaunchSnapshot
 from tui.theme import VERDICTS
 
 if TYPE_CHECKING:
@@ -43,29 +46,12 @@ DEMO = "demo"
 """The name of the shipped profile and of the shipped recipe that run on any machine."""
 
 
-@dataclass(frozen=True)
-class LaunchSnapshot:
-    """All values that the widgets of the Launch screen show, taken at one moment."""
-
-    choice: Choice
-    evaluated: EvaluatedChoice
-    last_valid: EvaluatedChoice
-    """The newest evaluation with a run spec: its plan is shown, muted, while the present choice has none."""
-    fields: Sequence[FieldRow]
-    profiles: Sequence[FileEntry]
-    recipes: Sequence[FileEntry]
-    verdicts: Mapping[str, EvaluatedChoice]
-    """Each recipe's evaluation on the chosen profile, by the recipe's argument; grows while the screen is idle."""
-    needs: Needs
-    """Disk and time."""
-
-
 class LaunchState:
     """The present choice, its evaluation, and the earlier choices for undo."""
 
     def __init__(self, machine: Machine, runs_dir: Path | None = None) -> None:
         """`runs_dir` is the folder whose earlier runs tell how long a step takes; None: nothing is known about it."""
-        self._runs_dir = runs_dir
+        self.runs_dir = runs_dir
         self._time: tuple[RunSpec, str] | None = None
         self._machine = machine
         self.choice = Choice("", "")
@@ -75,6 +61,12 @@ class LaunchState:
         self.recipes: list[FileEntry] = []
         self.verdicts: dict[str, EvaluatedChoice] = {}
         self._history: list[Choice] = []
+        self._before_pick: tuple[Choice, int] | None = None
+        """The choice when a list of files was opened, and the number of earlier choices then."""
+        self._reading: Path | None = None
+        """The record of the data that are being read."""
+        self._unreadable: set[Path] = set()
+        """Records of data that could not be read."""
         self._advice: tuple[Choice, Advice] | None = None
         self._missing: RunSpec | None = None
         """The run spec whose advice needs simulations that have not been made; None if there is none."""
@@ -93,7 +85,7 @@ class LaunchState:
         """Collect the values that the widgets have to show now."""
         return LaunchSnapshot(
             self.choice, self.evaluated, self._last_valid, self.field_rows(), self.profiles, self.recipes,
-            self.verdicts, Needs(self._last_valid.disk_bytes, self._free_bytes(), self.time()),
+            self.verdicts, Needs(self._last_valid.disk_bytes, self._free_bytes(), self.time()), self._basis(),
         )  # fmt: skip
 
     def begin(self, settings: object = None) -> None:
@@ -168,7 +160,16 @@ class LaunchState:
             self._stage_notes(),
         )  # fmt: skip
         before = self._values_of_files() if any(row.changed for row in rows) else {}
-        return [_with_notes(row, before, split.formula if split is not None else "") for row in rows]
+        files = [self._file_row(PROFILE), self._file_row(RECIPE)]
+        return files + [_with_notes(row, before, split.formula if split is not None else "") for row in rows]
+
+    def _file_row(self, kind: str) -> FieldRow:
+        """The row of the chosen profile or recipe: its name, and its title or what is wrong with it."""
+        entries = self.profiles if kind == PROFILE else self.recipes
+        argument = self.choice.profile if kind == PROFILE else self.choice.recipe
+        entry = next(entry for entry in entries if entry.argument == argument)
+        style = "$bad" if entry.broken else "$caution" if entry.problem else "$muted"
+        return FieldRow(kind, kind, visible(entry.path.stem), visible(entry.problem or entry.title), False, style)
 
     def _values_of_files(self) -> dict[str, str]:
         """The value of each field in the files of profile and recipe; empty if these cannot be read. The result is
@@ -199,6 +200,36 @@ class LaunchState:
 
     # Slower evaluations, made while the user does not type.
 
+    def _basis(self) -> str:
+        plan = self._last_valid.plan
+        if plan is None:
+            return ""
+        record = unread_record(self.evaluated)
+        reading = record is not None and record == self._reading
+        return basis_words(plan, reading=reading, readable=record is not None and record not in self._unreadable)
+
+    def unread_data(self) -> Choice | None:
+        """The present choice if its data are to be read unasked; `data_were_read` is to be called afterwards. None
+        while data are being read."""
+        record, spec = unread_record(self.evaluated), self.evaluated.spec
+        if record is None or spec is None or self._reading is not None or record in self._unreadable:
+            return None
+        if not is_small(spec.recipe):
+            return None
+        self._reading = record
+        return self.choice
+
+    def data_were_read(self, *, failed: bool = False) -> str:
+        """Evaluate the choice again after data were read, or could not be; returns what has changed, empty if nothing
+        has."""
+        if failed and self._reading is not None:
+            self._unreadable.add(self._reading)
+        self._reading, before = None, self.evaluated.plan
+        self.verdicts.pop(self.choice.recipe, None)
+        self._advice = None
+        self._evaluate()
+        return change_words(before, self.evaluated.plan)
+
     def advice(self, *, compute: bool = False) -> Advice | None:
         """Return the advice of `fit` for the present choice; None if it is not known. With `compute`, the advice is
         computed now if there is a plan, unless a simulation has to be made first; without, only advice computed earlier
@@ -217,17 +248,17 @@ class LaunchState:
         """How long the run takes, in words; empty if that is not known yet. With `compute`, earlier runs are read now,
         unless they were read for this choice before."""
         spec = self.evaluated.spec
-        if spec is None or self._runs_dir is None:
+        if spec is None or self.runs_dir is None:
             return ""
         if compute and (self._time is None or self._time[0] is not spec):
             plan = self.evaluated.plan
             predicted = plan.time if isinstance(plan, Plan) else None
-            self._time = (spec, time_words(spec, find_pace(spec, self._runs_dir), predicted))
+            self._time = (spec, time_words(spec, find_pace(spec, self.runs_dir), predicted))
         return self._time[1] if self._time is not None and self._time[0] is spec else ""
 
     def _free_bytes(self) -> int | None:
         """Free bytes of the disk on which runs are kept; None if unknown."""
-        return free_bytes(self._runs_dir) if self._runs_dir is not None else None
+        return free_bytes(self.runs_dir) if self.runs_dir is not None else None
 
     @property
     def simulation(self) -> Callable[[], object] | None:
@@ -255,6 +286,22 @@ class LaunchState:
         return entry is not None
 
     # Changes of the choice.
+
+    def begin_pick(self) -> None:
+        """To be called when a list of files is opened, in which each move of the cursor changes the choice."""
+        self._before_pick = (self.choice, len(self._history))
+
+    def end_pick(self, *, keep: bool) -> None:
+        """Keep the file under the cursor as one change that `undo` takes back, or return to the choice before."""
+        if self._before_pick is None:
+            return
+        (before, count), self._before_pick = self._before_pick, None
+        del self._history[count:]
+        if keep and self.choice != before:
+            self._history.append(before)
+        elif self.choice != before:
+            self.choice = before
+            self._evaluate()
 
     def remember(self) -> None:
         """Store the present choice for `undo`."""

@@ -1,4 +1,5 @@
-"""The contents of the Launch screen's tabs: suggested fixes, samples of the data, and the headless command.
+"""The contents of the Launch screen's tabs: suggested fixes, samples of the data, the headless command, and what
+differs from the last run of the recipe.
 
 `TabContents` makes the lines of each tab for a width. The screen decides when samples are read and when advice is
 computed.
@@ -16,15 +17,16 @@ from textual.content import Content
 from engine.config.files.text import visible
 from engine.errors import TunedeckError
 from tui.launch.choice import Choice, data_arguments, shell_lines, train_command
+from tui.launch.difference import difference_lines
 from tui.launch.fields import format_value
-from tui.launch.fixes import FixLine, fix_lines
+from tui.launch.fixes import FixLine, fix_lines, fix_notes
 from tui.launch.samples import read_samples, sample_lines
 from tui.launch.state import LaunchState
 
 if TYPE_CHECKING:
     from engine.budget.advise.search import Suggestion
 
-FIXES, SAMPLES, COMMAND = TABS = ("fixes", "samples", "command")
+FIXES, SAMPLES, COMMAND, DIFFERENCE = TABS = ("fixes", "samples", "command", "difference")
 
 
 class TabContents:
@@ -41,7 +43,9 @@ class TabContents:
 
     def lines(self, tab: str, width: int) -> list[Content]:
         """Return the lines of the tab `tab` (one of TABS) for the present choice, made for `width` cells."""
-        return {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines}[tab](width)
+        made = {FIXES: self._fix_lines, SAMPLES: self._sample_lines, COMMAND: self._command_lines,
+                DIFFERENCE: self._difference_lines}  # fmt: skip
+        return made[tab](width)
 
     def _fix_lines(self, width: int) -> list[Content]:
         """The advice as lines. Until the advice is computed, the lines for the previous choice are shown, to avoid
@@ -68,6 +72,9 @@ class TabContents:
         note = Content.styled("s starts the same run. y copies the command.", "$muted").wrap(width)
         return [*lines, Content(""), *note]
 
+    def _difference_lines(self, width: int) -> list[Content]:
+        return difference_lines(self._state.evaluated.spec, self._state.runs_dir, width)
+
     def command(self) -> list[str]:
         """The command line that starts the run without the console."""
         return train_command(self._state.choice, runs=self._runs)
@@ -90,6 +97,11 @@ class TabContents:
         number = 1 + [*advice.suggestions, *advice.room].index(suggestion)
         changes = [f"{key} = {format_value(after)}" for key, (_, after) in suggestion.changes.items()]
         return visible(f"a applies fix {number}: {', '.join(changes)}")
+
+    def notes(self, line: int | None, width: int) -> str:
+        """All that the fix on line `line` changes, and why it helps; empty if there is no fix on it."""
+        suggestion = self.suggestion(line, width) if self._state.advice() is not None else None
+        return fix_notes(suggestion) if suggestion is not None and line is not None else ""
 
     async def read_samples(self, choice: Choice) -> None:
         """Read the samples of a choice's data in a separate process, for the samples tab. An error is shown in the tab

@@ -1,4 +1,5 @@
-"""The layout of the Launch screen: two lists of files, the fields, the tabs, and the budget under them.
+"""The layout of the Launch screen: the settings, the tabs, and the budget under them; over settings and tabs, while it
+is open, the list of profiles or of recipes.
 
 `LaunchView` draws a `LaunchSnapshot` and keeps track of the pane in front, the only one shown on a small terminal. What
 the keys do is in `tui.screens.launch`.
@@ -19,43 +20,42 @@ from tui.launch import file_rows
 from tui.launch.budget_bar import budget_lines
 from tui.launch.evaluate import EvaluatedChoice
 from tui.launch.field_list import FieldList
-from tui.launch.fields import field_help
-from tui.launch.state import LaunchSnapshot
+from tui.launch.fields import PROFILE, RECIPE, field_help
+from tui.launch.snapshot import LaunchSnapshot
 from tui.theme import glyphs
 from tui.widgets.memory_bar import Look
 from tui.widgets.row_list import RowList
 from tui.widgets.tab_panel import TabPanel
 from tui.widgets.text_lines import TextLines
 
-PANES = PROFILES, RECIPES, FIELDS, PANEL = ("profiles", "recipes", "field-pane", "panel")
+PANES = FIELDS, PANEL = ("field-pane", "panel")
+PICKER = "picker"
+"""The list of profiles or recipes, which takes the place of the panes while it is open."""
 
 
 class LaunchView(Vertical):
-    """The widget that fills the Launch screen: the panes of profiles, recipes, fields and fixes, and the budget
-    below."""
+    """The widget that fills the Launch screen: settings, tabs, and the budget below."""
 
     class Refocused(Message):
         """Message: another pane came to the front."""
 
-    def __init__(self, tabs: Sequence[str], fields: FieldList, front: str, *, ascii_only: bool) -> None:
-        """`tabs` are the names of the tabs, `fields` is the list of fields, and `front` the pane that is in front at
-        first."""
+    def __init__(self, tabs: Sequence[str], fields: FieldList, *, ascii_only: bool) -> None:
+        """`tabs` are the names of the tabs, `fields` is the list of settings."""
         super().__init__(id="launch")
         self._tabs, self._ascii_only = tabs, ascii_only
         self.fields = fields
         self._changed_fields = 0
-        self.pane = front
+        self.pane = FIELDS
         """The pane in front."""
+        self.picked = ""
+        """The list that is open: PROFILE or RECIPE; empty if none is."""
 
     def compose(self) -> ComposeResult:
-        """Yield the panes, then the budget."""
+        """Yield the list of files, the panes, then the budget."""
+        with Vertical(id=PICKER):
+            yield TextLines(classes="heading")
+            yield RowList(id="picker-rows")
         with Container(id="panes"):
-            with Vertical(id=PROFILES, classes=self._classes_of(PROFILES)):
-                yield TextLines(classes="heading")
-                yield RowList(id="profile-rows")
-            with Vertical(id=RECIPES, classes=self._classes_of(RECIPES)):
-                yield TextLines(classes="heading")
-                yield RowList(id="recipe-rows")
             with Vertical(id=FIELDS, classes=self._classes_of(FIELDS)):
                 yield TextLines(classes="heading")
                 yield self.fields
@@ -82,8 +82,8 @@ class LaunchView(Vertical):
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Bring the pane with the focus to the front. Each widget sends this message itself, so the messages may arrive
         in another order than that in which the focus moved."""
-        if event.widget is self.screen.focused:
-            inside = {widget.id for widget in event.widget.ancestors_with_self}
+        inside = {widget.id for widget in event.widget.ancestors_with_self}
+        if event.widget is self.screen.focused and PICKER not in inside:
             self._bring_to_front(next(pane for pane in PANES if pane in inside))
 
     def _bring_to_front(self, pane: str) -> None:
@@ -94,30 +94,49 @@ class LaunchView(Vertical):
             other.set_class(other.id == pane, "-front")
         self.post_message(self.Refocused())
 
-    def show_lists(self, snapshot: LaunchSnapshot) -> None:
-        """Show the lists of profiles and recipes, with the chosen files marked, and each recipe's verdict."""
-        profiles, recipes, ascii_only = snapshot.profiles, snapshot.recipes, self._ascii_only
-        chosen = [entry.argument == snapshot.choice.profile for entry in profiles]
-        width = file_rows.name_width(profiles)
-        self._show_heading(PROFILES, "Profile", chosen)
-        self.query_one("#profile-rows", RowList).show([
-            file_rows.profile_row(entry, chosen=mark, name_width=width, ascii_only=ascii_only)
-            for entry, mark in zip(profiles, chosen, strict=True)
-        ])  # fmt: skip
-        chosen = [entry.argument == snapshot.choice.recipe for entry in recipes]
-        width = file_rows.name_width(recipes)
-        self._show_heading(RECIPES, "Recipe", chosen)
-        self.query_one("#recipe-rows", RowList).show([
-            file_rows.recipe_row(
-                entry, snapshot.verdicts.get(entry.argument), chosen=mark, name_width=width, ascii_only=ascii_only
-            )
-            for entry, mark in zip(recipes, chosen, strict=True)
-        ])  # fmt: skip
+    @property
+    def picker(self) -> RowList:
+        """The rows of the list of profiles or recipes."""
+        return self.query_one("#picker-rows", RowList)
 
-    def move_cursors(self, profile: int, recipe: int) -> None:
-        """Move the cursor of the profile list and the cursor of the recipe list to these rows."""
-        self.query_one("#profile-rows", RowList).move_to(profile)
-        self.query_one("#recipe-rows", RowList).move_to(recipe)
+    def open_picker(self, kind: str, chosen: int) -> None:
+        """Show the list of profiles (`kind` PROFILE) or recipes (RECIPE) in place of the panes, with the cursor on the
+        row `chosen`."""
+        self.picked = kind
+        self.set_class(True, "-picking")
+        self.picker.show([Content("")] * (chosen + 1))
+        self.picker.cursor = chosen
+        self.screen.set_focus(self.picker)
+
+    def close_picker(self) -> None:
+        """Show the panes again."""
+        self.picked = ""
+        self.set_class(False, "-picking")
+        self.focus_pane(self.pane)
+
+    def show_picker(self, snapshot: LaunchSnapshot) -> None:
+        """Show the rows of the open list: each file with its verdict, or why it does not match this machine."""
+        if not self.picked:
+            return
+        kind, ascii_only = self.picked, self._ascii_only
+        entries = snapshot.profiles if kind == PROFILE else snapshot.recipes
+        argument = snapshot.choice.profile if kind == PROFILE else snapshot.choice.recipe
+        names = file_rows.name_width(entries, self.size.width)
+        rows = []
+        for entry in entries:
+            chosen = entry.argument == argument
+            if kind == PROFILE:
+                rows.append(file_rows.profile_row(entry, chosen=chosen, name_width=names, ascii_only=ascii_only))
+            else:
+                verdict = snapshot.verdicts.get(entry.argument)
+                rows.append(file_rows.recipe_row(entry, verdict, chosen=chosen, name_width=names,
+                                                 ascii_only=ascii_only))  # fmt: skip
+        self.picker.show(rows)
+        on = f", with their verdicts on {visible(snapshot.profile_name)}" if kind == RECIPE else ""
+        title = Content.assemble(
+            (f" {len(entries)} {kind}s", "bold"), (f"{on}; enter chooses, esc goes back", "$muted")
+        )
+        self.query_one(f"#{PICKER} > .heading", TextLines).show([title])
 
     def show_fields(self, snapshot: LaunchSnapshot) -> None:
         """Show the fields, each with its problem, and the hint about the field under the cursor."""
@@ -132,7 +151,7 @@ class LaunchView(Vertical):
         problem."""
         row = self.fields.row
         changed = f"  {self._changed_fields} changed" if self._changed_fields else ""
-        self._show_heading(FIELDS, "Fields" + changed, [], visible(row.key) if row is not None else "")
+        self._show_heading("Settings" + changed, visible(row.key) if row is not None else "")
         if row is not None:
             problem = visible(evaluated.problem_of(row.key))
             self.fields.show_hint(problem or field_help(row.key), "$bad" if problem else "$muted")
@@ -141,21 +160,20 @@ class LaunchView(Vertical):
         """Show verdict, bar, legend and status line; `fix` says which fix the key `a` applies, if one is known."""
         box, ascii_only = self.query_one("#budget", TextLines), self._ascii_only
         look = Look(letters=ascii_only or self.app.no_color, ascii_only=ascii_only)
-        lines = budget_lines(snapshot.evaluated, snapshot.last_valid, snapshot.needs, *box.size, fix=fix, look=look)
+        lines = budget_lines(
+            snapshot.evaluated, snapshot.last_valid, snapshot.needs, *box.size, fix=fix, basis=snapshot.basis, look=look
+        )
         box.show(lines)
 
     def show_panel(self, lines: Sequence[Content]) -> None:
         """Show these lines in the pane of the tabs, for the open tab."""
         self.panel.show(lines, self._front_mark(PANEL))
 
-    def _show_heading(self, pane: str, text: str, chosen: Sequence[bool], right: str = "") -> None:
-        """Show the heading of the pane `pane`: `text`, and `right` at the right end. `chosen` says for each row of the
-        pane's list whether it is the chosen one; the heading then also shows the place of that row and the number of
-        rows."""
-        count = f"  {chosen.index(True) + 1} of {len(chosen)}" if True in chosen else ""
-        style = "bold" if pane == self.pane else "bold $muted"
-        line = Content.assemble((self._front_mark(pane), "bold $info"), (text + count, style))
-        heading = self.query_one(f"#{pane} > .heading", TextLines)
+    def _show_heading(self, text: str, right: str) -> None:
+        """Show the heading of the settings: `text`, and `right` at the right end."""
+        style = "bold" if self.pane == FIELDS else "bold $muted"
+        line = Content.assemble((self._front_mark(FIELDS), "bold $info"), (text, style))
+        heading = self.query_one(f"#{FIELDS} > .heading", TextLines)
         gap = heading.size.width - line.cell_length - len(right) - 1
         heading.show([Content.assemble(line, " " * gap, (right, "$muted")) if right and gap > 0 else line])
 

@@ -26,7 +26,7 @@ from tui.plot.braille import (
 from tui.plot.cursor import XScale, draw_cursor, value_text, where_text
 from tui.plot.cursor_plot import CursorPlot
 from tui.plot.points_text import points_text
-from tui.plot.series import BoundedSeries, Reading, smoothed
+from tui.plot.series import BoundedSeries, PlotColumn, Reading, smoothed
 from tui.plot.svg import PlotRange, SvgCurve, svg_plot
 
 HALF_LIFE_SHARE = 0.03
@@ -41,6 +41,8 @@ class PlotOptions:
     """Options of the plot: a logarithmic y axis, a smoothed or a thick line, and the part of the run to show."""
 
     log: bool = False
+    auto_log: bool = True
+    """Whether the y axis is also logarithmic where a loss spans more than a decade: until the user chooses."""
     smooth: bool = False
     thick: bool = False
     zoom: str = "all"
@@ -81,6 +83,18 @@ class LossPlotData:
     """Shown while there is no curve."""
     label: str = "loss"
     """The metric, for the title."""
+    may_be_log: bool = False
+    """Whether the axis is logarithmic by itself where the values span more than a decade."""
+
+
+DECADE = 10.0
+
+
+def spans_a_decade(columns: Sequence[PlotColumn | None]) -> bool:
+    """Whether all values are above zero, and the greatest mean is more than ten times the least: on a linear axis most
+    of the curve would be a flat line."""
+    means = [column.mean for column in columns if column is not None]
+    return bool(means) and min(means) > 0 and max(means) > DECADE * min(means)
 
 
 class LossPlot(CursorPlot):
@@ -93,6 +107,8 @@ class LossPlot(CursorPlot):
         self.options = PlotOptions()
         self.active = False
         """Whether keys act on this pane, which the title shows."""
+        self.is_log = False
+        """Whether the axis is logarithmic, by choice or by itself."""
 
     def set_data(self, data: LossPlotData) -> None:
         """Replace the data and draw the plot again."""
@@ -121,7 +137,7 @@ class LossPlot(CursorPlot):
             return ""
         scale, curve = self._scale(self._data, 1), SvgCurve(name, self._data.series)
         shown, options = PlotRange(scale.start, scale.end), self.options
-        return svg_plot(self._data.label, "steps", [curve], shown, log=options.log, smooth=options.smooth)
+        return svg_plot(self._data.label, "steps", [curve], shown, log=self.is_log, smooth=options.smooth)
 
     @property
     def label(self) -> str:
@@ -148,7 +164,8 @@ class LossPlot(CursorPlot):
             columns = smoothed(columns, max(1.0, 2 * width * HALF_LIFE_SHARE))
         curve = PlotCurve(columns, "$info", band="$band", thick=self.options.thick)
         scores = [(step, value) for step, value in data.scores if start <= step <= end]
-        y_range = fit_y_range([curve], [value for _, value in scores], log=self.options.log)
+        self.is_log = self.options.log or (self.options.auto_log and data.may_be_log and spans_a_decade(columns))
+        y_range = fit_y_range([curve], [value for _, value in scores], log=self.is_log)
         if y_range is None:
             note = Content.styled(" " * LABEL_WIDTH + self._empty_note(data), "$muted")
             return [self._title(data), Content(""), note]
@@ -180,7 +197,7 @@ class LossPlot(CursorPlot):
         return Content.assemble(self._heading(data), f" {where}: ", (value_text(reading), "bold"), scored)
 
     def _title(self, data: LossPlotData) -> Content:
-        ways = self.options.words
+        ways = replace(self.options, log=self.is_log).words
         title = Content.assemble(self._heading(data), (", ".join(ways) + "  " if ways else " ", "$muted"))
         shown = [("◆", "bold $mark", "evaluation")] if data.scores else []
         shown += [(mark.glyph, mark.style, mark.name) for mark in data.marks if mark.steps]

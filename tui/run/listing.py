@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory, read_spec
-from engine.journal.index import list_runs
+from engine.journal.index import DIRECTORY_NAME, list_runs
+from engine.journal.labels import Labels, read_labels
 from engine.journal.summary import RunSummary, SummaryReader
 
 LIVE = ("queued", "running", "stale")
@@ -41,6 +42,8 @@ class RunEntry:
     """Names of the enabled stages of a staged run."""
     sweep: str = ""
     """The id of the sweep to which the run belongs; empty if it belongs to none."""
+    labels: Labels = field(default_factory=Labels)
+    """Tags and note."""
     changed: str = ""
     """The settings that were changed with --set or in the console: "max_steps=100 rank=8"."""
 
@@ -118,7 +121,7 @@ class RunList:
             entry.summary, entry.read_error = entry.reader.summary(), ""
             spec = read_spec(entry.directory)
             entry.stages, entry.sweep = stage_names(spec), str(nested(spec, "provenance", "sweep", "id") or "")
-            entry.changed = changed_settings(spec)
+            entry.changed, entry.labels = changed_settings(spec), read_labels(entry.directory)
         except TunedeckError as error:
             entry.read_error = error.found
         except OSError as error:
@@ -149,7 +152,14 @@ def nested(table: Any, *keys: str) -> Any:
 def _file_stamp(directory: RunDirectory) -> FileStamp:
     """Sizes and modification times of the files from which a summary is made. If the stamp is unchanged, so is the
     summary."""
-    return tuple(number for path in (directory.events, directory.engine, directory.control) for number in _stat(path))
+    paths = (directory.events, directory.engine, directory.control, directory.path / "labels.json")
+    return tuple(number for path in paths for number in _stat(path))
+
+
+def short_name(directory: RunDirectory) -> str:
+    """The run's name without the time that its directory's name begins with."""
+    found = DIRECTORY_NAME.match(directory.name)
+    return found[2] if found else directory.name
 
 
 def _stat(path: Path) -> tuple[int, int]:

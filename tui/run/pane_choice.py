@@ -10,8 +10,8 @@ from dataclasses import dataclass
 PANES = ("loss", "figures", "ranks", "gpus", "events", "log", "memory", "samples")
 """All panes, in the order in which `tab` goes through them."""
 
-UPPER = ("loss", "figures")
-"""The panes that are always shown where there is room for more than one."""
+UPPER = ("loss",)
+"""The pane that is always shown where there is room for more than one."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class PaneChoice:
     """The pane that the keys act on, and the panes that are shown beside it."""
 
     room: str = "all"
-    """How many panes the terminal has room for: "all"; "regular" (the upper panes and one other); or "one"."""
+    """How many panes the terminal has room for: "all"; "regular" (the plot and one other); or "one"."""
     active: str = "events"
     """The pane that the keys act on."""
     enlarged: bool = False
@@ -35,7 +35,9 @@ class PaneChoice:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of this run's panes, in the order in which the Tab key goes through them."""
-        has = {"ranks": self.has_ranks, "gpus": self.has_gpus, "samples": self.has_samples}
+        # With room for all panes, the line of figures above the plot says what the pane of figures does.
+        has = {"ranks": self.has_ranks, "gpus": self.has_gpus, "samples": self.has_samples,
+               "figures": self.room != "all"}  # fmt: skip
         return tuple(name for name in PANES if has.get(name, True))
 
     @property

@@ -15,12 +15,12 @@ from textual.content import Content
 from engine.journal.directory import read_spec
 from engine.journal.event_text import clean, format_duration, format_number, format_score
 from engine.journal.summary import RunSummary
-from engine.journal.summary_text import ooms_text
+from engine.journal.summary_text import LONG_SECONDS, ooms_text, ready_at
 from tui.run.listing import nested
 from tui.run.log_tail import LogLine
 from tui.run.ranks import ranks_in_brief
-from tui.run.table import state_cell, state_of
-from tui.run.watch import ASKED_FOR, FeedLine, RunWatch
+from tui.run.table import ASKED_FOR, EIGHTHS, state_cell, state_of
+from tui.run.watch import FeedLine, RunWatch
 
 Glyphs = Callable[[str], str]
 
@@ -30,7 +30,6 @@ LABEL_WIDTH = 15
 MOST_BARS = 10
 """Bars for the experts of a mixture; with more experts, a bar stands for several."""
 
-EIGHTHS = "▁▂▃▄▅▆▇█"
 ASCII_EIGHTHS = "_.,-=+*#"
 
 NEXT_KEYS = {
@@ -58,28 +57,42 @@ def headline_lines(watch: RunWatch, width: int, glyphs: Glyphs, *, ascii_only: b
     if summary is None:
         style = "$bad" if watch.read_error else "$muted"
         return [Content.styled(f" {watch.read_error or 'reading'}", style), Content("")]
+    return [_state_line(watch, summary, width, glyphs, ascii_only), _status_line(watch, summary)]
+
+
+BAR_CELLS = (8, 40)
+"""Least and most cells of the bar of progress."""
+
+
+def _state_line(watch: RunWatch, summary: RunSummary, width: int, glyphs: Glyphs, ascii_only: bool) -> Content:
+    """State and progress in one line of `width` cells. Where not all has room, what matters less is left out: the bar,
+    that the device is simulated, when the run will be ready, the steps, the time left; last the share."""
     state = state_cell(state_of(summary), glyphs, ascii_only=ascii_only)
-    simulated = " (simulated device)" if summary.simulated else ""
-    return [
-        Content.assemble(" ", state, (simulated, "$muted"), "  ", _progress(watch, summary, width, glyphs)),
-        _status_line(watch, summary),
-    ]
-
-
-def _progress(watch: RunWatch, summary: RunSummary, width: int, glyphs: Glyphs) -> Content:
-    total = summary.max_steps
-    steps = f"step {watch.step:,}" + (f" of {total:,}" if total else "")
-    if not total:
-        return Content(steps)
-    share = min(1.0, watch.step / total)
+    total, step = summary.max_steps, watch.step
+    share = min(1.0, step / total) if total else None
     left = watch.seconds_left() if summary.status == "running" else None
-    bar = max(0, min(40, width - 70))
+    steps = f"step {step:,}" + (f" of {total:,}" if total else "")
+    # In the order of the line, each with its place in the order of importance.
+    parts = [
+        (4, Content.styled("(simulated device)", "$muted") if summary.simulated else None),
+        (2, Content(steps)),
+        (0, Content(f"{100 * share:.0f} %") if share is not None else None),
+        (1, Content(f"{format_duration(left)} left") if left is not None else None),
+        (3, Content(ready_at(left)) if left is not None and left >= LONG_SECONDS else None),
+    ]
+    there = [(rank, part) for rank, part in parts if part is not None]
+    room = width - 2 - state.cell_length
+    kept = []
+    for rank, part in sorted(there, key=lambda pair: pair[0]):
+        if part.cell_length + 2 <= room:
+            room -= part.cell_length + 2
+            kept.append(rank)
+    line = Content.assemble(" ", state, *(Content.assemble("  ", part) for rank, part in there if rank in kept))
+    bar = min(BAR_CELLS[1], room - 2)
+    if share is None or bar < BAR_CELLS[0] or len(kept) < len(there):
+        return line
     full = round(share * bar)
-    return Content.assemble(
-        f"{steps}  {100 * share:.0f} %  ",
-        (glyphs("█" * full), "$info"), (glyphs("░" * (bar - full)), "$muted"),
-        (f"  {format_duration(left)} left" if left is not None else ""),
-    )  # fmt: skip
+    return Content.assemble(line, "  ", (glyphs("█" * full), "$info"), (glyphs("░" * (bar - full)), "$muted"))
 
 
 def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
@@ -102,9 +115,46 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
     return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
 
 
+def figure_strip(watch: RunWatch, width: int, lines: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
+    """The figures of the latest step in at most `lines` lines of `width` cells, the most important first; those for
+    which there is no room are left out."""
+    rows = dict(figure_rows(watch, glyphs, ascii_only=ascii_only))
+    if lines == 1 and isinstance(rows["tokens/s"], Content):
+        rows["tokens/s"] = rows["tokens/s"].plain.partition(" ")[0]
+    order = [name for name in STRIP_ORDER if name in rows] + [name for name in rows if name not in STRIP_ORDER]
+    found: list[list[Content]] = [[] for _ in range(lines)]
+    rooms = [width - 1] * lines
+    for name in order:
+        value = rows[name]
+        if isinstance(value, str) and value in UNKNOWN_FIGURES:
+            continue
+        part = Content.assemble((f"{name} ", "$muted"), value, "   ")
+        at = next((index for index, room in enumerate(rooms) if part.cell_length - 3 <= room), None)
+        if at is None:
+            continue
+        rooms[at] -= part.cell_length
+        found[at].append(part)
+    return [Content.assemble(" ", *parts).rstrip() for parts in found]
+
+
+STRIP_ORDER = ("loss", "eval loss", "tokens/s", "micro-batch", "gradient norm", "out of memory")
+"""The figures that are shown first in one line; then come the others, in their order."""
+
+UNKNOWN_FIGURES = ("-", "not known", "never")
+"""Values that say nothing, which are left out of the line."""
+
+
 def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_ranks: bool = True) -> list[Content]:
     """Return the figures of the latest step, one per line. `with_ranks` adds a brief line about the ranks, for screens
     without the table of ranks; `glyphs` replaces the console's glyphs by ASCII characters where necessary."""
+    rows = figure_rows(watch, glyphs, ascii_only=ascii_only)
+    if with_ranks and (watch.latest or {}).get("ranks"):
+        rows.append(("ranks", ranks_in_brief(watch)))
+    return [_row(name, value) for name, value in rows]
+
+
+def figure_rows(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool) -> list[tuple[str, str | Content]]:
+    """Names and values of the figures of the latest step."""
     step = watch.latest or {}
     rows: list[tuple[str, str | Content]] = [("loss", _loss(step))]
     rows += _scores(watch)
@@ -118,12 +168,10 @@ def figure_lines(watch: RunWatch, glyphs: Glyphs, *, ascii_only: bool, with_rank
         ("micro-batch", glyphs(_micro_batch(watch, step))),
         *_experts(step, ascii_only),
     ]
-    if with_ranks and step.get("ranks"):
-        rows.append(("ranks", ranks_in_brief(watch)))
     if watch.summary is not None:
         rows.append(("out of memory", ooms_text(watch.summary)))
         rows.append(("samples lost", f"{watch.summary.samples_lost:,}"))
-    return [_row(name, value) for name, value in rows]
+    return rows
 
 
 def _row(name: str, value: str | Content) -> Content:

@@ -25,7 +25,7 @@ from tui.run.line_kinds import EVENT_KINDS, LOG_LEVELS, next_kind
 from tui.run.log_tail import LogLine, LogTail
 from tui.run.memory import memory_lines
 from tui.run.pane_choice import PANES, PaneChoice
-from tui.run.panels import event_lines, figure_lines, log_lines
+from tui.run.panels import event_lines, figure_lines, figure_strip, log_lines
 from tui.run.ranks import rank_lines
 from tui.run.scores import sample_lines
 from tui.run.scores_pane import ScoresPane
@@ -35,7 +35,7 @@ from tui.widgets.memory_bar import Look
 from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
-TAB_LABELS = {"log": "engine log"}
+TAB_LABELS = {"log": "engine log", "samples": "answers"}
 """What the tab of a pane says, where that is not the pane's name."""
 
 MAX_RANK_LINES = 9
@@ -72,14 +72,15 @@ class RunPanes(Vertical):
     def compose(self) -> ComposeResult:
         """Yield one widget for each pane, and the field of the filter."""
         yield TextLines(id="all-tabs", classes="tabs")
+        yield TextLines(id="strip")
         with Horizontal(id="upper"):
             yield LossPlot(self._glyphs, self._ascii_only, id="loss")
             yield MetricGrid(self._glyphs, self._ascii_only, id="grid")
-            yield TextLines(id="figures", classes="pane")
         yield TextLines(id="word-tabs", classes="tabs")
         yield TextLines(id="ranks", classes="pane")
         yield TextLines(id="gpus", classes="pane")
         with Horizontal(id="lower"):
+            yield TextLines(id="figures", classes="pane")
             with Vertical(id="words"):
                 yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
                 yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing to show", id="log")
@@ -119,7 +120,7 @@ class RunPanes(Vertical):
         if not choice.room and room == "one":
             choice.activate("loss")
         choice.room, choice.has_ranks, choice.has_gpus = room, bool(self._rank_lines), bool(self._cards)
-        choice.has_samples = self._has_samples and self.screen.has_class("-wide")
+        choice.has_samples = self._has_samples and (room != "all" or self.screen.has_class("-wide"))
         if choice.active not in choice.names:
             choice.activate("events")
         for name in PANES:
@@ -145,7 +146,9 @@ class RunPanes(Vertical):
 
     def paint(self, watch: RunWatch) -> None:
         """Show the figures, ranks, events and memory of a run."""
-        choice = self.choice
+        choice, ascii_only = self.choice, self._ascii_only
+        strip = self.query_one("#strip", TextLines)
+        strip.show(figure_strip(watch, self.size.width, max(1, strip.size.height), self._glyphs, ascii_only=ascii_only))
         figures = self.query_one("#figures", TextLines)
         numbers = figure_lines(watch, self._glyphs, ascii_only=self._ascii_only, with_ranks=choice.room != "all")
         figures.show([*self._heading("figures", len(numbers) < figures.content_size.height), *numbers])
@@ -212,10 +215,12 @@ class RunPanes(Vertical):
         scores = [(e["step"], e["metrics"]["loss"]) for e in state.evals if e["metrics"].get("loss") is not None]
         marks = [
             StepMarks("checkpoint", "■", "$muted", watch.checkpoint_steps),
+            *(StepMarks(name, glyph, "bold $caution", _alert_steps(watch, code)) for code, glyph, name in ALERT_MARKS),
             StepMarks("oom", "▲", "bold $bad", [event["step"] for event in state.backoffs]),
         ]
         if metric is LOSS:
-            self.plot.set_data(LossPlotData(watch.curves.loss, scores, marks, note="no step yet"))
+            data = LossPlotData(watch.curves.loss, scores, marks, note="no step yet", may_be_log=True)
+            self.plot.set_data(data)
         else:
             note = f"this run has recorded no {metric.label.partition(',')[0]}"
             self.plot.set_data(LossPlotData(self._curve_of(watch).over("steps"), [], marks, note, metric.label))
@@ -325,6 +330,17 @@ class RunPanes(Vertical):
     def on_filter_field_left(self) -> None:
         """Take the focus from the field, so that keys act on the panes again."""
         self.screen.set_focus(None)
+
+
+ALERT_MARKS = (
+    ("slow_data", "≈", "slow data"), ("plateau", "─", "plateau"), ("gradient_spike", "↑", "gradient spike"),
+    ("not_finite", "✗", "not finite"),
+)  # fmt: skip
+"""Codes of the engine's warnings that belong to a step, each with its mark on the plot and its name."""
+
+
+def _alert_steps(watch: RunWatch, code: str) -> list[int]:
+    return [int(found["step"]) for found in watch.state.warnings if found["code"] == code and found.get("step")]
 
 
 def _event_words(line: FeedLine) -> str:

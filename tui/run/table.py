@@ -5,18 +5,28 @@ Text from run directories (names, models) passes `clean` and is put into `Conten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from textual.content import Content
 
 from engine.journal.event_text import clean, format_duration, format_number
+from engine.journal.index import DIRECTORY_NAME
 from engine.journal.summary import RunSummary
 from engine.journal.summary_text import file_problems
-from tui.run.listing import RunEntry
-from tui.theme import STATES
+from tui.run.listing import RunEntry, short_name
+from tui.theme import STATES, glyphs
 
-FIELDS = ("state", "model", "recipe", "profile", "name")
+EIGHTHS = "▁▂▃▄▅▆▇█"
+
+ASKED_FOR = "asked for"
+"""The reason that the engine records when a run ended at the user's request; not shown, since the user knows it."""
+
+FIELDS = ("state", "model", "recipe", "profile", "name", "tag", "note")
 """The fields that a filter can name: `FIELD:text`."""
 
 
@@ -55,15 +65,57 @@ def _evaluation_loss(summary: RunSummary) -> float | None:
     return summary.metrics.get("loss")
 
 
+def _age(entry: RunEntry, summary: RunSummary) -> str:
+    """How long ago the run was created, by the time in its directory's name, else its first event."""
+    found = DIRECTORY_NAME.match(entry.directory.name)
+    try:
+        if found:
+            made = datetime.strptime(found[1], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        else:
+            made = datetime.fromisoformat(str(summary.started))
+        return age_text((datetime.now(UTC) - made).total_seconds())
+    except (ValueError, TypeError):  # another name, and no event with a time
+        return ""
+
+
+def age_text(seconds: float) -> str:
+    """An age in one unit: "now" below a minute, then 5 m, 3 h, 2 d, 6 w, 1 y."""
+    for unit, size in (("y", 365 * 86400), ("w", 14 * 86400), ("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // (7 * 86400 if unit == 'w' else size):.0f} {unit}"
+    return "now"
+
+
+CURVE_CELLS = 10
+
+
+def _curve(_entry: RunEntry, summary: RunSummary) -> str:
+    """The training loss as bars, on a logarithmic scale where it spans more than a decade."""
+    losses = summary.losses
+    if len(losses) < 3:
+        return ""
+    cells = min(CURVE_CELLS, len(losses))
+    edges = [len(losses) * cell // cells for cell in range(cells + 1)]
+    means = [sum(losses[low:high]) / (high - low) for low, high in pairwise(edges)]
+    if min(means) > 0 and max(means) > 10 * min(means):
+        means = [math.log(mean) for mean in means]
+    low, span = min(means), max(means) - min(means)
+    return "".join(EIGHTHS[round(7 * (mean - low) / span) if span else 0] for mean in means)
+
+
 COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn("run", 0, 0, lambda entry, _: entry.directory.name),
+    TableColumn("run", 0, 0, lambda entry, _: short_name(entry.directory)),
+    TableColumn("age", 5, 40, _age, right=True, value=lambda summary: summary.started, of_one_run=True),
     TableColumn("step", 13, 50, _steps, right=True, value=lambda summary: summary.step),
     TableColumn("loss", 8, 95, _loss, right=True, value=lambda summary: summary.metrics.get("train_loss")),
+    TableColumn("curve", CURVE_CELLS, 110, _curve, of_one_run=True),
     TableColumn("eval", 8, 70, _score, right=True, value=_evaluation_loss),
-    TableColumn("ooms", 4, 75, lambda _, summary: str(summary.backoffs or ""), right=True,
+    TableColumn("ooms", 4, 90, lambda _, summary: str(summary.backoffs or ""), right=True,
                 value=lambda summary: summary.backoffs),
     TableColumn("time", 8, 70, _time, right=True, value=lambda summary: summary.total_seconds),
+    TableColumn("tags", 14, 140, lambda entry, _: " ".join(entry.labels.tags), of_one_run=True),
     TableColumn("changed", 20, 120, lambda entry, _: entry.changed, of_one_run=True),
+    TableColumn("note", 24, 180, lambda entry, _: entry.labels.note, of_one_run=True),
     TableColumn("model", 22, 150, lambda _, summary: summary.model, value=lambda summary: summary.model),
     TableColumn("profile", 10, 170, lambda _, summary: summary.profile, value=lambda summary: summary.profile),
 )  # fmt: skip
@@ -89,18 +141,22 @@ def state_of(summary: RunSummary) -> str:
     return "stopping" if summary.status == "running" and summary.stopping else summary.status
 
 
-def state_cell(state: str, glyphs: Callable[[str], str], *, ascii_only: bool) -> Content:
-    """Return the glyph and the word of a run's state, in the state's colour. `glyphs` replaces the glyph by ASCII where
-    necessary."""
+def state_cell(state: str, to_ascii: Callable[[str], str], *, ascii_only: bool) -> Content:
+    """Return the glyph and the word of a run's state, in the state's colour. `to_ascii` replaces the glyph by
+    ASCII where necessary."""
     shown = STATES.get(state)
     if shown is None:
         return Content(clean(state))
     return Content.styled(f"{shown.letter if ascii_only else shown.glyph} {state}", shown.style)
 
 
-def table_heading(width: int, columns: Sequence[TableColumn]) -> Content:
-    """A line with the titles of the columns."""
-    parts = [_fit(column.title, size, column.right) for column, size in _sizes(width, columns)]
+def table_heading(
+    width: int, columns: Sequence[TableColumn], *, sorted_by: TableColumn | None = None, arrow: str = ""
+) -> Content:
+    """A line with the titles of the columns; `arrow` stands at the one that the rows are `sorted_by`."""
+    titles = [(f"{column.title}{arrow if column is sorted_by else ''}", size, column.right)
+              for column, size in _sizes(width, columns)]  # fmt: skip
+    parts = [_fit(*title) for title in titles]
     return Content(" " + "state".ljust(STATE_WIDTH) + "  ".join(parts))
 
 
@@ -119,7 +175,7 @@ def run_row(
         word = ("x damaged" if ascii_only else "✗ damaged") if why else "..."
         state = Content.styled(_fit(word, STATE_WIDTH, False), "$muted")
         return Content.assemble(
-            lead, state, (title or clean(entry.directory.name)) + (f"  {clean(why)}" if why else "")
+            lead, state, (title or clean(short_name(entry.directory))) + (f"  {clean(why)}" if why else "")
         )
     state = state_cell(state_of(summary), str, ascii_only=ascii_only)
     cells = [
@@ -128,7 +184,11 @@ def run_row(
     ]
     damaged = f"  {'x' if ascii_only else '✗'} {problems}" if problems else ""
     cells[0] = ((title or cells[0][0]) + damaged, *cells[0][1:])
-    parts = [_fit(text, size, column.right) for text, column, size in cells]
+    cells[0] = (_middle(cells[0][0], cells[0][2], "~" if ascii_only else "…"), *cells[0][1:])
+    parts = [
+        _fit(glyphs(text, ascii_only=ascii_only) if column.title == "curve" else text, size, column.right)
+        for text, column, size in cells
+    ]
     return Content.assemble(lead, state.pad_right(STATE_WIDTH - state.cell_length), "  ".join(parts))
 
 
@@ -137,6 +197,14 @@ def _sizes(width: int, columns: Sequence[TableColumn]) -> list[tuple[TableColumn
     there = [column for column in columns if width >= column.from_width]
     fixed = sum(column.width for column in there) + 2 * (len(there) - 1) + STATE_WIDTH + 2
     return [(column, column.width or max(8, width - fixed)) for column in there]
+
+
+def _middle(text: str, size: int, ellipsis: str) -> str:
+    """Cut the middle of a name that is longer than `size` cells: beginning and end tell runs apart."""
+    if cell_len(text) <= size or size < 8:
+        return text
+    end = (size - 1) // 2
+    return text[: size - 1 - end] + ellipsis + text[-end:]
 
 
 def _fit(text: str, size: int, right: bool) -> str:
@@ -170,5 +238,30 @@ def _values(entry: RunEntry) -> dict[str, str]:
         return dict.fromkeys(FIELDS, "") | {"name": name, "state": "damaged" if entry.read_error else ""}
     return {
         "state": state_of(summary), "model": summary.model, "recipe": summary.recipe, "profile": summary.profile,
-        "name": f"{name} {summary.name}",
+        "name": f"{name} {summary.name}", "tag": " ".join(entry.labels.tags), "note": entry.labels.note,
     }  # fmt: skip
+
+
+def detail_lines(entry: RunEntry) -> list[Content]:
+    """Two lines about a run: its directory's name, recipe and profile; then tags and note, the changed settings, and
+    why it ended."""
+    summary = entry.summary
+    if summary is None:
+        return [
+            Content.assemble(" ", (clean(entry.directory.name), "bold")),
+            Content.styled(f" {entry.read_error}", "$bad"),
+        ]
+    first = Content.assemble(
+        " ", (clean(entry.directory.name), "bold"),
+        (f"   {clean(summary.recipe)} on {clean(summary.profile)}, {clean(summary.model)}", "$muted"),
+    )  # fmt: skip
+    tags = " ".join(f"#{clean(tag)}" for tag in entry.labels.tags)
+    why = summary.last_error or ("" if summary.reason == ASKED_FOR else summary.reason)
+    parts = [
+        (tags, "$mark"),
+        (clean(entry.labels.note), ""),
+        (clean(entry.changed), "$info"),
+        (clean(why or ""), "$bad"),
+    ]
+    second = [Content.assemble((text, style), "   ") for text, style in parts if text]
+    return [first, Content.assemble(" ", *second)]

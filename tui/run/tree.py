@@ -19,7 +19,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.stages import stage_directories, stage_name
 from engine.journal.summary import RunSummary
-from tui.run.listing import RunEntry, RunList
+from tui.run.listing import RunEntry, RunList, short_name
 from tui.run.table import COLUMNS, STATE_WIDTH, TableColumn, run_row, state_cell, state_of
 from tui.theme import glyphs
 
@@ -152,7 +152,7 @@ class RunTree:
 
 
 def _run_row(entry: RunEntry, depth: int = 0, parent: str = "") -> TreeRow:
-    return TreeRow(str(entry.directory.path), entry.directory.name, entry, depth, parent=parent)
+    return TreeRow(str(entry.directory.path), short_name(entry.directory), entry, depth, parent=parent)
 
 
 def _sort_value(row: TreeRow, column: TableColumn) -> Any:
@@ -200,7 +200,7 @@ def tree_row(
     branch = f"{'  ' * (row.depth - 1)}└ " if row.depth else ""
     title = glyphs(branch + mark, ascii_only=ascii_only) + clean(row.name)
     if row.entry is not None:
-        own = title if title != row.entry.directory.name else ""
+        own = title if title != short_name(row.entry.directory) else ""
         return run_row(row.entry, width, ascii_only, columns, marked=marked, title=own)
     if row.is_sweep:
         return run_row(row.members[0], width, ascii_only, columns, title=title, of_all=row.summary)

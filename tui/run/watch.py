@@ -34,6 +34,7 @@ from engine.journal.summary import (
 )
 from tui.plot.series import BoundedSeries
 from tui.run.gpus import GpuHistory
+from tui.run.table import ASKED_FOR
 
 STEP = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([^,]{1,40}),.*?"peak_bytes":(\d{1,18})[,}]')
 """Step, loss and peak in a step's line as the engine writes it. Any other line is parsed as JSON, which is slower."""
@@ -42,9 +43,6 @@ PEEK_BYTES = 64 * 1024
 """How much of a long journal's end is read first, for the latest step."""
 
 GPU_MARK = b'"kind":"gpu"'
-ASKED_FOR = "asked for"
-"""The reason that the engine records when a run ended at the user's request; not shown, since the user knows it."""
-
 FEED_LINES = 1000
 """Number of newest events stored for the events pane. All events are in events.jsonl."""
 

@@ -1,4 +1,4 @@
-"""Launch: choose a profile and a recipe, change their values, see the predicted memory, start the run.
+"""Launch: choose a profile and a recipe, change their settings, see the predicted memory, start the run.
 
 The screen turns keys into changes of a `LaunchState` and hands its snapshot to the `LaunchView`. `tui.launch.evaluate`
 says what a choice means, `tui.launch.fields` which fields there are.
@@ -8,37 +8,35 @@ Try: `tunedeck -p demo -r demo`
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
-from dataclasses import replace
-
 from textual import events
 from textual.app import ComposeResult
 from textual.timer import Timer
 
-from engine.config.files.find import SpecKind
-from engine.config.files.text import visible
-from engine.errors import TunedeckError
 from tui.files.catalog import read_machine
 from tui.keys import Key, bindings
 from tui.launch.choice import Choice
 from tui.launch.field_list import FieldInput, FieldList
 from tui.launch.fields import OTHER, allowed_values
 from tui.launch.simulator import Simulator
-from tui.launch.state import LaunchSnapshot, LaunchState
-from tui.launch.tabs import COMMAND, FIXES, SAMPLES, TABS, TabContents
-from tui.launch.view import FIELDS, PANEL, RECIPES, LaunchView
+from tui.launch.snapshot import LaunchSnapshot
+from tui.launch.state import LaunchState
+from tui.launch.tabs import COMMAND, DIFFERENCE, FIXES, SAMPLES, TABS, TabContents
+from tui.launch.view import FIELDS, PANEL, LaunchView
 from tui.screens.base import creations
-from tui.screens.creation_keys import CreationKeys
+from tui.screens.data_keys import DataKeys
+from tui.screens.picker_keys import WHILE_PICKING
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.memory_phases import planned_memory
 from tui.widgets.row_list import RowList
 
-ENTER_ACTIONS = {FIXES: "apply", SAMPLES: "samples", COMMAND: "copy"}
+ENTER_ACTIONS = {FIXES: "apply", SAMPLES: "samples", COMMAND: "copy", DIFFERENCE: "next_pane"}
 """The action of Enter in each tab."""
 
 IDLE_SECONDS = 0.15
 """Advice is computed after a pause in the typing as long as this."""
+
+LENGTHS_SECONDS = 1.5
+"""The data are read after a pause as long as this."""
 
 VERDICT_SECONDS = 0.02
 """Pause between the verdicts of two recipes, in which keys are handled."""
@@ -50,11 +48,9 @@ WHILE_EDITING = [
 ]
 """The keys that are not letters of the field being edited."""
 
-READING = "reading the data: a process with the tokenizer starts ..."
 
-
-class LaunchScreen(CreationKeys):
-    """The screen on which a run is configured and started: profile, recipe, fields, tabs and the memory budget."""
+class LaunchScreen(DataKeys):
+    """The screen on which a run is configured and started: profile, recipe, settings, tabs and the memory budget."""
 
     screen_name = "launch"
     BINDINGS = bindings("launch")
@@ -64,18 +60,13 @@ class LaunchScreen(CreationKeys):
         super().__init__()
         self._settings: object = None
         self._idle_timer: Timer | None = None
+        self._lengths_timer: Timer | None = None
 
     def compose_body(self) -> ComposeResult:
         """Yield the `LaunchView` and the prompt for names."""
         fields = FieldList(allowed_values, self._before_edit, self._on_typed, ascii_only=self.console.ascii_only)
-        recipe_given = isinstance(self._settings, Mapping) and bool(self._settings.get("recipe"))
-        yield LaunchView(TABS, fields, FIELDS if recipe_given else RECIPES, ascii_only=self.console.ascii_only)
+        yield LaunchView(TABS, fields, ascii_only=self.console.ascii_only)
         yield InputPrompt()
-
-    @property
-    def view(self) -> LaunchView:
-        """The widget that fills the screen between title bar and footer."""
-        return self.query_one(LaunchView)
 
     @property
     def choice(self) -> Choice:
@@ -92,7 +83,7 @@ class LaunchScreen(CreationKeys):
         self.state = LaunchState(read_machine(), self.console.runs_dir)
         self._simulator = Simulator(self.app, self._show_simulated)
         runs, ascii_only = self.console.flags.runs, self.console.ascii_only
-        self._tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only, letters=self.app.no_color)
+        self.tab_contents = TabContents(self.state, runs=runs, ascii_only=ascii_only, letters=self.app.no_color)
 
     def on_screen_resume(self) -> None:
         """Read the profile and recipe files again, since they may have changed, and apply new settings if there are
@@ -102,10 +93,12 @@ class LaunchScreen(CreationKeys):
             self.view.focus_pane(self.view.pane)
         settings, self._settings = self._settings, None
         opened = settings is not None or not self.state.profiles
+        if settings is not None and self.view.picked:
+            self.close_picker(keep=False)
         self.state.begin(settings)
-        self.call_after_refresh(self._show_with_cursors)
+        self.call_after_refresh(self._show)
         if opened:
-            self.call_after_refresh(self._go_to_problem)
+            self.call_after_refresh(self._go_to_first_setting)
 
     def on_resize(self, event: events.Resize) -> None:
         """Format all panes for the new width."""
@@ -119,32 +112,35 @@ class LaunchScreen(CreationKeys):
 
     # Showing the state.
 
-    def _show_with_cursors(self) -> None:
+    def show_choice(self) -> None:
+        """Show the choice after it changed."""
         self._show()
-        self.view.move_cursors(*self.state.positions)
 
-    def _go_to_problem(self) -> None:
-        """Move the cursor to the first field that must be changed before the run can start, if there is one."""
-        row = next((problem.row for problem in self.state.evaluated.problems if problem.row), None)
-        if row is not None:
-            self.view.focus_pane(FIELDS)
-            self.view.fields.move_to(row)
+    def _go_to_first_setting(self) -> None:
+        """Move the cursor to the first setting that must be changed before the run can start; if none must, to the
+        first one after profile and recipe."""
+        rows = [row.key for row in self.state.field_rows()]
+        row = next((problem.row for problem in self.state.evaluated.problems if problem.row), rows[2])
+        self.view.focus_pane(FIELDS)
+        self.view.fields.move_to(row)
 
     def _show(self) -> None:
         """Show the state after a change of the choice. Advice and verdicts of other recipes take longer and are
         computed when the screen is idle."""
-        self.view.show_lists(self.state.snapshot())
+        self.view.show_picker(self.state.snapshot())
         self._show_without_lists()
 
     def _show_without_lists(self) -> None:
-        """Show everything that a letter typed in a field can change: all but the lists of files."""
+        """Show everything that a letter typed in a field can change: all but the list of files."""
         snapshot = self.state.snapshot()
         self.view.show_fields(snapshot)
-        self._show_tab()
+        self.show_tab()
         self._show_budget(snapshot)
-        if self._idle_timer is not None:
-            self._idle_timer.stop()
+        for timer in (self._idle_timer, self._lengths_timer):
+            if timer is not None:
+                timer.stop()
         self._idle_timer = self.set_timer(IDLE_SECONDS, self._while_idle)
+        self._lengths_timer = self.set_timer(LENGTHS_SECONDS, self.read_lengths)
 
     def _while_idle(self) -> None:
         """Compute the fixes for the present choice first, then on each further call one recipe's verdict, until all are
@@ -152,14 +148,14 @@ class LaunchScreen(CreationKeys):
         if not self.is_active:
             return
         if self.state.advice() is None and self.state.advice(compute=True) is not None:
-            self._show_tab()
+            self.show_tab()
             self._show_budget(self.state.snapshot())
         if not self.state.time() and self.state.time(compute=True):
             self._show_budget(self.state.snapshot())
         self._simulator.start(self.state.simulation)
         self.refresh_title_and_footer()
-        if self.state.compute_next_verdict():
-            self.view.show_lists(self.state.snapshot())
+        if self.view.picked and self.state.compute_next_verdict():
+            self.view.show_picker(self.state.snapshot())
             self._idle_timer = self.set_timer(VERDICT_SECONDS, self._while_idle)
 
     def _show_simulated(self, problem: str) -> None:
@@ -167,11 +163,16 @@ class LaunchScreen(CreationKeys):
         self.state.simulated(problem)
         self._show()
 
-    def _show_tab(self) -> None:
-        self.view.show_panel(self._tab_contents.lines(self.view.panel.tab, self._panel_width))
+    def show_tab(self) -> None:
+        """Show the lines of the open tab."""
+        self.view.show_panel(self.tab_contents.lines(self.view.panel.tab, self._panel_width))
+
+    def show_budget(self) -> None:
+        """Show verdict, memory bar and status line."""
+        self._show_budget(self.state.snapshot())
 
     def _show_budget(self, snapshot: LaunchSnapshot) -> None:
-        self.view.show_budget(snapshot, self._tab_contents.fix(self._fix_line, self._panel_width))
+        self.view.show_budget(snapshot, self.tab_contents.fix(self._fix_line, self._panel_width))
 
     @property
     def _panel_width(self) -> int:
@@ -191,35 +192,61 @@ class LaunchScreen(CreationKeys):
             self.call_after_refresh(self._show)
 
     def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
-        """Choose the profile or recipe under the cursor; in the tab of fixes, say which fix that is."""
-        state = self.state
-        if event.rows.id == "profile-rows":
-            self._change(replace(state.choice, profile=state.profiles[event.index].argument))
-        elif event.rows.id == "recipe-rows":
-            self._change(replace(state.choice, recipe=state.recipes[event.index].argument))
+        """Choose the profile or recipe under the cursor of the open list; in the tab of fixes, say which fix that
+        is."""
+        if event.rows.id == "picker-rows":
+            self.pick(event.index)
         elif event.rows.id == f"{PANEL}-rows":
-            self._show_budget(state.snapshot())
+            self._show_hint()
+            self._show_budget(self.state.snapshot())
+
+    def _show_hint(self) -> None:
+        """Show what is to be said about the setting under the cursor; while the fixes are in front, about the fix."""
+        on_fix = self.view.pane == PANEL and self.view.panel.tab == FIXES
+        notes = self.tab_contents.notes(self._fix_line, self._panel_width) if on_fix else ""
+        if notes:
+            self.view.fields.show_hint(notes, "$muted")
+        else:
+            self.view.show_hint(self.state.evaluated)
 
     def on_row_list_selected(self) -> None:
         """Do the same as `do_enter` when Enter is pressed in a list."""
         self.action_press("enter")
 
     def do_enter(self) -> None:
-        """Go from a list of files to the next pane, edit a field, or perform the action of the open tab."""
-        if self.view.pane == PANEL:
+        """Keep the file under the cursor of the open list, edit a setting, or perform the action of the open tab."""
+        if self.view.picked:
+            self.close_picker(keep=True)
+        elif self.view.pane == PANEL:
             self.action_press(ENTER_ACTIONS[self.view.panel.tab])
-        elif self.view.pane == FIELDS:
-            self.view.fields.edit()
         else:
-            self.do_next_pane()
+            self.view.fields.edit()
+
+    def on_field_list_pick_asked(self, event: FieldList.PickAsked) -> None:
+        """Open the list of profiles or recipes when Enter is pressed on its row."""
+        self.action_press(f"pick_{event.kind}")
+
+    def step_back(self) -> bool:
+        """Close the open list of files, or show all panes again; False if there is nothing to undo."""
+        if self.view.picked:
+            self.close_picker(keep=False)
+            return True
+        return super().step_back()
 
     def do_next_pane(self) -> None:
-        """Give the focus to the next pane."""
-        self.view.focus_next_pane(1)
+        """Give the focus to the next pane; while a list of files is open, open the other one."""
+        self._next_pane(1)
 
     def do_previous_pane(self) -> None:
-        """Give the focus to the previous pane."""
-        self.view.focus_next_pane(-1)
+        """Give the focus to the previous pane; while a list of files is open, open the other one."""
+        self._next_pane(-1)
+
+    def _next_pane(self, by: int) -> None:
+        if self.view.picked:
+            self.action_press("pick_recipe" if self.view.picked == "profile" else "pick_profile")
+        else:
+            self.view.focus_next_pane(by)
+            self._show_hint()
 
     def do_next_tab(self) -> None:
         """Open the next tab (fixes, samples, command)."""
@@ -237,7 +264,7 @@ class LaunchScreen(CreationKeys):
         self.view.panel.next_tab(by)
         if self.has_class("-one-pane"):
             self.view.focus_pane(PANEL)
-        self._show_tab()
+        self.show_tab()
         self._show_budget(self.state.snapshot())
 
     # Changing the choice.
@@ -270,7 +297,12 @@ class LaunchScreen(CreationKeys):
 
     def footer_rows(self) -> list[Key]:
         """While a field is edited, only the keys that end it: all others are letters of its text."""
-        return WHILE_EDITING if self.view.fields.is_edited else super().footer_rows()
+        if self.view.fields.is_edited:
+            return WHILE_EDITING
+        if not self.view.picked:
+            return super().footer_rows()
+        others = (key for key in super().footer_rows() if key.action not in ("enter", "undo"))
+        return [*WHILE_PICKING, *others]
 
     def do_keep(self) -> None:
         """End the editing of a field."""
@@ -281,8 +313,8 @@ class LaunchScreen(CreationKeys):
         self.query_one(FieldInput).action_discard()
 
     def on_field_list_highlighted(self) -> None:
-        """Show the hint of the field under the cursor."""
-        self.view.show_hint(self.state.evaluated)
+        """Show the hint of the setting under the cursor."""
+        self._show_hint()
         self.refresh_title_and_footer()
 
     def disabled_reason(self, action: str) -> str | None:
@@ -296,6 +328,8 @@ class LaunchScreen(CreationKeys):
             return "there is no plan"
         if action == "undo" and not self.state.can_undo:
             return "nothing was changed yet"
+        if action == "undo" and self.view.picked:
+            return "a list is open: esc returns to the file chosen before"
         row = self.view.fields.row
         if action == "restore" and (row is None or not row.changed):
             return "this field has the value of its file"
@@ -311,7 +345,7 @@ class LaunchScreen(CreationKeys):
 
     def do_apply(self) -> None:
         """Apply the fix under the cursor, or the first fix if the cursor is on none."""
-        suggestion = self._tab_contents.suggestion(self._fix_line, self._panel_width)
+        suggestion = self.tab_contents.suggestion(self._fix_line, self._panel_width)
         if suggestion is None:
             self.show_message("there is no change to apply", "$caution")
         else:
@@ -319,9 +353,9 @@ class LaunchScreen(CreationKeys):
             self._show()
 
     def do_undo(self) -> None:
-        """Return to the choice before the last change, and move the cursors of the lists to its files."""
+        """Return to the choice before the last change."""
         self.state.undo()
-        self._show_with_cursors()
+        self._show()
 
     def do_restore(self) -> None:
         """Reset the field under the cursor to the value in its file."""
@@ -341,38 +375,3 @@ class LaunchScreen(CreationKeys):
         plan, choice = self.state.evaluated.plan, self.state.choice
         if plan is not None:
             self.console.open_screen("memory", planned_memory(f"{choice.recipe} on {choice.profile}", plan.as_json()))
-
-    # Samples, the command and files made from the choice.
-
-    def do_copy(self) -> None:
-        """Copy the command that starts the same run without the console to the terminal's clipboard."""
-        self.app.copy_to_clipboard(shlex.join(self._tab_contents.command()))
-        self.show_message("the command was sent to the terminal's clipboard")
-
-    def do_samples(self) -> None:
-        """Read samples of the data in a separate process and show them in the samples tab."""
-        self._tab_contents.samples_status = READING
-        self._show_tab()
-        self.run_worker(self._read_samples(self.state.choice), group="samples", exclusive=True)
-
-    async def _read_samples(self, choice: Choice) -> None:
-        await self._tab_contents.read_samples(choice)
-        self._show_tab()
-
-    def do_save(self) -> None:
-        """Ask for a name, and save the changed recipe or profile as a new file; if both are changed, the recipe
-        first."""
-        kind = self.state.changed_kinds[0]
-        ask = self.query_one(InputPrompt).ask
-        ask(f"save as a new {kind}, named", self.state.unused_name(kind), lambda name: self._save(kind, name))
-
-    def _save(self, kind: SpecKind, name: str) -> None:
-        try:
-            path = self.state.save(kind, name)
-        except TunedeckError as error:
-            self.show_error(error)
-            return
-        self._show_with_cursors()
-        self.show_message(f"saved {visible(str(path))}")
-        if self.state.changed_kinds:
-            self.do_save()

@@ -5,12 +5,15 @@ Try: `tunedeck`, then `3`.
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomli
 from textual import events
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.containers import Container, Vertical
 from textual.content import Content
 
@@ -132,7 +135,9 @@ class LibraryScreen(BaseScreen):
 
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect: keys that need a file are disabled while the cursor is on a heading."""
-        if action in ("edit", "use", "new", "export_file") and (not self._items or self.chosen.entry is None):
+        if action in ("edit", "use", "new", "export_file", "external_editor", "copy_path") and (
+            not self._items or self.chosen.entry is None
+        ):
             return "choose a profile or a recipe"
         if action == "chat" and not (self._items and self.chosen.entry is not None and self.chosen.kind == "recipe"):
             return "choose a recipe: its model answers"
@@ -167,6 +172,43 @@ class LibraryScreen(BaseScreen):
         shipped = entry.origin in ("shipped", "detected")
         target = own_folder(kind) / entry.path.name if shipped else entry.path
         self._open(kind, entry.path, target)
+
+    def do_external_editor(self) -> None:
+        """Edit the file in the program that $VISUAL or $EDITOR names, which has the terminal meanwhile; a shipped file
+        is first copied into the user's folder."""
+        kind, entry = self._entry()
+        words = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "")
+        if not words:
+            self.show_message("neither $VISUAL nor $EDITOR names a program; enter edits here", "$caution")
+            return
+        try:
+            path = self._own_copy(kind, entry)
+            with self.app.suspend():
+                code = subprocess.run([*words, str(path)], check=False).returncode
+        except TunedeckError as error:
+            self.show_error(error)
+        except (OSError, SuspendNotSupported) as error:
+            self.show_message(f"{words[0]} cannot be started: {error}", "$bad")
+        else:
+            self._list(path.stem)
+            self.show_message(f"{words[0]} ended with exit code {code}" if code else f"edited {visible(str(path))}")
+
+    @staticmethod
+    def _own_copy(kind: SpecKind, entry: FileEntry) -> Path:
+        """The path of a file that may be changed: of a shipped or detected one a copy in the user's folder, made now if
+        there is none."""
+        if entry.origin not in ("shipped", "detected"):
+            return entry.path
+        target = own_folder(kind) / entry.path.name
+        if not target.exists():
+            user_files.write_text(target, user_files.read_text(entry.path), before=None)
+        return target
+
+    def do_copy_path(self) -> None:
+        """Copy the path of the file to the terminal's clipboard."""
+        _, entry = self._entry()
+        self.app.copy_to_clipboard(str(entry.path))
+        self.show_message(f"copied {visible(str(entry.path))}")
 
     def _open(self, kind: SpecKind, source: Path, target: Path) -> None:
         try:

@@ -27,6 +27,11 @@ class PlotKeys:
         """How the plot is drawn."""
         raise NotImplementedError
 
+    @property
+    def plot_is_log(self) -> bool:
+        """Whether the y axis is logarithmic now, by choice or by itself."""
+        return self.plot_options.log
+
     def set_plot_options(self, options: PlotOptions) -> None:
         """Draw the plot with other options."""
         raise NotImplementedError
@@ -36,7 +41,7 @@ class PlotKeys:
 
     def do_log_axis(self) -> None:
         """Switch the y axis between logarithmic and linear."""
-        self.set_plot_options(replace(self.plot_options, log=not self.plot_options.log))
+        self.set_plot_options(replace(self.plot_options, log=not self.plot_is_log, auto_log=False))
 
     def do_smooth(self) -> None:
         """Draw the curve smoothed, then thick, then as it is."""

@@ -32,7 +32,9 @@ from tui.run.watch import RunWatch
 from tui.screens.engine_keys import EngineKeys
 from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
 from tui.screens.plot_keys import PlotKeys
+from tui.screens.run_keys import RUN_ACTIONS, RunKeys
 from tui.screens.scroll_keys import SCROLL_ACTIONS, ScrollKeys
+from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.scrollback import Scrollback
 from tui.widgets.text_lines import TextLines
 
@@ -65,7 +67,7 @@ PLOT_ACTIONS = ("cursor_left", "cursor_right", "cursor_far_left", "cursor_far_ri
 """Actions on the plot of one metric, which have no effect while the grid of all is shown instead."""
 
 
-class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys):
+class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
     """The screen that shows one run while it trains or after it has ended, and sends it requests."""
 
     screen_name = "run"
@@ -124,6 +126,12 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys):
         yield TextLines(id="headline")
         yield RunPanes(self.glyphs, self.console.ascii_only)
         yield ScoresPane(id="scores")
+        yield InputPrompt()
+
+    @property
+    def acted_on(self) -> RunDirectory:
+        """The run that is shown; of a staged run the whole one."""
+        return self.directory
 
     @property
     def scores(self) -> ScoresPane:
@@ -219,6 +227,8 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys):
             return f"the run is {status or 'not read yet'}: there is no engine to ask"
         if action in ("checkpoint", "pause") and self.is_stopping:
             return "it is stopping already"
+        if action in RUN_ACTIONS:
+            return self.run_action_refusal(action, status)
         if action == "resume":
             return resume_refusal(self.directory, status)
         if action in MODEL_ACTIONS:
@@ -331,6 +341,11 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys):
     def plot_options(self) -> PlotOptions:
         """How the plot, or the grid of plots, is drawn."""
         return self.panes.plot.options
+
+    @property
+    def plot_is_log(self) -> bool:
+        """Whether the y axis is logarithmic now, by choice or by itself."""
+        return self.panes.plot.is_log
 
     def set_plot_options(self, options: PlotOptions) -> None:
         """Draw the plot, or the grid of plots, with other options."""

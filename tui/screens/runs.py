@@ -21,10 +21,11 @@ from engine.journal.index import TRASH, move_to_trash, newest_in_trash, restore_
 from tui.keys import bindings
 from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, matches, table_heading
+from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, detail_lines, matches, table_heading
 from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
+from tui.screens.run_keys import RUN_ACTIONS, RunKeys
 from tui.screens.table import screen_row
 from tui.widgets.filter_field import FilterField
 from tui.widgets.input_prompt import InputPrompt
@@ -41,7 +42,7 @@ CATCH_UP_SECONDS = 0.02
 """The interval while there are runs that were not read yet."""
 
 
-class RunsScreen(ModelKeys):
+class RunsScreen(ModelKeys, RunKeys):
     """The screen that lists all runs of the runs folder."""
 
     screen_name = "runs"
@@ -61,6 +62,7 @@ class RunsScreen(ModelKeys):
         yield FilterField("words, or state:running model:qwen recipe:demo")
         yield TextLines(classes="heading")
         yield RowList(id="runs")
+        yield TextLines(id="details")
         yield InputPrompt()
 
     def on_mount(self) -> None:
@@ -80,13 +82,23 @@ class RunsScreen(ModelKeys):
         self.shown = self._tree.rows((lambda entry: matches(entry, self._filter)) if self._filter else None)
         rows = self.query_one(RowList)
         width = self.size.width
-        self.query_one(".heading", TextLines).show([table_heading(width, self._columns)])
+        self.query_one(".heading", TextLines).show([self._heading(width)])
         there = {entry.directory.path for entry in self.runs.entries}
         self._marked = {path: run for path, run in self._marked.items() if path in there or path.parent.parent in there}
         rows.show([self._row(row, width) for row in self.shown] or list(self._empty()))
         if chosen is not None:
             self._move_to(chosen.key)
+        self._show_details()
         self.refresh_title_and_footer()
+
+    def _heading(self, width: int) -> Content:
+        arrow = self.glyphs(" ↓" if self._tree.largest_first else " ↑")
+        return table_heading(width, self._columns, sorted_by=self._tree.sorted_by, arrow=arrow)
+
+    def _show_details(self) -> None:
+        """Show the full name of the run under the cursor, and what has no column: settings, tags and note, its end."""
+        row = self.chosen
+        self.query_one("#details", TextLines).show(detail_lines(row.entry) if row is not None and row.entry else [])
 
     def _move_to(self, key: str) -> None:
         """Move the cursor to the row with this key, if it is shown."""
@@ -106,6 +118,16 @@ class RunsScreen(ModelKeys):
         else:
             yield Content.styled(f"  no runs in {clean(self.console.runs_dir)}", "$muted")
             yield Content.styled(f"  {screen_row('launch').key} opens Launch, to make and start one", "$muted")
+
+    @property
+    def acted_on(self) -> RunDirectory | None:
+        """The run under the cursor."""
+        return self.chosen.directory if self.chosen is not None else None
+
+    def labels_changed(self) -> None:
+        """Read the labels again."""
+        self._tree.refresh(seconds=READ_SECONDS)
+        self._fill()
 
     @property
     def chosen(self) -> TreeRow | None:
@@ -134,7 +156,7 @@ class RunsScreen(ModelKeys):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect on the run under the cursor; None if the key has an effect."""
         row = self.chosen
-        if action in ("open", "resume", "clone", "delete", "mark", "unfold", "fold") and row is None:
+        if row is None and action in ("open", "resume", "clone", "delete", "mark", "unfold", "fold", *RUN_ACTIONS):
             return "there is no run here"
         if action in MODEL_ACTIONS:
             return self.no_model_reason()
@@ -151,12 +173,14 @@ class RunsScreen(ModelKeys):
             return None if row.is_open or row.parent else "nothing is open here"
         if row.is_sweep:
             one = "a sweep is many runs: l opens it, c compares them"
-            return one if action in ("resume", "clone", "delete", "mark") else None
+            return one if action in ("resume", "clone", "delete", "mark", *RUN_ACTIONS) else None
         if row.entry is None:
             return f"stage {row.name} has not begun"
         if action == "delete" and row.parent and not row.parent.startswith(SWEEP):
             return "a stage is deleted with its run"
         status = row.summary.status if row.summary is not None else ""
+        if action in RUN_ACTIONS:
+            return self.run_action_refusal(action, status)
         if action == "resume":
             return resume_refusal(row.entry.directory, status)
         if action == "delete" and status == "running":
@@ -168,7 +192,8 @@ class RunsScreen(ModelKeys):
         self.action_press("open")
 
     def on_row_list_highlighted(self) -> None:
-        """Update the keys in the footer, which depend on the run under the cursor."""
+        """Show the details of the run under the cursor, and the keys in the footer, which depend on it."""
+        self._show_details()
         self.refresh_title_and_footer()
 
     def do_open(self) -> None:

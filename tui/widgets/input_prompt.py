@@ -43,17 +43,18 @@ class InputPrompt(Horizontal):
         super().__init__()
         self._answered: Callable[[str], None] | None = None
         self._before: Widget | None = None
+        self._allow_empty = False
 
     def compose(self) -> ComposeResult:
         """Yield the question and the field."""
         yield TextLines()
         yield PromptInput(compact=True)
 
-    def ask(self, question: str, text: str, answered: Callable[[str], None]) -> None:
+    def ask(self, question: str, text: str, answered: Callable[[str], None], *, allow_empty: bool = False) -> None:
         """Show the question, with `text` in the field. When Enter is pressed, `answered` is called with the text of the
-        field."""
+        field; with an empty one only if `allow_empty`."""
         label, field = self.query_one(TextLines), self.query_one(PromptInput)
-        self._before, self._answered = self.screen.focused, answered
+        self._before, self._answered, self._allow_empty = self.screen.focused, answered, allow_empty
         label.styles.width = len(question) + 3
         label.show([Content(f" {question}: ")])
         field.value = text
@@ -65,8 +66,7 @@ class InputPrompt(Horizontal):
         """Hide the prompt and return the focus to the widget that had it before."""
         self._answered = None
         self.display = False
-        if self._before is not None:
-            self.screen.set_focus(self._before)
+        self.screen.set_focus(self._before)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Stop the message about a change, so that the screen does not take it for a change in one of its own
@@ -78,5 +78,5 @@ class InputPrompt(Horizontal):
         event.stop()
         answered, text = self._answered, event.value.strip()
         self.close()
-        if answered is not None and text:
+        if answered is not None and (text or self._allow_empty):
             answered(text)

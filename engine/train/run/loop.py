@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from engine.batching.micro_batches import costliest_sequences, floor_tokens, launch_tokens
 from engine.device.oom import ATTEMPTS
-from engine.errors import MemoryExhaustedError
+from engine.errors import DivergedError, MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
 from engine.journal.host_kills import Attempt
+from engine.train.run.alerts import AlertMonitor
 from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator
 from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
@@ -69,6 +70,7 @@ class Training:
         self.transaction = StepTransaction(self.context)
         self.pace = RunPace(setup.spec, self.context)
         self.growth = BudgetGrowth(self.context, run.journal)
+        self.alerts = AlertMonitor(run.journal, setup.total_steps)
         self.micro_batches = MicroBatchReporter(setup.spec, self.context, run.journal)
         self._gpu_read_at = 0.0
         self._stop_early = False
@@ -184,6 +186,9 @@ class Training:
         except CheckpointReloadRequired:
             self._reload_last()
             return
+        except DivergedError:
+            self.alerts.not_finite(step, "the run ends here")
+            raise
         self._reloads = 0
         self._note_peak(outcome)
         self.state.step = step
@@ -196,8 +201,16 @@ class Training:
         if step % self.setup.spec.recipe.train.log_every_steps == 0 or step == self.setup.total_steps:
             self._write_step(outcome, samples, rate, time.perf_counter() - began)
         self.pace.note(outcome, time.perf_counter() - began, clean=not self.transaction.failures)
+        self._look_for_alerts(step, outcome, time.perf_counter() - began)
         self.growth.after_step(step, clean=outcome.applied and not self.transaction.failures)
         self.micro_batches.update(step, failed=self.transaction.failures > 0)
+
+    def _look_for_alerts(self, step: int, outcome: StepOutcome, seconds: float) -> None:
+        if outcome.overflowed:
+            self.alerts.not_finite(step, "it was skipped, and the loss scale lowered")
+        elif outcome.applied:
+            waited = outcome.data_wait_seconds
+            self.alerts.after_step(step, loss=outcome.loss, grad_norm=outcome.grad_norm, waited=waited, seconds=seconds)
 
     def _note_peak(self, outcome: StepOutcome) -> None:
         # Of ranks that share sequences, the one with most target tokens has the highest peak.

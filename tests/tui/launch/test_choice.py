@@ -21,8 +21,9 @@ from tui.launch.choice import (
     train_command,
 )
 from tui.launch.evaluate import evaluate_choice
-from tui.launch.fields import FIELDS, NAME, OTHER, allowed_values, field_help, field_rows
+from tui.launch.fields import FIELDS, NAME, OTHER, PROFILE, RECIPE, allowed_values, field_help, field_rows
 from tui.launch.file_rows import recipe_row
+from tui.launch.lengths import basis_words, change_words
 from tui.launch.state import LaunchState
 
 CPU = Machine(Device(kind="cpu", memory_gib=16.0), 1, "This machine's CPU, 2 cores", "")
@@ -70,14 +71,19 @@ def test_the_list_of_recipes_says_its_verdict_in_words() -> None:
     for plan, words in ((fits, "✓ fits "), (smaller, "◐ fits with micro-batch 4 ")):
         row = recipe_row(entry, replace(evaluated, plan=plan), chosen=False, name_width=6, ascii_only=False)
         assert words in row.plain and row.plain.endswith("a title")
+    elsewhere = replace(entry, made_for="24gb")
+    too_large = replace(evaluated, plan=replace(smaller, verdict="does_not_fit", remedies={}))
+    rows = [recipe_row(each, too_large, chosen=False, name_width=6, ascii_only=False) for each in (elsewhere, entry)]
+    assert "✗ made for 24gb " in rows[0].plain and "✗ does not fit " in rows[1].plain
 
 
 def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
     spec, plan = spec_of(DEMO)
-    assert verdict_line(plan, 140, ascii_only=False).plain.endswith("64 tokens, data.max_length")
+    assert basis_words(plan, reading=False, readable=True) == "for the longest possible, 64 tokens; d reads the data"
     record_longest(lengths_record(spec.recipe), 41)
     _, known = spec_of(DEMO)
-    assert verdict_line(known, 150, ascii_only=False).plain.endswith("41 tokens, the longest of the data")
+    assert basis_words(known, reading=False, readable=False) == "for the longest of the data, 41 tokens"
+    assert "has 41 tokens, not 64; predicted peak 192.2 MiB -> 126.7 MiB" in change_words(plan, known)
     assert verdict_line(known, 60, ascii_only=False).plain.endswith("missing as written")
 
 
@@ -206,7 +212,7 @@ def test_the_last_valid_plan_stays_until_another_recipe_is_chosen(launch: Launch
     assert launch.evaluated.plan is None and launch.snapshot().last_valid.plan is plan
     launch.change(Choice("demo", "qlora"))
     assert launch.snapshot().last_valid.plan is None
-    assert [row.key for row in launch.field_rows()] == ["model.quantize", OTHER]
+    assert [row.key for row in launch.field_rows()] == [PROFILE, RECIPE, "model.quantize", OTHER]
 
 
 def test_applied_advice_makes_it_fit_and_can_be_taken_back(launch: LaunchState) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter
+from engine.journal.summary_text import ready_at
 from tests.journal.event_fields import step_fields
 from tests.tui.conftest import Opener
 from tui.launch.choice import Choice
@@ -41,7 +44,12 @@ def test_a_like_run_tells_how_long_it_takes_and_no_other_does(runs: Path) -> Non
     assert find_pace(spec, runs) is None
     earlier_run(runs, spec_of(DEMO.with_field("train.learning_rate", "0.1")), 20)
     text = time_words(spec, find_pace(spec, runs))
-    assert text.startswith("time: about 2:30 for 300 steps, at the pace of ") and text.endswith("(500 ms a step)")
+    assert re.match(
+        r"time: about 2:30 for 300 steps \(ready .*at \d\d:\d\d\), at the pace of .*\(500 ms a step\)$", text
+    )
+    evening = datetime(2026, 11, 25, 21, 30).astimezone()
+    assert ready_at(600, evening) == "ready at 21:40"
+    assert ready_at(9000, evening) == "ready on Thu 26 Nov at 00:00"
 
 
 def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
@@ -59,4 +67,4 @@ async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(cons
         pilot.screen.state.set_field("train.batch_size", "128")
         pilot.screen._show()
         await pilot.sees("was 64")
-        assert pilot.screen.state.field_rows()[3].note == "was 64"
+        assert pilot.screen.state.field_rows()[5].note == "was 64"

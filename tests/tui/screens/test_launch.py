@@ -10,10 +10,14 @@ import pytest
 from textual import events
 from textual._compositor import ChopsUpdate, Compositor
 
+from engine.config.load import dump_run_spec
+from engine.journal.directory import create_run_directory
 from engine.journal.index import list_runs
 from engine.launch.process import force_stop
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
+from tui.launch.choice import Choice
+from tui.launch.evaluate import evaluate_choice
 from tui.screens.launch import LaunchScreen
 
 pytestmark = pytest.mark.asyncio
@@ -46,7 +50,7 @@ async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
     mine = text.replace('name = "demo"', 'name = "mine"').replace('"builtin:dates"', '"rows.jsonl"', 1)
     (empty_folder / "profiles" / "recipes" / "mine.toml").write_text(mine)
     async with console(120, 36) as pilot:
-        await pilot.sees("▶ mine", "▶ this-cpu", "cannot start", "rows.jsonl", "▶ Fields")
+        await pilot.sees("recipe         mine", "profile        this-cpu", "cannot start", "rows.jsonl", "▶ Settings")
         assert pilot.screen.view.fields.row.key == "data.sources.dates"
         await pilot.press("enter", "end", "ctrl+u", *"builtin:dates", "enter")
         await pilot.sees("s starts with micro-batch 64, one for a step of 64 sequences")
@@ -61,43 +65,76 @@ async def test_verdict_bar_and_start_key_are_in_sight(console: Opener, width: in
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_with_room_all_four_panes_are_shown(console: Opener, size: tuple[int, int]) -> None:
+async def test_no_verdict_is_cut_and_no_value_abbreviated(console: Opener, size: tuple[int, int]) -> None:
     async with console(*size, **DEMO) as pilot:
-        await pilot.sees("Profile  ", "Recipe  ", "Fields", "command", "builtin:tiny", "does not fit", "this machine")
+        await pilot.sees("profile        demo", "Settings", "command", "builtin:tiny", "fits with micro-batch 17  ")
+        await pilot.sees("train.micro_batch = auto", "2.8 MiB left", "same result", "longest possible, 64 tokens")
+        await pilot.press("R")
+        await pilot.sees(
+            "◐ fits with micro-batch 17", "mixtral-8x7b-attention ✗ made for 4xh200", "qwen3-4b-longcontext"
+        )
 
 
 async def test_without_room_one_pane_is_shown_and_tab_goes_on_to_the_next(console: Opener) -> None:
     async with console(60, 15, **DEMO) as pilot:
-        await pilot.sees("Fields")
-        assert "Recipe" not in pilot.text
-        for shown in ("train.micro_batch = auto", "this machine", "Demo: a tin", "builtin:tiny"):
+        await pilot.sees("Settings")
+        for shown in ("micro_batch = auto", "builtin:tiny"):
             await pilot.press("tab")
             await pilot.sees(shown, "128.2 MiB missing")
+        await pilot.press("P")
+        await pilot.sees("this machine", "24gb")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_a_pane_is_enlarged_and_esc_shows_all_again(console: Opener, size: tuple[int, int]) -> None:
     async with console(*size, **DEMO) as pilot:
-        await pilot.sees("Profile  ", "Recipe  ", "Fields")
+        await pilot.sees("fixes", "Settings")
         await pilot.press("z")
-        await pilot.until(lambda: "Recipe  " not in pilot.text, "the fields alone")
-        await pilot.sees("Fields", "builtin:tiny", "128.2 MiB missing")
-        assert pilot.screen.view.fields.size.width == size[0]
+        await pilot.until(lambda: "fixes" not in pilot.text, "the settings alone")
+        await pilot.sees("Settings", "builtin:tiny", "128.2 MiB missing")
         await pilot.press("tab")
         await pilot.sees("fixes", "128.2 MiB missing")
         await pilot.press("escape")
-        await pilot.sees("Profile  ", "Recipe  ", "Fields")
+        await pilot.sees("fixes", "Settings")
         assert isinstance(pilot.screen, LaunchScreen)
 
 
-async def test_moving_in_the_lists_chooses_and_shows_what_it_costs(console: Opener) -> None:
+async def test_moving_in_the_list_shows_what_it_costs_and_esc_goes_back(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.sees("128.2 MiB missing")
-        await pilot.press("h", "j", "j", "j")
-        await pilot.sees("cannot start", "/train.jsonl")
+        await pilot.press("R", "j", "j", "j")
+        await pilot.sees("cannot start", "/train.jsonl", "enter choose", "esc back")
         assert pilot.screen.state.choice.recipe == "lora"
-        await pilot.press("k", "k", "k")
+        await pilot.press("escape")
         await pilot.sees("s starts it as written")
+        assert pilot.screen.state.choice.recipe == "demo" and not pilot.screen.state.can_undo
+        await pilot.press("g", "enter", "j", "enter")
+        await pilot.sees("profile        demo-2")
+        await pilot.press("u")
+        await pilot.sees("profile        demo  ")
+        assert pilot.screen.state.choice.profile == "demo"
+
+
+async def test_the_plan_says_for_which_sequences_it_is_and_why_it_changes(
+    console: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: first the recipe's longest length, seconds later that of the data, without a word about it."""
+    monkeypatch.setattr("tui.screens.launch.LENGTHS_SECONDS", 0.3)
+    async with console(80, 24, **DEMO) as pilot:
+        await pilot.sees("for the longest possible, 64 tokens; reading the data ...", "192.2 of 64.0 MiB")
+        await pilot.sees("for the longest of the data, 41 tokens", "fits with micro-batch 28", "126.7 of 64.0 MiB")
+        await pilot.sees("the data were read: the longest sequence has 41 tokens, not 64")
+
+
+async def test_a_tab_says_what_differs_from_the_last_run_of_the_recipe(console: Opener, runs: Path) -> None:
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("left_square_bracket")
+        await pilot.sees("no earlier run of demo in this folder")
+        spec = evaluate_choice(Choice("demo", "demo", {"train.learning_rate": "0.1"})).spec
+        assert spec is not None
+        run = create_run_directory(runs, "demo", dump_run_spec(spec), {})
+        await pilot.press("left_square_bracket", "right_square_bracket")
+        await pilot.sees(f"1 setting differs from {run.name}", "train.learning_rate  0.1 -> 0.003")
 
 
 async def test_the_bar_follows_every_letter_and_letters_are_no_keys_while_editing(console: Opener) -> None:
@@ -157,12 +194,11 @@ async def test_keys_that_come_in_one_burst_are_obeyed_in_their_order(console: Op
 
 async def test_keys_of_one_burst_follow_the_focus_that_the_keys_before_them_move(console: Opener) -> None:
     async with console(**DEMO) as pilot:
-        pilot.screen.view.focus_pane("profiles")
         await pilot.app.workers.wait_for_complete()
-        for key in ("j", "tab", "k", "tab", "g", "j", "j", "enter", "ctrl+u", "9", "6", "enter", "k"):
+        for key in ("P", "j", "enter", "g", "j", "j", "j", "j", "enter", "ctrl+u", "9", "6", "enter", "k"):
             pilot.app.post_message(events.Key(key, key if len(key) == 1 else None))
         await pilot.until(lambda: pilot.screen.state.choice.overrides == {"data.max_length": "96"}, "96")
-        await pilot.until(lambda: pilot.screen.view.fields.row.key == "data.sources.main", "the row above")
+        await pilot.until(lambda: pilot.screen.view.fields.row.key == "data.sources.dates", "the row above")
         assert pilot.screen.state.choice.profile == "demo-2"
 
 
@@ -230,7 +266,7 @@ async def test_one_key_applies_the_first_fix(console: Opener) -> None:
 async def test_the_next_step_names_the_fix_that_a_applies(console: Opener) -> None:
     async with console(140, 36, **DEMO) as pilot:
         await pilot.sees("is survived; a applies fix 1: train.micro_batch = auto")
-        await pilot.press("l", "G")
+        await pilot.press("tab", "G")
         count = len(pilot.screen.state.advice().suggestions)
         await pilot.until(lambda: f"a applies fix {count}" in budget(pilot), "the fix under the cursor")
 
@@ -239,7 +275,7 @@ async def test_enter_on_a_fix_applies_that_one(console: Opener) -> None:
     async with console(**DEMO) as pilot:
         await pilot.sees("2 ", "slower")
         last = pilot.screen.state.advice().suggestions[-1]
-        await pilot.press("l", "G", "enter")
+        await pilot.press("tab", "G", "enter")
         assert set(pilot.screen.state.choice.overrides) == set(last.changes)
 
 
@@ -252,9 +288,9 @@ async def test_the_command_tab_shows_what_start_runs(console: Opener, runs: Path
 async def test_samples_are_read_by_another_process_and_learned_text_is_marked(console: Opener) -> None:
     shutil.rmtree(os.environ["TUNEDECK_CACHE"], ignore_errors=True)  # data that are cached are read in an instant
     async with console(120, 36, **DEMO) as pilot:
-        await pilot.press("right_square_bracket", "l", "enter")
+        await pilot.press("right_square_bracket", "tab", "enter")
         await pilot.sees("reading the data")
-        contents = pilot.screen._tab_contents
+        contents = pilot.screen.tab_contents
         await pilot.until(lambda: "sample 1, dates" in pilot.text or "tunedeck" in contents.samples_status, "a sample")
         await pilot.sees("<eos>⟧", "20,000 sequences")
 
@@ -273,7 +309,7 @@ async def test_the_screen_opens_on_what_a_run_was_made_from(console: Opener) -> 
         await pilot.press("1")
         settings = {"profile": "demo", "recipe": "demo", "overrides": ["train.batch_size=32", "train.micro_batch=8"]}
         pilot.app.open_screen("launch", settings)
-        await pilot.sees("8 × 4 × 1 = 32", "Fields  2 changed")
+        await pilot.sees("8 × 4 × 1 = 32", "Settings  2 changed")
 
 
 async def test_a_strangers_title_is_shown_as_it_is_written(

@@ -19,7 +19,7 @@ async def test_launch_shows_where_the_peak_lies_and_one_key_the_phases(console: 
         await pilot.press("f")
         await pilot.sees("Memory by phase", "forward pass: each layer keeps", "optimizer step", "the peak")
         await pilot.press("escape")
-        await pilot.sees("Fields")
+        await pilot.sees("Settings")
 
 
 @pytest.mark.asyncio

@@ -51,7 +51,7 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
         await pilot.sees("a peak of 20 of 64 MiB, about 30 % slower, changes arithmetic")
         assert pilot.text.count("train.micro_batch = 3") == 1
         await pilot.press("down", "down", "a")
-        await pilot.sees("Fields  2 changed")
+        await pilot.sees("Settings  2 changed")
         screen: Any = pilot.screen
         assert screen.screen_name == "launch"
         assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"

@@ -11,7 +11,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from tests.journal.event_fields import backoff_fields, step_fields
-from tests.tui.conftest import SIZES, Opener
+from tests.tui.conftest import SIZES, Opener, Spawn
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.recorded_stages import make_staged_run
@@ -43,13 +43,37 @@ async def test_state_and_progress_are_in_sight_at_every_size(
         await pilot.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "result in model")
 
 
-async def test_at_80x24_loss_and_figures_stand_over_one_pane_of_words(console: Opener, runs: Path) -> None:
+async def test_at_20x5_the_state_line_says_state_share_and_time_left(console: Opener, runs: Path, spawn: Spawn) -> None:
+    run = make_run(runs, status="queued")
+    spawn(run, "obey")
+    add(run, lambda writer: writer.write("stage_started", max_steps=200))
+    add(run, lambda writer: [writer.write("step", **step_fields(step)) for step in range(1, 101)])
+    async with console(80, 24) as pilot:
+        await open_run(pilot)
+        await pilot.textual_pilot.resize_terminal(20, 5)
+        await pilot.sees("● running  50 %")
+        await pilot.textual_pilot.resize_terminal(32, 10)
+        await pilot.sees("● running  50 %  0:50 left")
+
+
+async def test_alerts_are_marked_on_the_plot(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    with EventWriter(run) as writer:
+        for step, code in ((9, "gradient_spike"), (14, "plateau"), (18, "slow_data")):
+            writer.write("warning", code=code, text=code, fix="", step=step)
+    async with console(120, 36) as pilot:
+        await open_run(pilot)
+        await pilot.sees("↑ gradient spike", "─ plateau", "≈ slow data", "▲ oom")
+
+
+async def test_at_80x24_the_loss_stands_over_one_pane_of_words(console: Opener, runs: Path) -> None:
     make_run(runs)
     async with console(80, 24) as pilot:
         await open_run(pilot)
-        await pilot.sees("loss", "≤25 × 2, batch 64", "1 time, survived", "exact match    8.2 %")
-        await pilot.sees("redone with at most 25")
-        await pilot.press("tab", "tab")
+        await pilot.sees("loss 0.1333", "≤25 × 2, batch 64", "eval loss 0.25", "redone with at most 25", " log ")
+        await pilot.press("shift+tab")
+        await pilot.sees("exact match    8.2 %", "learning rate  0.0001")
+        await pilot.press("tab", "tab", "tab")
         await pilot.sees("as written", "129.0 MiB, 202 %", "64 MiB simulated", "measured", "58.0 MiB, 91 %")
         assert "redone with" not in pilot.text
 
@@ -64,7 +88,7 @@ async def test_at_120x36_every_pane_is_in_sight(console: Opener, runs: Path) -> 
         await pilot.sees("a line of the log")
         assert shown_panes(pilot) == ["log"]
         await pilot.press("escape")
-        assert shown_panes(pilot) == ["loss", "figures", "events", "log", "memory"]
+        assert shown_panes(pilot) == ["loss", "events", "log", "memory"]
 
 
 async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener, runs: Path) -> None:
@@ -336,7 +360,8 @@ async def test_a_mixture_has_a_bar_for_each_expert(console: Opener, runs: Path, 
     add(make_run(runs), lambda writer: writer.write("step", **step_fields(31, expert_utilisation=use, aux_loss=2.34)))
     async with console(width, height) as pilot:
         await open_run(pilot)
-        await pilot.sees("0.03226, aux 2.34", "experts, even", "██▁▅▄▄▄▄  41 %", "samples lost")
+        await pilot.press(*(["shift+tab"] if height < 32 else []))
+        await pilot.sees("0.03226, aux 2.34", "experts, even", "██▁▅▄▄▄▄  41 %")
 
 
 async def test_many_experts_share_bars(console: Opener, runs: Path) -> None:
@@ -344,4 +369,5 @@ async def test_many_experts_share_bars(console: Opener, runs: Path) -> None:
     add(make_run(runs), lambda writer: writer.write("step", **step_fields(31, expert_utilisation=use)))
     async with console(80, 24) as pilot:
         await open_run(pilot)
+        await pilot.press("shift+tab")
         await pilot.sees("▁" * 5 + "█" * 5, "86 %")

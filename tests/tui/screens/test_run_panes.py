@@ -49,7 +49,7 @@ async def test_scroll_keys_leave_a_hidden_pane_alone(console: Opener, runs: Path
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.press("shift+tab", "z")
-        assert shown_panes(pilot) == ["figures"]
+        assert shown_panes(pilot) == ["loss"]
         await pilot.press("k")
         await pilot.sees("this pane does not scroll: tab goes to the next one")
 
