@@ -30,7 +30,8 @@ def main() -> None:
     from tui.arguments import on_a_terminal, parse
 
     flags = parse(sys.argv[1:])
-    if flags is not None and (sys.argv[1:] or on_a_terminal()):
+    completes = "_TUNEDECK_COMPLETE" in os.environ  # the shell asks which words may come next
+    if flags is not None and not completes and (sys.argv[1:] or on_a_terminal()):
         # Until the first screen is painted almost nothing becomes garbage: looking for it took a tenth of that time.
         gc.disable()
         from tui.app import run as open_console

@@ -10,9 +10,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from engine.commands import (
     background,
@@ -32,10 +33,41 @@ from engine.commands import (
 )
 from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
 
+SECTIONS = {
+    "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
+    "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
+    "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm"),
+    "After a run": ("eval", "chat", "merge", "sync"),
+}
+"""The commands in the order of `tunedeck --help`; one that is not named here comes last, under "More"."""
+
+COMPLETION = "_TUNEDECK_COMPLETE"
+"""Set by the shell's completion script, which asks for the words that may come next."""
+
+
+class SectionedHelp(TyperGroup):
+    """A group of commands whose help lists them by SECTIONS."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands that are not hidden, section by section."""
+        shown = {name: found for name in self.list_commands(ctx)
+                 if (found := self.get_command(ctx, name)) is not None and not found.hidden}  # fmt: skip
+        named = {name for names in SECTIONS.values() for name in names}
+        sections = {**SECTIONS, "More": tuple(name for name in shown if name not in named)}
+        width = max(map(len, shown))
+        for title, names in sections.items():
+            rows = [(name.ljust(width), shown[name].get_short_help_str(formatter.width - 6 - width))
+                    for name in names if name in shown]  # fmt: skip
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="tunedeck",
+    cls=SectionedHelp,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -76,7 +108,6 @@ def _add(*commands: Callable[..., None]) -> None:
         app.command()(command)
 
 
-# In the order of `tunedeck --help`.
 _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, runs.checkpoint, runs.wait)
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
@@ -131,6 +162,8 @@ def run() -> None:
 def _run_command(arguments: list[str]) -> int:
     """Calling `app` itself would turn a closed pipe into exit code 1."""
     command = typer.main.get_command(app)
+    if COMPLETION in os.environ:
+        command.main(arguments, prog_name="tunedeck")  # prints the words and exits
     try:
         with command.make_context("tunedeck", arguments) as context:
             command.invoke(context)

@@ -188,7 +188,7 @@ def print_report(
         console.print()
         console.print(
             f"{_name_of(prepared.train, row)} of {sample['source']}: {sample['tokens']} tokens, "
-            f"{sample['target_tokens']} learned" + (" (in marks)" if marked else " (underlined)")
+            f"{sample['target_tokens']} target tokens" + (" (in marks)" if marked else " (underlined)")
         )
         text = _highlighted(sample["pieces"], marks=_marks(console) if marked else None)
         text.highlight_words(specials, SPECIAL_STYLE)
@@ -229,7 +229,7 @@ def _print_part(console: Console, part: PartReport) -> None:
     console.print()
     console.print(
         f"{part.part}: {part.rows:,} sequences{packed}; {part.tokens:,} tokens, "
-        f"{part.target_tokens:,} of them learned ({part.target_share:.1%})"
+        f"{part.target_tokens:,} of them target tokens ({part.target_share:.1%})"
     )
     most = "≤" if _unicode(console) else "<="
     lengths = ", ".join(f"{share}% {most} {length:,}" for share, length in part.percentiles.items())

@@ -246,7 +246,10 @@ def tag(
     note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help='Note on the run; "" removes it.')] = None,
     runs: RunsOption = None,
 ) -> None:
-    """Put tags and a note on a run, which are stored with it; without any, print them."""
+    """Put tags and a note on a run, which are stored with it.
+
+    Without tags and note, the present ones are printed.
+    """
     from engine.journal.labels import Labels, read_labels, write_labels
 
     directory = find_run(run, runs)

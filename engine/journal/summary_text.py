@@ -241,7 +241,7 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
         limit = f", {format_bytes(failed)} failed" if failed else ""
         slope = f"; {learned['slope']:.2f} real bytes for each predicted" if learned["slope"] else ""
         budget = format_bytes(learned["budget_bytes"])
-        rows.append(("learned", f"micro-batches of up to {budget} predicted{limit}{slope}"))
+        rows.append(("budget", f"micro-batches of up to {budget} predicted{limit}{slope}"))
         layers = learned["remedies"].get("checkpointing")
         if layers:
             number = "" if layers is True else f" of {layers} layer{'s' if layers > 1 else ''}"

@@ -11,7 +11,7 @@ import pytest
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from tests.journal.event_fields import backoff_fields, step_fields
-from tests.tui.conftest import SIZES, Opener, Spawn
+from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.recorded_stages import make_staged_run
@@ -41,19 +41,6 @@ async def test_state_and_progress_are_in_sight_at_every_size(
     async with console(width, height) as pilot:
         await open_run(pilot)
         await pilot.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "result in model")
-
-
-async def test_at_20x5_the_state_line_says_state_share_and_time_left(console: Opener, runs: Path, spawn: Spawn) -> None:
-    run = make_run(runs, status="queued")
-    spawn(run, "obey")
-    add(run, lambda writer: writer.write("stage_started", max_steps=200))
-    add(run, lambda writer: [writer.write("step", **step_fields(step)) for step in range(1, 101)])
-    async with console(80, 24) as pilot:
-        await open_run(pilot)
-        await pilot.textual_pilot.resize_terminal(20, 5)
-        await pilot.sees("● running  50 %")
-        await pilot.textual_pilot.resize_terminal(32, 10)
-        await pilot.sees("● running  50 %  0:50 left")
 
 
 async def test_alerts_are_marked_on_the_plot(console: Opener, runs: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
+from engine.journal.labels import Labels, read_labels
 from engine.journal.liveness import engine_process
 from engine.journal.summary import summarise
 from tests.cli.small_recipes import make_run as make_real_run
@@ -88,19 +89,19 @@ async def test_the_arrows_move_in_a_filtered_list(console: Opener, runs: Path) -
 async def test_a_run_started_elsewhere_appears_and_a_removed_one_goes(console: Opener, runs: Path) -> None:
     first = make_run(runs, "first")
     async with console() as pilot:
-        await pilot.sees("-first")
+        await pilot.sees("first")
         make_run(runs, "second")
-        await pilot.sees("-second")
+        await pilot.sees("second")
         shutil.rmtree(first.path)
-        await pilot.until(lambda: "-first" not in pilot.text, "the first run gone")
+        await pilot.until(lambda: "first" not in pilot.text, "the first run gone")
 
 
 async def test_the_cursor_stays_on_its_run_when_others_come(console: Opener, runs: Path) -> None:
     old = RunDirectory(make_run(runs, "old").path.rename(runs / "20200101T000000Z-old"))
     async with console() as pilot:
-        await pilot.sees("-old")
+        await pilot.sees("✓ done     old ")
         make_run(runs, "new")
-        await pilot.sees("-new")
+        await pilot.sees("✓ done     new ")
         assert pilot.screen.chosen.directory.path == old.path
 
 
@@ -136,17 +137,60 @@ async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -
         make_run(runs, name, steps=steps)
     async with console() as pilot:
         await listed(pilot, 3)
-        await pilot.sees("eval", "ooms", "time", "0.25")
+        await pilot.sees("age", "eval", "time", "0.25")
         await pilot.press("greater_than_sign")
-        await pilot.sees("by step")
+        await pilot.press("greater_than_sign")
+        await pilot.sees("by step", "step ↑")
         assert [row.summary.step for row in pilot.screen.shown] == [3, 9, 30]
         await pilot.press("less_than_sign")
         assert [row.summary.step for row in pilot.screen.shown] == [30, 9, 3]
+        await pilot.sees("step ↓")
         await pilot.press("C", "ctrl+u", *"wrong", "enter")
         await pilot.sees("there is no column wrong; there are step, loss")
         await pilot.press("C", "ctrl+u", *"time changed", "enter")
         await pilot.sees("max_steps=100")
         assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
+
+
+async def test_a_long_name_is_cut_in_its_middle_and_the_details_have_it_whole(console: Opener, runs: Path) -> None:
+    for name in ("qwen2.5-7b-lora-summaries-first-try", "qwen2.5-7b-lora-summaries-second-try"):
+        make_run(runs, name)
+    async with console() as pilot:
+        await listed(pilot, 2)
+        await pilot.sees("s-second-try", "s-first-try", " now ")
+        await pilot.sees(f" {pilot.screen.chosen.directory.name} ")
+        await pilot.textual_pilot.resize_terminal(120, 36)
+        await pilot.sees("curve", "█▄▃▂▂▁▁▁▁▁")
+
+
+async def test_tags_and_a_note_are_typed_stored_and_filtered_by(console: Opener, runs: Path) -> None:
+    run = make_run(runs, "one")
+    make_run(runs, "two")
+    async with console() as pilot:
+        await listed(pilot, 2)
+        await pilot.press("j", "t", *"keep; rank 8", "enter")
+        await pilot.sees("#keep", "rank 8")
+        assert read_labels(run) == Labels(("keep",), "rank 8")
+        await pilot.press("slash", *"tag:keep", "enter")
+        await pilot.until(lambda: [row.name for row in pilot.screen.shown] == ["one"], "the tagged run")
+        await pilot.press("t", "ctrl+u", "enter")
+        assert read_labels(run) == Labels()
+        await pilot.press("escape", "Y")
+        assert pilot.app.clipboard.startswith(str(runs))
+
+
+async def test_a_run_is_evaluated_in_a_process_of_its_own(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    async with console(120, 36) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("W")
+        await pilot.sees("only a run with an adapter is merged")
+        await pilot.press("E")
+        await pilot.sees("the run has no checkpoint that could be scored")
+        run.model.mkdir()
+        await pilot.press("E")
+        await pilot.sees("tunedeck eval ended with exit code")
+        assert (run.path / "eval.log").read_text()
 
 
 async def test_the_time_of_a_run_includes_that_before_it_was_resumed(runs: Path) -> None:
@@ -198,7 +242,7 @@ async def test_a_run_that_cannot_be_read_says_so_and_the_others_are_there(consol
     bad = make_run(runs, "bad")
     bad.events.write_text('{"kind":"step","step":"x"}\n{"kind":"eval"}\n{"kind":"resumed"}\n')
     async with console() as pilot:
-        await pilot.sees("✓ done", "-good", "✗ damaged", "-bad")
+        await pilot.sees("✓ done     good", "✗ damaged  bad")
 
 
 async def test_a_thousand_runs_are_listed_at_once_and_read_bit_by_bit(runs: Path) -> None:
