@@ -115,6 +115,19 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
     return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
 
 
+def in_columns(lines: list[Content], height: int, width: int) -> list[Content]:
+    """The lines beside each other in as many columns as it takes to show all in `height` lines, if `width` cells are
+    enough for them; else the lines as they are."""
+    columns = -(-len(lines) // max(1, height))
+    size = width // max(1, columns)
+    if columns < 2 or size < max(line.cell_length for line in lines) + 1:
+        return lines
+    rows = -(-len(lines) // columns)
+    return [
+        Content.assemble(*(line.pad_right(size - line.cell_length) for line in lines[row::rows])) for row in range(rows)
+    ]
+
+
 def figure_strip(watch: RunWatch, width: int, lines: int, glyphs: Glyphs, *, ascii_only: bool) -> list[Content]:
     """The figures of the latest step in at most `lines` lines of `width` cells, the most important first; those for
     which there is no room are left out."""
@@ -137,7 +150,7 @@ def figure_strip(watch: RunWatch, width: int, lines: int, glyphs: Glyphs, *, asc
     return [Content.assemble(" ", *parts).rstrip() for parts in found]
 
 
-STRIP_ORDER = ("loss", "eval loss", "tokens/s", "micro-batch", "gradient norm", "out of memory")
+STRIP_ORDER = ("loss", "eval loss", "tokens/s", "micro-batch", "experts, even", "gradient norm", "out of memory")
 """The figures that are shown first in one line; then come the others, in their order."""
 
 UNKNOWN_FIGURES = ("-", "not known", "never")

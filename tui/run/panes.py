@@ -25,7 +25,7 @@ from tui.run.line_kinds import EVENT_KINDS, LOG_LEVELS, next_kind
 from tui.run.log_tail import LogLine, LogTail
 from tui.run.memory import memory_lines
 from tui.run.pane_choice import PANES, PaneChoice
-from tui.run.panels import event_lines, figure_lines, figure_strip, log_lines
+from tui.run.panels import event_lines, figure_lines, figure_strip, in_columns, log_lines
 from tui.run.ranks import rank_lines
 from tui.run.scores import sample_lines
 from tui.run.scores_pane import ScoresPane
@@ -151,7 +151,8 @@ class RunPanes(Vertical):
         strip.show(figure_strip(watch, self.size.width, max(1, strip.size.height), self._glyphs, ascii_only=ascii_only))
         figures = self.query_one("#figures", TextLines)
         numbers = figure_lines(watch, self._glyphs, ascii_only=self._ascii_only, with_ranks=choice.room != "all")
-        figures.show([*self._heading("figures", len(numbers) < figures.content_size.height), *numbers])
+        height, width = figures.content_size.height, figures.content_size.width
+        figures.show([*self._heading("figures", len(numbers) < height), *in_columns(numbers, height, width)])
         self.screen.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
         memory = self.query_one("#memory", TextLines)
         memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._look)])
