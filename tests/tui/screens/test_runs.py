@@ -146,7 +146,7 @@ async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -
         assert [row.summary.step for row in pilot.screen.shown] == [30, 9, 3]
         await pilot.sees("step ↓")
         await pilot.press("C", "ctrl+u", *"wrong", "enter")
-        await pilot.sees("there is no column wrong; there are step, loss")
+        await pilot.sees("there is no column wrong; there are age, step")
         await pilot.press("C", "ctrl+u", *"time changed", "enter")
         await pilot.sees("max_steps=100")
         assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
@@ -160,7 +160,7 @@ async def test_a_long_name_is_cut_in_its_middle_and_the_details_have_it_whole(co
         await pilot.sees("s-second-try", "s-first-try", " now ")
         await pilot.sees(f" {pilot.screen.chosen.directory.name} ")
         await pilot.textual_pilot.resize_terminal(120, 36)
-        await pilot.sees("curve", "█▄▃▂▂▁▁▁▁▁")
+        await pilot.sees("curve", "█▅▄▃▃▂▂▂▁▁")
 
 
 async def test_tags_and_a_note_are_typed_stored_and_filtered_by(console: Opener, runs: Path) -> None:
