@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.command import CommandPalette
+from textual.command import CommandPalette, Provider
 from textual.dom import DOMNode
 from textual.reactive import Initialize, Reactive
 from textual.screen import Screen
@@ -59,6 +59,13 @@ def _first_theme(app: DOMNode) -> str:
     return arguments.theme_name(cast(TunedeckApp, app).flags, os.environ)
 
 
+def _things_provider() -> type[Provider]:
+    """The provider of runs, files, settings and events, which Textual asks for when the palette is opened."""
+    from tui.palette import ThingsProvider  # slow to import: not before the first paint
+
+    return ThingsProvider
+
+
 class TunedeckApp(SequentialKeysApp):
     """The Textual application: opens screens by name, and performs the actions of the keys that work on every
     screen."""
@@ -70,6 +77,7 @@ class TunedeckApp(SequentialKeysApp):
         *(Binding(row.key, f"open_screen({row.name!r})", row.title, show=False) for row in SCREENS if row.key),
     ]
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    COMMANDS = App.COMMANDS | {_things_provider}
     # The theme to begin with is a default value: when a theme is set, Textual parses the style sheet a second time.
     theme: Reactive[str] = Reactive(Initialize(_first_theme))
 
@@ -153,6 +161,11 @@ class TunedeckApp(SequentialKeysApp):
         if row.kept:
             self.install_screen(screen, row.name)
         return cast(BaseScreen, screen)
+
+    @property
+    def front_screen(self) -> object:
+        """The screen that is shown."""
+        return self.screen
 
     def action_press(self, action: str) -> None:
         """Perform the action of a key that works on every screen. No screen can disable such a key."""
@@ -271,7 +284,8 @@ class TunedeckApp(SequentialKeysApp):
     def action_command_palette(self) -> None:
         """Open the command palette; called by Textual's own key for it (Ctrl-P)."""
         if not CommandPalette.is_open(cast("App[object]", self)):
-            self.push_screen(CommandPalette(placeholder="a screen, or what a key does"))
+            names = "a screen, what a key does, a run, a recipe, a setting, an event"
+            self.push_screen(CommandPalette(placeholder=names))
 
     def do_theme(self) -> None:
         """Switch to the next theme."""

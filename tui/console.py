@@ -21,6 +21,10 @@ class Console(Protocol):
     runs_dir: Path
     ascii_only: bool
 
+    @property
+    def front_screen(self) -> object:
+        """The screen that is shown."""
+
     def open_screen(self, name: str, argument: object = None) -> None:
         """Show the screen `name` of `tui.screens.table`; `argument` is passed to its `set_argument`."""
 

@@ -56,9 +56,9 @@ COMPONENTS: dict[str, ComponentStyle] = {
     "recompute": ComponentStyle("r", "$ink on $part-recompute"),
     "loss": ComponentStyle("l", "$ink on $part-loss"),
     "buffers": ComponentStyle("b", "$ink on $part-buffers"),
-    "workspace": ComponentStyle("k", "$paper on $part-beside"),
-    "context": ComponentStyle("c", "$paper on $part-beside"),
-    "fragmentation": ComponentStyle("f", "$paper on $part-beside"),
+    "workspace": ComponentStyle("k", "$paper on $part-workspace"),
+    "context": ComponentStyle("c", "$paper on $part-context"),
+    "fragmentation": ComponentStyle("f", "$ink on $part-fragmentation"),
 }
 """The components of a memory prediction in the order of the bar, with the letters that `tunedeck plan` uses."""
 
@@ -87,7 +87,8 @@ def glyphs(text: str, *, ascii_only: bool) -> str:
 COMPONENT_COLOURS = {
     "part-weights": "#0072b2", "part-adapters": "#56b4e9", "part-gradients": "#009e73", "part-optimizer": "#cc79a7",
     "part-activations": "#e69f00", "part-recompute": "#f0e442", "part-loss": "#d55e00", "part-buffers": "#8b96a3",
-    "part-beside": "#565f6a", "ink": "#0b0d10", "paper": "#ffffff",
+    "part-workspace": "#3d4d8a", "part-context": "#565f6a", "part-fragmentation": "#b8a9c9",
+    "ink": "#0b0d10", "paper": "#ffffff",
 }  # fmt: skip
 """Background colours of the memory bar, the same in the dark and the light theme: the letters on them contrast."""
 
@@ -128,7 +129,8 @@ ANSI = Theme(
         "chosen": "ansi_blue", "series-4": "ansi_bright_yellow",
         "part-weights": "ansi_blue", "part-adapters": "ansi_cyan", "part-gradients": "ansi_green",
         "part-optimizer": "ansi_magenta", "part-activations": "ansi_yellow", "part-recompute": "ansi_bright_yellow",
-        "part-loss": "ansi_red", "part-buffers": "ansi_white", "part-beside": "ansi_bright_black", "ink": "ansi_black",
+        "part-loss": "ansi_red", "part-buffers": "ansi_white", "part-workspace": "ansi_bright_blue",
+        "part-context": "ansi_bright_black", "part-fragmentation": "ansi_bright_magenta", "ink": "ansi_black",
         "paper": "ansi_bright_white",
         "ansi-background": "ansi_black", "ansi-foreground": "ansi_white", "border": "ansi_bright_black",
         "border-blurred": "ansi_bright_black", "block-cursor-foreground": "ansi_black",

@@ -239,3 +239,26 @@ async def test_without_colour_nothing_is_coloured(console: Opener, runs: Path, m
             if colour is not None and not colour.is_default
         }
         assert colours == set()
+
+
+@pytest.mark.asyncio
+async def test_the_palette_finds_runs_recipes_settings_and_events(console: Opener, runs: Path) -> None:
+    run = make_run(runs, "autumn")
+    async with console(120, 36) as pilot:
+        await pilot.press("1", "ctrl+p", *"recipe full")
+        await pilot.sees("recipe full", "open Launch with it")
+        await pilot.press("escape", "ctrl+p", *"setting seed")
+        await pilot.sees("train.seed: on Launch")
+        await pilot.press("enter")
+        await pilot.until(lambda: pilot.screen.screen_name == "launch", "Launch")
+        await pilot.until(lambda: pilot.screen.view.fields.row.key == "train.seed", "the setting")
+        await pilot.press("1", "ctrl+p", *"autumn")
+        await pilot.sees(run.name)
+        await pilot.press("enter")
+        await pilot.until(lambda: pilot.screen.screen_name == "run" and pilot.screen.status, "the run")
+        await pilot.press("ctrl+p", *"event checkpoint")
+        await pilot.sees("checkpoint_saved")
+        await pilot.press("enter")
+        await pilot.until(lambda: "redone with" not in pilot.text, "that event alone")
+        await pilot.press("escape")
+        await pilot.sees("redone with")

@@ -311,6 +311,12 @@ class RunPanes(Vertical):
         self.show_panes(self.choice.room)
         self.query_one(FilterField).open()
 
+    def show_only(self, words: str) -> None:
+        """Filter events and log by words, without giving the field the focus."""
+        self.choice.activate("events")
+        field = self.query_one(FilterField)
+        field.display, field.value = True, words
+
     @property
     def is_filtered(self) -> bool:
         """Whether a filter hides lines of events or log."""

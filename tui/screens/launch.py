@@ -59,6 +59,8 @@ class LaunchScreen(DataKeys):
     def __init__(self) -> None:
         super().__init__()
         self._settings: object = None
+        self._wanted = ""
+        """The setting on which the cursor is to be as soon as there are rows."""
         self._idle_timer: Timer | None = None
         self._lengths_timer: Timer | None = None
 
@@ -100,6 +102,11 @@ class LaunchScreen(DataKeys):
         if opened:
             self.call_after_refresh(self._go_to_first_setting)
 
+    def on_screen_suspend(self) -> None:
+        """Forget the setting that was asked for: the cursor stays where the user leaves it."""
+        super().on_screen_suspend()
+        self._wanted = ""
+
     def on_resize(self, event: events.Resize) -> None:
         """Format all panes for the new width."""
         super().on_resize(event)
@@ -117,12 +124,19 @@ class LaunchScreen(DataKeys):
         self._show()
 
     def _go_to_first_setting(self) -> None:
-        """Move the cursor to the first setting that must be changed before the run can start; if none must, to the
-        first one after profile and recipe."""
+        """Move the cursor to the setting that was asked for, else to the first that must be changed before the run can
+        start; if none must, to the first one after profile and recipe."""
         rows = [row.key for row in self.state.field_rows()]
         row = next((problem.row for problem in self.state.evaluated.problems if problem.row), rows[2])
+        row = self._wanted if self._wanted in rows else row
         self.view.focus_pane(FIELDS)
         self.view.fields.move_to(row)
+
+    def go_to_setting(self, key: str) -> None:
+        """Move the cursor to the setting `key`, if it has a row for the chosen recipe, as soon as there are rows."""
+        self._wanted = key
+        if self.state.profiles:
+            self.call_after_refresh(self._go_to_first_setting)
 
     def _show(self) -> None:
         """Show the state after a change of the choice. Advice and verdicts of other recipes take longer and are

@@ -409,6 +409,11 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         """Narrow events or log to the next kind of lines, and say which."""
         self.show_message(self.panes.next_kind())
 
+    def show_event(self, text: str) -> None:
+        """Show in the pane of events those with all words of `text`; esc shows all again."""
+        self.panes.show_only(text)
+        self._arrange()
+
     def refresh_now(self) -> None:
         """Read the run and paint what has changed, at once."""
         self._read()

@@ -186,3 +186,20 @@ async def test_a_recipe_is_taken_to_the_launch_screen(console: Opener, project: 
 async def test_escape_codes_of_a_file_are_written_out() -> None:
     lines = annotated_text("a = 1\x1b[31m\nb", line_problems([f"{LABEL}:2: b: \x1b[1mno"]), 60, ascii_only=True)
     assert [line.plain for line in lines] == ["1 a = 1\\x1b[31m", "2 b", "  x b: \\x1b[1mno"]
+
+
+async def test_a_file_is_edited_in_another_program_or_its_path_copied(
+    console: Opener, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.delenv("EDITOR", raising=False)
+    async with console(120, 36) as pilot:
+        await pilot.press("3")
+        await pilot.sees("shipped")
+        await pilot.press("f4")
+        await pilot.sees("neither $VISUAL nor $EDITOR names a program")
+        await pilot.press("Y")
+        assert pilot.app.clipboard.endswith(".toml")
+        monkeypatch.setenv("EDITOR", "an-editor-that-is-not-there")
+        await pilot.press("f4")
+        await pilot.sees("an-editor-that-is-not-there cannot be started")
