@@ -171,7 +171,7 @@ KEYS: tuple[Key, ...] = (
     Key("compare", "E", "evaluate", "", "score the newest checkpoint of each run in a process of its own"),
     Key("compare", "tab", "next_pane", "", "plot or table, where there is no room for both"),
     Key("compare", "z", "enlarge", "enlarge", "give the plot the whole screen (tab: the table); again: show both"),
-    Key("compare", "t", "axis", "axis", "plot over steps, tokens or training time"),
+    Key("compare", "X", "axis", "axis", "plot over steps, tokens or training time"),
     Key("compare", "L", "log_axis", "log axis", "show the curves on a log or a linear axis"),
     Key("compare", "m", "smooth", "smooth", "draw the curves smoothed, then thick, then as they are"),
     Key("compare", "plus,equals_sign", "zoom_in", "", "show the last half of the runs, then the last tenth"),

@@ -23,7 +23,7 @@ MEANINGS = {
     "q": {"leave"},
     "r": {"resume"},
     "s": {"start"},
-    "t": {"axis"},
+    "t": {"label"},
     "u": {"undo"},
     "v": {"next_metric"},
     "w": {"save", "checkpoint", "new"},

@@ -87,9 +87,9 @@ async def test_the_axis_goes_round_by_key(console: Opener, runs: Path) -> None:
     async with console(120, 36) as pilot:
         await open_compare(pilot, run, other)
         await pilot.sees("loss over steps", "2 steps")
-        await pilot.press("t")
+        await pilot.press("X")
         await pilot.sees("loss over tokens", "1,000 tokens")
-        await pilot.press("t")
+        await pilot.press("X")
         await pilot.sees("loss over time", "0:01")
         await pilot.press("L", "m")
         await pilot.sees("log axis", "smoothed")
@@ -121,7 +121,7 @@ async def test_without_marked_runs_it_says_how_to_mark_them(console: Opener) -> 
     async with console() as pilot:
         await pilot.press("5")
         await pilot.sees("mark runs on the Runs screen")
-        await pilot.press("t")
+        await pilot.press("X")
         await pilot.sees("no run is marked")
 
 
