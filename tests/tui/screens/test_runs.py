@@ -179,18 +179,16 @@ async def test_tags_and_a_note_are_typed_stored_and_filtered_by(console: Opener,
         assert pilot.app.clipboard.startswith(str(runs))
 
 
-async def test_a_run_is_evaluated_in_a_process_of_its_own(console: Opener, runs: Path) -> None:
+async def test_a_run_is_merged_in_a_process_of_its_own(console: Opener, runs: Path) -> None:
     run = make_run(runs)
     async with console(120, 36) as pilot:
         await listed(pilot, 1)
         await pilot.press("W")
         await pilot.sees("only a run with an adapter is merged")
-        await pilot.press("E")
-        await pilot.sees("the run has no checkpoint that could be scored")
-        run.model.mkdir()
-        await pilot.press("E")
-        await pilot.sees("tunedeck eval ended with exit code")
-        assert (run.path / "eval.log").read_text()
+        run.adapter.mkdir()
+        await pilot.press("W")
+        await pilot.sees("tunedeck merge ended with exit code")
+        assert (run.path / "merge.log").read_text()
 
 
 async def test_the_time_of_a_run_includes_that_before_it_was_resumed(runs: Path) -> None:
