@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto import modeling_auto as auto
 from typer.testing import CliRunner
 
 from engine.budget.advise.preflight import notes_on_model
+from engine.budget.architecture.classes import MAPPINGS, _is_encoder_decoder, _table
 from engine.budget.architecture.families import (
-    ENCODER_DECODERS,
     ENCODERS,
     PEFT_EXPERT_FAMILIES,
     PEFT_EXPERT_NAMES,
@@ -171,13 +172,28 @@ def test_models_that_are_not_causal_are_refused_in_the_same_words_before_a_run_e
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_tables_of_classes_are_those_of_the_installed_transformers() -> None:
+    """Read from their source, without importing it."""
+    assert _table("configuration_auto.py", "CONFIG_MAPPING_NAMES").keys() == set(CONFIG_MAPPING)
+    for file, name in (("processing_auto", "PROCESSOR"), ("image_processing_auto", "IMAGE_PROCESSOR")):
+        theirs = vars(import_module(f"transformers.models.auto.{file}"))[f"{name}_MAPPING_NAMES"]
+        assert _table(f"{file}.py", f"{name}_MAPPING_NAMES") == dict(theirs)
+    for name in MAPPINGS:
+        assert _table("modeling_auto.py", name) == dict(vars(auto)[name])
+
+
+def test_encoder_decoders_are_those_whose_config_says_so() -> None:
+    theirs = {kind: CONFIG_MAPPING[kind]().is_encoder_decoder is True for kind in ("bart", "whisper", "llama", "led")}
+    assert {kind: _is_encoder_decoder(kind) for kind in theirs} == theirs
+
+
 def test_a_decoder_of_an_encoders_family_is_not_refused() -> None:
     refuse_family({"model_type": "bert", "is_decoder": True}, run_spec("owner/name").recipe)
 
 
 def test_the_tables_of_families_are_those_of_the_installed_packages() -> None:
     masked, causal = set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES), set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert masked <= ENCODERS | ENCODER_DECODERS
+    assert {each for each in masked if CONFIG_MAPPING[each]().is_encoder_decoder is not True} <= ENCODERS
     assert causal & (ENCODERS - masked) == {"bert-generation"}  # an encoder unless its config says is_decoder
     ways = vars(conversion)["_MODEL_TO_CONVERSION_PATTERN"]
     for way, names in PEFT_EXPERT_NAMES.items():

@@ -1,15 +1,16 @@
 """Whether the installed transformers has a class for a model that can be trained on text, and a processor for one that
-is trained on images, by its config.json. Asked of
-transformers' source files, which are read and not imported."""
+is trained on images, by its config.json. Asked of transformers' own tables and classes, whose files are parsed:
+importing them takes seconds."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from engine.config.check.data_rules import image_key
@@ -22,16 +23,19 @@ looks for one (`engine.model.config.auto_class`)."""
 NEEDS_IMAGES = frozenset({"idefics", "kosmos-2"})
 """Model types whose `forward` raises an error without images, which its inputs do not tell: refused earlier than by the
 row of text on which the engine tries every model (`engine.model.loss.verify_logits`)."""
-ENTRY = re.compile(r"\"([^\"]+)\",\s*\"([^\"]+)\"")
 
 
 def refuse_class(facts: Mapping[str, Any], model: str) -> None:
     """Raise UsageError if transformers has no class for the config `facts`, or one that does not predict text from text
-    alone. Does nothing for a model with code of its own, or where transformers is not installed."""
+    alone. Of a model with code of its own, or where transformers is not installed, only the config is asked."""
     model_type = str(facts.get("model_type") or "")
+    if facts.get("is_encoder_decoder"):
+        raise _not_text_alone(model, model_type, ENCODER_DECODER)
     if facts.get("auto_map") or not _classes():
         return
     _refuse_unknown_type(model_type, model)
+    if facts.get("is_encoder_decoder") is None and _is_encoder_decoder(model_type):
+        raise _not_text_alone(model, model_type, ENCODER_DECODER)
     names = classes_of(model_type)
     if not names:
         raise no_class(model, model_type)
@@ -40,11 +44,7 @@ def refuse_class(facts: Mapping[str, Any], model: str) -> None:
     if model_type in NEEDS_IMAGES:
         reason = "takes no text alone: it needs an image in every sample"
     if reason is not None:
-        raise UsageError(
-            f"{model} is a {model_type!r} model, which {reason}",
-            expected="a model that predicts each token from the text before it",
-            fix="choose another model.id",
-        )
+        raise _not_text_alone(model, model_type, reason)
     _refuse_missing_timm(facts, model)
 
 
@@ -68,8 +68,16 @@ def _types_of_timm() -> set[str]:
     return set(re.findall(r'"([^"]+)",\s*"Timm\w+"', text))
 
 
+def _not_text_alone(model: str, model_type: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{model} is a {model_type!r} model, which {reason}",
+        expected="a model that predicts each token from the text before it",
+        fix="choose another model.id",
+    )
+
+
 def _refuse_unknown_type(model_type: str, model: str) -> None:
-    if f'"{model_type}"' in _known_types():
+    if model_type in _table("configuration_auto.py", "CONFIG_MAPPING_NAMES"):
         return
     raise UsageError(
         f"{model} is of the type {model_type!r}, which the installed transformers does not know"
@@ -80,29 +88,18 @@ def _refuse_unknown_type(model_type: str, model: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _known_types() -> str:
-    """The text of transformers' own table of model types; importing it takes a second."""
-    models = _models()
-    files = [models / "auto" / name for name in ("auto_mappings.py", "configuration_auto.py")] if models else []
-    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
-
-
 def refuse_images(facts: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise UsageError if a recipe trains on images and transformers has no processor of images for the config `facts`
     that works without torchvision. Does nothing for a model with code of its own, or without transformers."""
     key, model_type = image_key(recipe), str(facts.get("model_type") or "")
-    processors, readers = (
-        _table("processing_auto.py", "PROCESSOR"),
-        _table("image_processing_auto.py", "IMAGE_PROCESSOR"),
-    )
+    processors = _table("processing_auto.py", "PROCESSOR_MAPPING_NAMES")
     if key is None or facts.get("auto_map") or not processors:
         return
-    backends = re.search(rf'"{re.escape(model_type)}",\s*\{{([^}}]*)\}}', readers)
+    backends = _table("image_processing_auto.py", "IMAGE_PROCESSOR_MAPPING_NAMES").get(model_type)
     found = ""
-    if f'"{model_type}"' not in processors:
+    if not processors.get(model_type):
         found = f"a {model_type!r} model takes no images"
-    elif backends is not None and '"pil"' not in backends[1]:
+    elif backends is not None and not backends.get("pil"):
         found = f"images of a {model_type!r} model are read with torchvision alone, which is not used here"
     if found:
         raise UsageError(
@@ -112,15 +109,30 @@ def refuse_images(facts: Mapping[str, Any], recipe: Recipe) -> None:
         )
 
 
-@lru_cache(maxsize=2)
-def _table(file: str, kind: str) -> str:
-    """The text of transformers' table of processors of a kind by model type, whose entries stand in two files."""
-    models = _models()
-    files = [models / "auto" / name for name in ("auto_mappings.py", file)] if models else []
-    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
-    return "".join(
-        "".join(re.findall(rf"(?ms)^\s*(?:MISSING_)?{kind}_MAPPING_NAMES = .*?^\s*\)$", text)) for text in texts
-    )
+@lru_cache(maxsize=8)
+def _table(file: str, name: str) -> dict[str, Any]:
+    """The table `name` by model type of transformers' `models/auto`, from `file` and the file that transformers makes
+    itself: what is stated, and what is added to it. Empty if transformers is not installed."""
+    models, found = _models(), dict[str, Any]()
+    statement = rf"(?ms)^(?: {{4}})?(?:MISSING_)?{name}(?: = |\.update)\S*\((?:$.*?^(?: {{4}})?|[^\n]*)\)$"
+    for path in [models / "auto" / each for each in ("auto_mappings.py", file)] if models else []:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for each in re.findall(statement, text):  # parsing the whole file takes ten times as long
+            found |= _entries(ast.parse(dedent(each)))
+    return found
+
+
+def _entries(node: ast.AST) -> dict[str, Any]:
+    """The entries of the outermost dicts and lists of pairs within `node`."""
+    if isinstance(node, (ast.Dict, ast.List)):
+        try:
+            return dict(ast.literal_eval(node))
+        except ValueError:
+            return {}  # an entry that is computed
+    found: dict[str, Any] = {}
+    for child in ast.iter_child_nodes(node):
+        found |= _entries(child)
+    return found
 
 
 def no_class(model: str, model_type: str) -> UsageError:
@@ -134,16 +146,40 @@ def no_class(model: str, model_type: str) -> UsageError:
 
 def classes_of(model_type: str) -> list[str]:
     """Names of the classes that open a model type, the one with the most weights first."""
-    return [table[model_type] for table in _classes() if model_type in table]
+    found = [table[model_type] for table in _classes() if model_type in table]
+    return [name if isinstance(name, str) else name[0] for name in found]
 
 
-@lru_cache(maxsize=1)
-def _classes() -> list[dict[str, str]]:
-    """MAPPINGS; empty if transformers is not installed, or writes them in another form."""
-    models = _models()
-    text = (models / "auto" / "modeling_auto.py").read_text("utf-8") if models is not None else ""
-    found = [re.search(rf"^{name} = .*?^\)$", text, re.DOTALL | re.MULTILINE) for name in MAPPINGS]
-    return [dict(ENTRY.findall(table.group())) for table in found if table is not None]
+def _classes() -> list[dict[str, Any]]:
+    """MAPPINGS; empty if transformers is not installed."""
+    return [table for name in MAPPINGS if (table := _table("modeling_auto.py", name))]
+
+
+ENCODER_DECODER = "is an encoder-decoder, which reads the prompt with a part of its own"
+
+
+@lru_cache(maxsize=64)
+def _is_encoder_decoder(model_type: str) -> bool:
+    """Whether the class of the config says so where a config.json does not."""
+    name = _table("configuration_auto.py", "CONFIG_MAPPING_NAMES").get(model_type)
+    classes = (each for text in _texts(model_type, "configuration") for each in ast.parse(text).body)
+    stated = (line for each in classes if isinstance(each, ast.ClassDef) and each.name == name for line in each.body)
+    return any(
+        isinstance(line, ast.AnnAssign)
+        and isinstance(line.target, ast.Name)
+        and line.target.id == "is_encoder_decoder"
+        and isinstance(line.value, ast.Constant)
+        and line.value.value is True
+        for line in stated
+    )
+
+
+def _texts(model_type: str, kind: str) -> Iterator[str]:
+    """The files of a kind ("modeling", "configuration") in transformers' folder of a model type."""
+    models, special = _models(), _table("configuration_auto.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
+    folder = special.get(model_type, model_type.replace("-", "_"))
+    for file in sorted((models / folder).glob(f"{kind}_*.py")) if models is not None else []:
+        yield file.read_text(encoding="utf-8")
 
 
 def _models() -> Path | None:
@@ -159,14 +195,12 @@ def why_not_text_alone(name: str, model_type: str) -> str | None:
     needed = [each for each in required if each != "input_ids"]
     if needed:
         return f"takes no text alone: it needs {' and '.join(needed)} in every sample"
-    return "is an encoder-decoder, with an input for the answer" if "decoder_input_ids" in optional else None
+    return ENCODER_DECODER if "decoder_input_ids" in optional else None
 
 
 def _inputs(name: str, model_type: str) -> tuple[list[str], list[str]]:
     """(inputs without a default, inputs with one) of `forward`; empty if it is not found."""
-    models = _models()
-    files = (models / model_type.replace("-", "_")).glob("modeling_*.py") if models is not None else ()
-    sources = (re.split(rf"^class {name}\b", file.read_text("utf-8"), flags=re.MULTILINE) for file in files)
+    sources = (re.split(rf"^class {name}\b", text, flags=re.MULTILINE) for text in _texts(model_type, "modeling"))
     for source in (re.split(r"^[^\s()]", found[1], flags=re.MULTILINE)[0] for found in sources if len(found) > 1):
         for each in ast.walk(ast.parse(f"class {name}{source}")):
             if isinstance(each, ast.FunctionDef) and each.name == "forward":

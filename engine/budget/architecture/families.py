@@ -168,40 +168,6 @@ ENCODERS = frozenset(
 )
 """Model types whose tokens see those behind them, unless their config says `is_decoder`."""
 
-ENCODER_DECODERS = frozenset(
-    {
-        "bart",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "encoder-decoder",
-        "fsmt",
-        "led",
-        "longt5",
-        "m2m_100",
-        "marian",
-        "mbart",
-        "mt5",
-        "musicgen",
-        "musicgen_melody",
-        "mvp",
-        "nllb-moe",
-        "pegasus",
-        "pegasus_x",
-        "plbart",
-        "prophetnet",
-        "seamless_m4t",
-        "seamless_m4t_v2",
-        "switch_transformers",
-        "t5",
-        "t5gemma",
-        "t5gemma2",
-        "umt5",
-        "whisper",
-    }
-)
-"""Model types with an encoder for the prompt and a decoder for the answer."""
-
 PERMUTED = frozenset({"xlnet"})
 """Model types that predict tokens in a permuted order."""
 
@@ -279,7 +245,8 @@ def names_of_experts(model_type: str) -> tuple[str, ...]:
 
 
 def refuse_family(facts: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise UsageError if a model is no causal language model, or [method] puts adapters where none can be."""
+    """Raise UsageError if a model's tokens see those behind them, or [method] puts adapters where none can be. Which
+    class a model has is checked by `engine.budget.architecture.classes.refuse_class`."""
     reason = why_not_causal(facts)
     if reason is not None:
         raise UsageError(
@@ -294,8 +261,6 @@ def refuse_family(facts: Mapping[str, Any], recipe: Recipe) -> None:
 def why_not_causal(facts: Mapping[str, Any]) -> str | None:
     """Why it cannot learn the next token, as the end of a sentence; None if it can, as far as its config tells."""
     model_type = str(facts.get("model_type", "unknown"))
-    if model_type in ENCODER_DECODERS or facts.get("is_encoder_decoder"):
-        return f"is an encoder-decoder ({model_type}), which reads the prompt with a part of its own"
     if model_type in ENCODERS and not facts.get("is_decoder"):
         return f"is an encoder ({model_type}), whose tokens see those behind them"
     if model_type in PERMUTED:
