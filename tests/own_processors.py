@@ -106,6 +106,22 @@ def _smolvlm(ids: dict[str, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "text_config": {
+            **TEXT, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        },
+        "vision_config": {
+            **VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 16, "position_embedding_size": 64,
+        },
+        "image_token_id": ids["<|image|>"], "boi_token_id": ids["<|image>"], "eoi_token_id": ids["<image|>"],
+        "video_token_id": ids["<|video|>"], "audio_token_id": ids["<|audio|>"], "boa_token_id": ids["<|audio>"],
+        "eoa_token_index": ids["<audio|>"],
+    }  # fmt: skip
+
+
+GEMMA = ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>")
 SMALL = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 SPLITTING = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 FAMILIES: dict[str, Family] = {
@@ -130,6 +146,12 @@ FAMILIES: dict[str, Family] = {
         {"size": {"height": 28, "width": 28}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
         {"image_seq_length": 1}, {"start_image_token": "<img>", "end_image_token": "</img>",
                                   "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    ),
+    "gemma4": Family(
+        _gemma4, GEMMA, "<|image|>", "Gemma4ImageProcessor",
+        {"patch_size": 16, "max_soft_tokens": 70, "pooling_kernel_size": 3}, {},
+        {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>", "boa_token": "<|audio>",
+         "audio_token": "<|audio|>", "eoa_token": "<audio|>"},
     ),
     "smolvlm": Family(_smolvlm, SPLIT, "<image>", "SmolVLMImageProcessor", SPLITTING, {"image_seq_len": 1}),
     "idefics3": Family(_smolvlm, SPLIT, "<image>", "Idefics3ImageProcessor", SPLITTING, {"image_seq_len": 1}),

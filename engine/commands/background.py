@@ -37,8 +37,9 @@ def simulate_process() -> None:
 
 def simulation(spec: RunSpec) -> dict[str, Any]:
     """The JSON document to cache; of a run that would be refused the refusal (`refused`), of model code that cannot run
-    on tensors without data the exception (`problem`)."""
-    from engine.errors import TunedeckError
+    on tensors without data the exception (`problem`). Raises EnvironmentProblem, such as for a hub that cannot be
+    reached."""
+    from engine.errors import EnvironmentProblem, TunedeckError
 
     with importing():
         from engine.model.config import silence_libraries
@@ -47,6 +48,8 @@ def simulation(spec: RunSpec) -> dict[str, Any]:
     silence_libraries()
     try:
         return simulate_curves(spec)
+    except EnvironmentProblem:
+        raise  # may be gone the next time
     except TunedeckError as refusal:
         return {"refused": {"found": refusal.found, "expected": refusal.expected, "fix": refusal.fix}}
     except Exception as error:  # noqa: BLE001  (the code of any model of transformers runs here)

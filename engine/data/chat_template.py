@@ -70,6 +70,10 @@ class _RenderTimeout(Exception):
     """A rendering took more than RENDER_CPU_SECONDS of CPU time."""
 
 
+REFUSAL = "the chat template"
+"""How the reasons begin for which a row is dropped that the template does not render."""
+
+
 class ChatTemplate:
     """Renders conversations. Raises DataError: the tokenizer has no chat template."""
 
@@ -109,6 +113,19 @@ class ChatTemplate:
         text = text.removesuffix(self.closing)
         return text, [(start, min(stop, len(text))) for start, stop in spans if start < len(text)]
 
+    def refuses_system(self) -> bool:
+        """Whether the template takes a conversation, but not after a system turn."""
+        turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            self.render(turns, None)
+        except TemplateRefusal:
+            return False
+        try:
+            self.render([{"role": "system", "content": "c"}, *turns], None)
+        except TemplateRefusal:
+            return True
+        return False
+
     def _rendered(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
         shaped = [_with_parts(message) for message in messages] if self.wants_parts else list(messages)
         given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **self._variables}
@@ -119,9 +136,9 @@ class ChatTemplate:
         except _RenderTimeout:
             raise self._timeout() from None
         except jinja2.TemplateError as error:
-            raise TemplateRefusal(f"the chat template refuses it: {_shortened(error)}") from error
+            raise TemplateRefusal(f"{REFUSAL} refuses it: {_shortened(error)}") from error
         except TEMPLATE_ERRORS as error:
-            raise TemplateRefusal(f"the chat template fails: {type(error).__name__}: {_shortened(error)}") from error
+            raise TemplateRefusal(f"{REFUSAL} fails: {type(error).__name__}: {_shortened(error)}") from error
         texts, spans = result
         return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import ProcessorMixin
+from transformers.image_utils import make_nested_list_of_images
 
 from engine.data.images import ImageFacts, ImageProcessor
 from engine.errors import EnvironmentProblem, UsageError
@@ -116,18 +117,23 @@ class OwnProcessor(ImageProcessor):
         return {"image": np.asarray(image)}
 
     def inputs(self, images: Sequence[Mapping[str, NDArray[Any]]], ids_BS: Tensor) -> dict[str, Tensor]:
-        """What the processor makes of all `images` at once, in the order of the rows `ids_BS`, and if the model takes
-        it the kind of each token."""
-        if not images:
-            return {}
+        """`arrays` of all `images`, in the order of the rows `ids_BS`, and if the model takes it the kind of each
+        token."""
+        return {**self.arrays(images), **self.token_types(ids_BS)} if images else {}
+
+    def arrays(self, images: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, Tensor]:
+        """What the processor makes of all `images` at once."""
         from PIL import Image
 
         opened = [Image.fromarray(image["image"]) for image in images]
         made = self._made(self.token * len(opened), opened)
-        found = {name: torch.as_tensor(values) for name, values in made.items() if name not in TEXT_INPUTS}
-        if self.has_types:
-            found["mm_token_type_ids"] = torch.tensor(self.processor.create_mm_token_type_ids(ids_BS.tolist()))
-        return found
+        return {name: torch.as_tensor(values) for name, values in made.items() if name not in TEXT_INPUTS}
+
+    def token_types(self, ids_BS: Tensor) -> dict[str, Tensor]:
+        """The kind of each token, for models that take it."""
+        if not self.has_types:
+            return {}
+        return {"mm_token_type_ids": torch.tensor(self.processor.create_mm_token_type_ids(ids_BS.tolist()))}
 
     def save(self, folder: Path) -> None:
         for name, content in self.files.items():
@@ -165,6 +171,44 @@ class PixtralProcessor(ProcessorMixin):
     def replace_image_token(self, image_inputs: Any, image_idx: int, **_options: Any) -> str:
         height, width = (int(side) // self.side for side in image_inputs["image_sizes"][image_idx])
         return ((self.image_token * width + self.row_end) * height).removesuffix(self.row_end) + self.image_end
+
+
+class SmolVLMProcessor(ProcessorMixin):
+    """SmolVLM's: a picture in tiles, row by row, then the whole of it, each with its marks.
+
+    Source: transformers 5.23, models/smolvlm/processing_smolvlm.py, which needs a package for videos alone.
+    """
+
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, image_seq_len: int = 169, chat_template: Any = None,
+        **_others: Any,
+    ) -> None:  # fmt: skip
+        begin: Any = super().__init__
+        begin(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token = getattr(tokenizer, "image_token", "<image>")
+        self.around = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+        self.whole = getattr(tokenizer, "global_image_token", "<global-img>")
+        self.image_seq_len = image_seq_len
+
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, **options: Any) -> Any:
+        return super().prepare_inputs_layout(images=make_nested_list_of_images(images), text=text, **options)
+
+    def _process_images(self, images: Any, **options: Any) -> Any:
+        return super()._process_images(images, **{"return_row_col_info": True, **options})
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **_options: Any) -> str:
+        rows, columns = ([each for row in image_inputs[name] for each in row][image_idx] for name in ("rows", "cols"))
+        part = self.image_token * self.image_seq_len
+        tiles = (
+            "".join(f"{self.around}<row_{row}_col_{column}>{part}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        text = "".join(tiles) + "\n" if rows and columns else ""
+        return f"{text}{self.around}{self.whole}{part}{self.around}"
+
+    @property
+    def unused_input_names(self) -> list[str]:
+        return ["rows", "cols"]
 
 
 def _blank(height: int, width: int) -> Any:

@@ -19,6 +19,7 @@ from engine.config.files.caches import cache_folder, lengths_record, record_long
 from engine.config.schema.data import Source
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
+from engine.data.chat_template import REFUSAL
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format, preference_notice, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
@@ -129,12 +130,24 @@ def prepare_data(
         own_counts, fingerprints = held.counts, fingerprints + held.fingerprints
     elif data.valid_fraction:
         validation = _view(found, held_out, None)
-    record_longest(lengths, int(train.lengths.max()))
+    record_longest(lengths, int(train.lengths.max()), _most_images(train, images))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
     notices += found.notices
     report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
+
+
+def _most_images(data: TokenData, images: ImageProcessor | None) -> list[tuple[int, int]]:
+    """(height, width) in pixels of each image of the row with most tokens of images; empty if the images of this family
+    are not read by the model's own processor. Rows are not packed."""
+    found = data.columns.images
+    if images is None or images.takes != "whole" or found is None or not data.has_images:
+        return []
+    sums = np.concatenate([[0], np.cumsum(data.columns.ids == images.token_id)])[data.columns.offsets]
+    document = int(data.documents[np.diff(sums)[data.documents].argmax()])
+    span = slice(int(found.offsets[document]), int(found.offsets[document + 1]))
+    return list(zip(found.heights[span].tolist(), found.widths[span].tolist(), strict=True))
 
 
 def prepare_sources(
@@ -193,7 +206,7 @@ def _prepare_sources(
             raise DataError(
                 f"no sample of the {part} data is left; dropped: {drops}",
                 expected="at least one sample with a token to learn",
-                fix=_way_to_keep(writer.counts, tokeniser.system_prompt),
+                fix=_way_to_keep(writer.counts, tokeniser),
             )
 
     store = cached_store(entry, build, notify)
@@ -256,7 +269,7 @@ def _count_left_out(counts: Sequence[SourceCount], opened: Sequence[_Opened]) ->
                 count.dropped_at[reason] = places[:ROWS_PER_REASON]
 
 
-def _way_to_keep(counts: Sequence[SourceCount], system_prompt: str | None) -> str:
+def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
     """What would keep the samples that were dropped for the most frequent reason."""
     reasons: Counter[str] = Counter()
     for count in counts:
@@ -264,8 +277,8 @@ def _way_to_keep(counts: Sequence[SourceCount], system_prompt: str | None) -> st
     reason = reasons.most_common(1)[0][0]
     if reason.startswith(TOO_LONG):
         return "add --set data.over_length=truncate; or raise data.max_length"
-    if "chat template" in reason and "system" in reason.lower():
-        if system_prompt is not None:
+    if reason.startswith(REFUSAL) and tokeniser.refuses_system:
+        if tokeniser.system_prompt is not None:
             return "add --set data.system_prompt=; no system turn is added then"
         return "write the system turn's text into the user's first turn, or set another model.chat_template"
     return "correct these rows, or name other columns in the source"

@@ -19,7 +19,7 @@ from engine.config.schema.data import Data
 from engine.config.schema.run import DATA_VERSION
 from engine.data.bounds import CHARACTERS_PER_TOKEN, TOO_MANY_CHARACTERS
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
-from engine.data.chat_template import Span, markers_of, special_ids
+from engine.data.chat_template import ChatTemplate, Span, markers_of, special_ids
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
@@ -163,6 +163,11 @@ class Tokeniser:
     @property
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    @cached_property
+    def refuses_system(self) -> bool:
+        """Whether the chat template takes a conversation, but not after a system turn."""
+        return self.has_template and ChatTemplate(self.tokenizer, variables=self.template_args).refuses_system()
 
     @cached_property
     def markers(self) -> list[str]:

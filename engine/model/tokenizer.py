@@ -26,7 +26,7 @@ from engine.config.schema.data import Data
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
-from engine.data.own_processor import OwnProcessor, PixtralProcessor
+from engine.data.own_processor import OwnProcessor, PixtralProcessor, SmolVLMProcessor
 from engine.errors import EnvironmentProblem, UsageError
 from engine.model.config import (
     HUB_ERRORS,
@@ -129,8 +129,9 @@ def _own_processor(
 
 def _processor_class(name: str | None, config: PreTrainedConfig) -> Any:
     """UsageError: transformers has no processor for this model that runs with what is installed."""
-    if name == "PixtralProcessor":  # transformers' own imports torchvision
-        return PixtralProcessor
+    own = {"PixtralProcessor": PixtralProcessor, "SmolVLMProcessor": SmolVLMProcessor}
+    if name in own:  # transformers' own need torchvision, or a package for videos
+        return own[name]
     found = None if name is None else processing_auto.processor_class_from_name(name)
     if found is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Micro-batches for a simulation: ids without values; with images, one of a given size at the start of each row."""
+"""Micro-batches for a simulation. Token ids have no values, except in rows that begin with images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.config.check.data_rules import image_key
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.simulate.device import SimulatedDevice
+from engine.simulate.images import RowImages
 
 
 class StepShape(NamedTuple):
@@ -27,16 +28,27 @@ class StepShape(NamedTuple):
     chunk: int
 
 
-def batch_of(spec: RunSpec, device: SimulatedDevice, shape: StepShape, *, with_row_tokens: bool = False) -> Batch:
-    """Create a micro-batch of this shape on `device`. A loss that balances experts needs `with_row_tokens`."""
+def batch_of(
+    spec: RunSpec,
+    device: SimulatedDevice,
+    shape: StepShape,
+    row_images: RowImages | None = None,
+    *,
+    with_row_tokens: bool = False,
+) -> Batch:
+    """Create a micro-batch of this shape on `device`, whose rows begin with `row_images`. A loss that balances experts
+    needs `with_row_tokens`."""
     rows, length = shape.rows, shape.length
     with device.host_region():
         ids = torch.zeros((rows, length), dtype=torch.int64)
+        labels = torch.empty((rows, length), dtype=torch.int64)  # fake, also where zeros are real: without values
         positions = torch.zeros((rows, length), dtype=torch.int64) if spec.recipe.data.packing else None
         images = _images(spec, rows, length)
+        if row_images is not None:
+            ids, images = row_images.batch(rows, length)
         tokens = torch.full((rows,), length) if with_row_tokens else None
-    batch = Batch(ids, ids.clone(), None, positions, tuple(range(rows)), shape.targets, images, row_tokens_B=tokens)
-    return replace(batch.moved(device.upload), labels_BS=device.upload(ids))
+    batch = Batch(ids, labels, None, positions, tuple(range(rows)), shape.targets, images, row_tokens_B=tokens)
+    return replace(batch.moved(device.upload), labels_BS=device.upload(labels))
 
 
 def _images(spec: RunSpec, rows: int, length: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Simulates a run's step at a few small shapes, and finds from these the memory of every shape.
 
-Three shapes are simulated, or eight where these are too few (`engine.simulate.fit`). Of layers that are alike one is
+Three shapes are simulated, or more where these are too few (`engine.simulate.fit`). Of layers that are alike one is
 run, beside the first and the last layer of the model, and what is recorded of it stands for all of them (`LayerStack`).
 Where that does not add up, all layers are run.
 
@@ -10,6 +10,7 @@ Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from engine.budget.predict.simulated import shortest_window
 from engine.config.schema.run import RunSpec
 from engine.simulate.batch import StepShape
 from engine.simulate.driver import SimulatedRun, simulated_run
-from engine.simulate.fit import FEW_SHAPES, curves_of, deciding_levels, shapes_of
+from engine.simulate.fit import FEW_SHAPES, MORE_SHAPES, curves_of, deciding_levels, shapes_of
+from engine.simulate.images import RowImages, images_of_rows
 from engine.simulate.recorders import EMBEDDING, LOSS, PhaseLog, Segment, decoder_layers
 
 LENGTH_STEP = 128
@@ -49,13 +51,21 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
     Raises UsageError for a run that `train` would refuse.
     """
     began, facts = time.perf_counter(), find_config(spec.recipe.model.id, spec.recipe.model.revision)
-    sizes = _sizes(spec, facts)
+    row_images = images_of_rows(spec)
+    sizes = _sizes(spec, facts, row_images)
+    document, why_whole = None, None
     with _collected_by_hand():
-        document = _document(spec, facts, sizes, few_layers=True) or _document(spec, facts, sizes, few_layers=False)
+        try:
+            document = _document(spec, facts, sizes, row_images, few_layers=True)
+        except (StackError, *STRANGE_ERRORS) as error:
+            why_whole = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        document = document or _document(spec, facts, sizes, row_images, few_layers=False)
     assert document is not None
-    for curves in document["passes"].values():
+    for curves in (*document["passes"].values(), *document["padded"].values()):
         for curve in curves.values():
             curve["sizes"] = deciding_levels(np.array(curve["sizes"])).round(4).tolist()
+    document["why_whole"] = why_whole
+    document["image_tokens"] = len(row_images.tokens) if row_images is not None else 0
     return document | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -73,8 +83,9 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
-def _sizes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`.
+def _sizes(spec: RunSpec, facts: dict[str, Any], row_images: RowImages | None) -> tuple[list[int], list[int]]:
+    """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`: three numbers of
+    rows with images, whose memory may grow with rows², and lengths that hold these.
 
     All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
     model's positions: a model may run other operations beyond these limits. Families that compute one token after the
@@ -88,40 +99,48 @@ def _sizes(spec: RunSpec, facts: dict[str, Any]) -> tuple[list[int], list[int]]:
     reached = 0 < window < spec.recipe.data.max_length
     before = -(-window // LENGTH_STEP) * LENGTH_STEP if reached else 0
     most = positions if reached or not window else min(window, positions)
+    if row_images is not None:
+        before = max(before, -(-len(row_images.tokens) // LENGTH_STEP) * LENGTH_STEP)
+        most = max(most, before + 3 * LENGTH_STEP)
     if before + 3 > most:
         before = 0
     step = max(1, min(LENGTH_STEP, (most - before) // 3))
-    return [2, 4], [before + step, before + 2 * step, before + 3 * step]
+    return [2, 4, *([] if row_images is None else [3])], [before + step, before + 2 * step, before + 3 * step]
 
 
 def _document(
-    spec: RunSpec, facts: dict[str, Any], sizes: tuple[list[int], list[int]], *, few_layers: bool
+    spec: RunSpec,
+    facts: dict[str, Any],
+    sizes: tuple[list[int], list[int]],
+    row_images: RowImages | None = None,
+    *,
+    few_layers: bool,
 ) -> dict[str, Any] | None:
     """Simulate the steps of the model with the config `facts` at several shapes; returns static memory and offloaded
     optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
     pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes.
 
-    With `few_layers`, None if all layers have to be run.
+    With `few_layers`, None if no two layers are alike. Raises StackError, or an error of the model's own code, if some
+    cannot stand for others.
     """
-    with simulated_run(spec, PhaseLog, facts) as run:
+    with simulated_run(spec, PhaseLog, facts, row_images) as run:
         stack = LayerStack(run.loaded.base)
         if not few_layers:
             return _document_of(run, stack, sizes)
         stack.choose()
-        if stack.is_whole:
-            return None
-        try:
-            return _document_of(run, stack, sizes)
-        except (StackError, *STRANGE_ERRORS):
-            return None
+        return None if stack.is_whole else _document_of(run, stack, sizes)
 
 
 def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[list[int], list[int]]) -> dict[str, Any]:
     recipe, shapes = run.spec.recipe, shapes_of(sizes)
     stack.gradient_bytes = run.make_gradients()
     run.loaded.model.zero_grad(set_to_none=True)  # of all layers, while it has them
+    rows, lengths = sizes
+    period = stack.period if all(length % stack.period == 0 for length in lengths) else 1
+    short = shapes_of((rows, [length - period + 1 for length in lengths])) if period > 1 else []
     with stack.only_chosen():
         passes = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), shapes)
+        padded = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), short)
     if not stack.is_whole:
         run.make_gradients()
     document: dict[str, Any] = {"static": run.static_components(), "host": run.host_components()}
@@ -132,19 +151,24 @@ def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[li
     if evaluates(recipe):
         with stack.only_chosen():
             passes |= _fitted(lambda shape: _evaluation(run, stack, shape), ("evaluate",), shapes)
+            padded |= _fitted(lambda shape: _evaluation(run, stack, shape), ("evaluate",), short)
     document["generate"] = _generation(run, stack, sizes) if generates(recipe) else None
-    return document | {"passes": passes}
+    return document | {"period": period, "passes": passes, "padded": padded}
 
 
 def _fitted(
     simulate: Callable[[StepShape], list[list[Segment]]], names: tuple[str, ...], shapes: list[StepShape]
 ) -> dict[str, Any]:
-    """Return the curves of the passes `names`, of which `simulate` returns what is recorded for a shape."""
-    found = [simulate(shape) for shape in shapes[:FEW_SHAPES]]
-    curves = [curves_of(each, shapes[:FEW_SHAPES]) for each in zip(*found, strict=True)]
-    if None in curves:
-        found += [simulate(shape) for shape in shapes[FEW_SHAPES:]]
-        curves = [curves_of(each, shapes) for each in zip(*found, strict=True)]
+    """Return the curves of the passes `names`, of which `simulate` returns what is recorded for a shape. None without
+    shapes."""
+    if not shapes:
+        return {}
+    found: list[list[list[Segment]]] = []
+    curves: list[dict[str, Any] | None] = [None]
+    for count in (FEW_SHAPES, MORE_SHAPES, len(shapes)):
+        if None in curves:
+            found += [simulate(shape) for shape in shapes[len(found) : count]]
+            curves = [curves_of(each, shapes[:count]) for each in zip(*found, strict=True)]
     return dict(zip(names, curves, strict=True))
 
 
@@ -160,7 +184,7 @@ def _training(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) 
         segments, more = stack.spliced(run.recorder.take(), more, run.gradient_bytes())
         made_bytes = run.device.memory().allocated_bytes - before_bytes + more.level
         if not (stack.is_whole or recorded or made_bytes == stack.gradient_bytes):
-            raise StackError
+            raise StackError("gradients of the layers that were run do not add up to those of all")
         recorded.append(segments)
     return recorded
 
@@ -223,6 +247,10 @@ class LayerStack:
         """How many layers are left out, by the number of one of them that stands for those of its kind."""
         self.gradient_bytes = 0
         """What the gradients of all layers take."""
+        self.period = max(
+            map(_chunk_of, {type(each): each for layer in self._every for each in layer.modules()}.values())
+        )
+        """To a multiple of how many tokens a kernel of the layers pads a sequence; 1 if none does."""
 
     def choose(self) -> None:
         """Leave out layers like another one. The first and the last layer are run in any case: they free or keep
@@ -282,17 +310,17 @@ class LayerStack:
         """
         if self.is_whole:
             return found, Held(0, 0)
-        if [each.phase for each in found] != self._phases(found, sorted(set(self._stands_for))):
-            raise StackError
+        if [each.phase for each in found] != _phases(found, sorted(set(self._stands_for))):
+            raise StackError("layers ran in another order than that of the model")
         if any(other.log[0] != sum(each.log) for each, other in pairwise(found)):
-            raise StackError
+            raise StackError("something was allocated between two layers")
         ends = [*(each.gradient_bytes for each in found[1:]), gradients_after]
         recorded = {
             each.phase: (each.log[1:], end - each.gradient_bytes) for each, end in zip(found, ends, strict=True)
         }
         level, gradients = found[0].log[0] + more.level, found[0].gradient_bytes + more.gradients
         segments = []
-        for phase in self._phases(found, range(len(self._every))):
+        for phase in _phases(found, range(len(self._every))):
             changes, made_bytes = recorded[self._source(phase)]
             segments.append(Segment(phase, gradients, [level, *changes]))
             level, gradients = level + sum(changes), gradients + made_bytes
@@ -301,20 +329,33 @@ class LayerStack:
     def _source(self, phase: str) -> str:
         """The phase whose record stands for `phase`."""
         kind, _, number = phase.partition(" ")
-        return f"{kind} {self._stands_for[int(number)]}" if number and phase != EMBEDDING else phase
+        return f"{kind} {self._stands_for[int(number)]}" if _of_layer(phase) else phase
 
-    @staticmethod
-    def _phases(found: list[Segment], numbers: Sequence[int]) -> list[str]:
-        """The phases of a pass through the layers `numbers`, of those kinds that are in `found`."""
-        recorded = {each.phase.partition(" ")[0] for each in found}
-        backward = [f"backward {number}" for number in reversed(numbers)]
-        return [
-            EMBEDDING,
-            *(f"forward {number}" for number in numbers),
-            LOSS,
-            *(backward if "backward" in recorded else []),
-            *(["embedding_backward"] if "embedding_backward" in recorded else []),
-        ]
+
+def _chunk_of(module: nn.Module) -> int:
+    """Tokens in a chunk, for a layer that works through a sequence in chunks: its own setting, or the default of a
+    function that it calls; else 1."""
+    forward = inspect.unwrap(type(module).forward)
+    called = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    defaults = [inspect.signature(each).parameters.get("chunk_size") for each in called if inspect.isfunction(each)]
+    sizes = [vars(module).get("chunk_size"), *(each.default for each in defaults if each is not None)]
+    return max([size for size in sizes if isinstance(size, int)], default=1)
+
+
+def _phases(found: list[Segment], numbers: Sequence[int]) -> list[str]:
+    """The phases of a pass through the layers `numbers` of the decoder, of those kinds that are in `found`, and around
+    them those of `found` itself."""
+    names = [each.phase for each in found]
+    first = names.index(LOSS)
+    ahead = [name for name in names[:first] if not _of_layer(name)]
+    behind = [name for name in names[first + 1 :] if not _of_layer(name)]
+    backward = [f"backward {number}" for number in reversed(numbers)] if len(names) - first - 1 > len(behind) else []
+    return [*ahead, *(f"forward {number}" for number in numbers), LOSS, *backward, *behind]
+
+
+def _of_layer(phase: str) -> bool:
+    """Whether a phase is that of one layer of the decoder."""
+    return phase.startswith(("forward ", "backward ")) and phase != EMBEDDING
 
 
 def _outline(layer: nn.Module) -> Iterator[tuple[Any, ...]]:

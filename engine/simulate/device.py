@@ -11,8 +11,8 @@ Try: `tunedeck plan -p 80gb -r lora --exact`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,13 @@ from engine.model.dropout_kernel import RowKey, drop_into, using
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
 
+INDEXING = (
+    torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+    torch.ops.aten._unsafe_index.Tensor, torch.ops.aten._index_put_impl_.default,
+)  # fmt: skip
+MAKING = (torch.ops.aten.full.default, torch.ops.aten.zeros.default, torch.ops.aten.ones.default)
+COUNTING = (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
+
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -47,7 +54,7 @@ class SimulatedDevice(MeteredDevice):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
-        self._operations = _Operations(like_cuda)
+        self._operations = _Operations(like_cuda, self.host_region)
         self._copies = CopyStreams(NoStreams(), self.torch_device) if like_cuda else None
 
     @classmethod
@@ -76,6 +83,10 @@ class SimulatedDevice(MeteredDevice):
         kernels = _cuda_softmax() if self._like_a_card else nullcontext()
         with _assume_packed(packed), self._mode, self.activate(), self._operations, kernels:
             yield
+
+    def read_images(self) -> None:
+        """Compute from now on what depends on token ids and pixels alone. Call it when the model is there."""
+        self._operations.with_images = True
 
     def take_log(self) -> list[int]:
         """Return the log since the last call and start a new one. A log has the allocated bytes when it was started,
@@ -110,21 +121,28 @@ class _Operations(TorchDispatchMode):
 
     `item()` of a fake number returns 1; no tensor size depends on this value. Grouped matrix products also work in
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
-    windows into which images are divided, and the windows are computed from the integer grid of each image.
+    windows into which images are divided, and the windows are computed from the integer grid of each image. With
+    images, new integer tensors are real, and so is what is computed of pixels alone: a model looks for the places of
+    images, and for images that are padding.
     """
 
-    def __init__(self, like_cuda: bool) -> None:
+    def __init__(self, like_cuda: bool, uncounted: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self._like_cuda = like_cuda
+        self._like_cuda, self._uncounted = like_cuda, uncounted
+        self.with_images = False
         self.truth = True
         """What `item()` of a fake boolean tensor returns."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [value for value in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(value, torch.Tensor)]
-        if all(_is_real_integer(tensor) for tensor in tensors) and (tensors or func is torch.ops.aten.arange.default):
+        if all(map(self._is_real, tensors)) and (tensors or self._makes_integers(func, kwargs)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func in INDEXING and any(each is not None and each.dtype == torch.bool for each in args[1]):
+            with self._uncounted():
+                args = (args[0], [place for each in args[1] for place in _places(each)], *args[2:])
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -135,6 +153,25 @@ class _Operations(TorchDispatchMode):
             del scratch  # held until the gradients exist
             return result
         return func(*args, **kwargs)
+
+    def _makes_integers(self, func: Any, options: dict[str, Any]) -> bool:
+        """Whether an operation without tensors among its inputs makes a real one."""
+        whole = options.get("dtype") in (torch.int64, torch.int32)
+        return func is torch.ops.aten.arange.default or (
+            self.with_images and (func in COUNTING or (whole and func in MAKING))
+        )
+
+    def _is_real(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are computed."""
+        return _is_real_integer(tensor) or (self.with_images and not isinstance(tensor, FakeTensor))
+
+
+def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Replace a mask with values, among the indices of a tensor, by the places that it selects."""
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return [index]
+    with unset_fake_temporarily():
+        return list(index.nonzero(as_tuple=True))
 
 
 def _attention_scratch(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

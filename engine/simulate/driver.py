@@ -29,6 +29,7 @@ from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
 from engine.simulate.batch import StepShape, batch_of
 from engine.simulate.device import SimulatedDevice, simulated_dropout
+from engine.simulate.images import RowImages
 from engine.simulate.recorders import EMBEDDING, GENERATE, PhaseRecorder
 from engine.train.step.optimizer import guarded_optimizer
 from engine.train.step.optimizer_state import state_tensors
@@ -45,24 +46,35 @@ MakeRecorder = Callable[[SimulatedDevice, PreTrainedModel, Callable[[], int]], R
 
 @contextmanager
 def simulated_run(
-    spec: RunSpec, record: MakeRecorder[Recorder], facts: dict[str, Any] | None = None
+    spec: RunSpec,
+    record: MakeRecorder[Recorder],
+    facts: dict[str, Any] | None = None,
+    row_images: RowImages | None = None,
 ) -> Iterator[SimulatedRun[Recorder]]:
     """Create the model of a run, from the config `facts` if given, with its loss and optimizer; yields what drives
-    them. Inside the block, all tensors are simulated."""
+    them. Each row begins with `row_images`. Inside the block, all tensors are simulated."""
     device = SimulatedDevice.of(spec.profile.device)
     loaded = on_meta(spec, device, facts)
     with device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
         leave_meta(loaded.model)
-        yield SimulatedRun(spec, device, loaded, record)
+        if row_images is not None:
+            device.read_images()
+        yield SimulatedRun(spec, device, loaded, record, row_images)
 
 
 class SimulatedRun(Generic[Recorder]):
     """A run's model, loss and optimizer on a simulated device."""
 
     def __init__(
-        self, spec: RunSpec, device: SimulatedDevice, loaded: LoadedModel, record: MakeRecorder[Recorder]
+        self,
+        spec: RunSpec,
+        device: SimulatedDevice,
+        loaded: LoadedModel,
+        record: MakeRecorder[Recorder],
+        row_images: RowImages | None,
     ) -> None:
         self.spec, self.device, self.loaded, train = spec, device, loaded, spec.recipe.train
+        self.row_images = row_images
         self.head = find_head(loaded.base)
         implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device)
         self.loss = LossFunction(loaded, self.head, implementation, train.label_smoothing, 1)
@@ -106,7 +118,8 @@ class SimulatedRun(Generic[Recorder]):
 
     def micro_batch(self, shape: StepShape) -> None:
         """Run a micro-batch forward and backward; gradients are added to those that exist."""
-        batch = batch_of(self.spec, self.device, shape, with_row_tokens=self.loss.balance is not None)
+        balanced = self.loss.balance is not None
+        batch = batch_of(self.spec, self.device, shape, self.row_images, with_row_tokens=balanced)
         self.loss.chunk_tokens = shape.chunk
         self.recorder.enter(EMBEDDING)
         with keyed(self._dropouts, seed=0, step=1, sample_ids=batch.sample_ids):
@@ -138,7 +151,7 @@ class SimulatedRun(Generic[Recorder]):
 
     def evaluate(self, shape: StepShape) -> None:
         """Compute the loss of a micro-batch without gradients."""
-        batch = batch_of(self.spec, self.device, shape)
+        batch = batch_of(self.spec, self.device, shape, self.row_images)
         self.loss.chunk_tokens = shape.chunk
         self.recorder.enter(EMBEDDING)
         with torch.no_grad():
@@ -161,13 +174,19 @@ class SimulatedRun(Generic[Recorder]):
                 self._generate_tokens(cache, rows, length, count)
 
     def _generate_tokens(self, cache: Cache, rows: int, length: int, count: int) -> None:
-        device, settings = self.device, self.spec.recipe.generate
-        ids_BS, mask_BS = (device.upload(torch.ones((rows, length), dtype=torch.int64)) for _ in range(2))
+        device, settings, images = self.device, self.spec.recipe.generate, dict[str, torch.Tensor]()
+        with device.host_region():
+            ids_BS, mask_BS = (torch.empty((rows, length), dtype=torch.int64) for _ in range(2))
+            if self.row_images is not None and not cache.get_seq_length():
+                ids_BS, images = self.row_images.batch(rows, length)
+        ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
+        seen = {name: device.upload(tensor) for name, tensor in images.items()}
         self.recorder.enter(GENERATE)
         with _generate_exactly(self.loaded.base, count), device.unequal_rows():
             config = generation_config(settings, END_ID, PAD_ID)
             processors = LogitsProcessorList(sampling(settings, range(rows), length, device))
-            generate_tokens(self.loaded, ids_BS, mask_BS, config, past_key_values=cache, logits_processor=processors)
+            given: dict[str, Any] = {"past_key_values": cache, "logits_processor": processors, **seen}
+            generate_tokens(self.loaded, ids_BS, mask_BS, config, **given)
         self.recorder.leave()
 
 

@@ -2,8 +2,9 @@
 
 A level is the number of allocated bytes after one allocation of a step: a linear combination of the terms in `UNITS`,
 which depend on the shape. The size of nearly every tensor is a multiple of one term, or of two that often come
-together, so three shapes show which. Where they do not, eight shapes give each level by linear equations; and where
-operations differ between shapes, each phase's peak.
+together, so three shapes show which; what is of three terms takes four. Where these do not do, more shapes give each
+level by linear equations. Where operations differ between shapes (a vision encoder may treat image by image), a phase
+is recorded as its peak and what it leaves.
 
 The loss of every simulated shape has two chunks, and the coefficients of both are found apart. A tensor for all targets
 has the same coefficient in both; what exists for one chunk at a time is in one of them.
@@ -11,7 +12,7 @@ has the same coefficient in both; what exists for one chunk at a time is in one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from engine.budget.calibration import round_to_blocks
 from engine.budget.predict.simulated import UNITS, units_of
 from engine.simulate.batch import StepShape
-from engine.simulate.recorders import EMBEDDING, LOSS, Segment
+from engine.simulate.recorders import FORWARD, LOSS, VISION_BACKWARD, Segment
 
 Sizes = NDArray[np.float64]
 """Coefficients of levels, shape (levels, units). Before `_of_any_chunks`, the last two units are the targets in the
@@ -29,31 +30,37 @@ first and in the last of two chunks."""
 
 CHUNK, LAST_CHUNK = 256, 128
 """Targets in the two chunks of a simulated loss. The first is always the larger one, so that it has the peak."""
-FEW_SHAPES = 3
+FEW_SHAPES, MORE_SHAPES = 3, 4
 """With so many shapes, the terms of each tensor are tried; with all of them, each level is solved for."""
 TERMS = (*UNITS, "last chunk")
 PAIRS = (
     ("rows", "tokens"), ("length", "length^2"), ("tokens", "rows x length^2"), ("one", "rows"), ("one", "length"),
-    ("one", "tokens"), ("one", "length^2"),
+    ("one", "tokens"), ("one", "length^2"), ("rows", "rows^2"),
 )  # fmt: skip
 """Terms of one tensor, as in rows × (length + 3)."""
+TRIPLES = (
+    ("one", "rows", "tokens"), ("rows", "tokens", "rows x length^2"), ("one", "rows", "rows^2"),
+    ("rows", "tokens", "rows^2"),
+)  # fmt: skip
+"""Terms of what is allocated together, as for images and text; tried with MORE_SHAPES."""
 BLOCK_BYTES = round_to_blocks(1)
 BLOCK_LEVELS = 1024
 """Levels that are compared at once, which bounds the memory that it takes."""
 
 
 def shapes_of(sizes: tuple[list[int], list[int]]) -> list[StepShape]:
-    """Return the shapes to simulate, for `sizes` = (two numbers of rows, three lengths): the first FEW_SHAPES differ in
-    every term, and all eight determine as many coefficients.
+    """Return the shapes to simulate, for `sizes` = (two numbers of rows, or three with images; three lengths): the
+    first FEW_SHAPES differ in every term, and all of them determine as many coefficients. Without images no term is of
+    rows², and there is one shape less.
 
     There may be more targets than tokens: no tensor has values.
     """
-    (few, many), (short, middle, long) = sizes
-    chunks = [(CHUNK, LAST_CHUNK), (2 * CHUNK, 3 * LAST_CHUNK), (CHUNK + LAST_CHUNK, LAST_CHUNK)]
-    places = [(few, short), (many, middle), (few, long)]
+    (few, many, *between), (short, middle, long) = sizes
+    chunks = [(CHUNK, LAST_CHUNK), (2 * CHUNK, 3 * LAST_CHUNK), (CHUNK + LAST_CHUNK, LAST_CHUNK), (CHUNK, LAST_CHUNK)]
+    places = [(few, short), (many, middle), ((between or [few])[0], long), (many, short)]
     shapes = list(zip(places, chunks, strict=True))
     shapes += [(place, chunks[0]) for place in product((few, many), (short, middle, long)) if place not in places]
-    shapes += [(places[0], chunk) for chunk in chunks[1:]]
+    shapes += [(places[0], chunk) for chunk in chunks[1:FEW_SHAPES]]
     return [StepShape(*place, chunk + last, chunk) for place, (chunk, last) in shapes]
 
 
@@ -61,20 +68,36 @@ def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dict[s
     """Fit the allocated bytes of each phase of a plan as a function of a micro-batch's shape. `found` has what was
     recorded for each of `shapes`.
 
-    Returns {phase: {"gradients": bytes of gradients when it begins, "sizes": Sizes}}; None if FEW_SHAPES are too few.
+    Returns {phase: {"gradients": bytes of gradients when it begins, "sizes": Sizes}}; None if so many shapes are too
+    few.
     """
-    few = len(shapes) == FEW_SHAPES
+    found, few = _alike(found), len(shapes) <= MORE_SHAPES
     tried = _tried_sizes(found, shapes) if few else {}
     if tried is None:
         return None
-    layers = 1 + max(int(each.phase.split()[1]) for each in found[0] if each.phase.startswith("forward"))
     curves: dict[str, Any] = {}
-    for name, phases in _phases({each.phase for each in found[0]}, layers):
+    for name, phases in _phases([each.phase for each in found[0]]):
         there = [each for each in found[0] if each.phase in phases]
-        sizes = np.vstack([tried[phase] for phase in phases]) if few else _solved_sizes(found, shapes, phases)
+        sizes = np.vstack([tried[phase] if few else _solved_sizes(found, shapes, phase) for phase in phases])
         gradients = next(each.gradient_bytes for each in there if each.phase == phases[-1])
         curves[name] = {"gradients": gradients, "sizes": _of_any_chunks(sizes)}
     return curves
+
+
+def _alike(found: Sequence[list[Segment]]) -> list[list[Segment]]:
+    """Return what was recorded for each shape with as many entries in each phase for all: a phase in which operations
+    differ between shapes has the entries up to its peak as one allocation, and those behind it as one release."""
+    if len({tuple(each.phase for each in run) for run in found}) > 1:
+        return list(found)
+    differing = [len({len(run[place].log) for run in found}) > 1 for place in range(len(found[0]))]
+    return [
+        [_peak_of(each) if differs else each for each, differs in zip(run, differing, strict=True)] for run in found
+    ]
+
+
+def _peak_of(segment: Segment) -> Segment:
+    start, end, peak = segment.log[0], sum(segment.log), max(segment.levels)
+    return segment._replace(log=[start, peak - start, end - peak])
 
 
 def _tried_sizes(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dict[str, Sizes] | None:
@@ -107,14 +130,18 @@ def _tried_sizes(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dic
 
 def _terms_of(changes: NDArray[np.float64], shapes: list[StepShape]) -> NDArray[np.float64] | None:
     """Return the coefficients [changes, TERMS] of allocations and releases whose bytes are `changes` [changes, shapes],
-    each of one term or of one of PAIRS; None if one has neither. Bytes are rounded up to blocks."""
+    each of one term or of one of PAIRS or TRIPLES; None if one is not. Bytes are rounded up to blocks."""
     values = np.array([(*units_of(*each), each.targets - each.chunk) for each in shapes], float)
     result = np.zeros((len(changes), len(TERMS)))
     left = np.arange(len(changes))
+    triples = TRIPLES if len(shapes) == MORE_SHAPES else ()
     for trials in (
         [[number] for number in range(len(TERMS))],
         [[TERMS.index(name) for name in pair] for pair in PAIRS],
+        [[TERMS.index(name) for name in triple] for triple in triples],
     ):
+        if not trials:
+            break
         fits = [np.linalg.lstsq(values[:, trial], changes[left].T, rcond=None)[0] for trial in trials]
         errors = [
             np.abs(values[:, trial] @ fit - changes[left].T).max(axis=0)
@@ -130,13 +157,15 @@ def _terms_of(changes: NDArray[np.float64], shapes: list[StepShape]) -> NDArray[
     return None
 
 
-def _solved_sizes(found: Sequence[list[Segment]], shapes: list[StepShape], phases: list[str]) -> Sizes:
-    """Return the coefficients of the levels of `phases`, or of their peak if the operations differ between shapes."""
-    series = [[level for each in run if each.phase in phases for level in each.levels] for run in found]
+def _solved_sizes(found: Sequence[list[Segment]], shapes: list[StepShape], phase: str) -> Sizes:
+    """Return the coefficients of the levels of `phase`, or of its peak if the operations differ between shapes."""
+    series = [[level for each in run if each.phase == phase for level in each.levels] for run in found]
     if len({len(each) for each in series}) > 1:
         series = [[max(each)] for each in series]
-    units = [units_of(each.rows, each.length, each.chunk, each.targets - each.chunk) for each in shapes]
-    solved: Sizes = np.linalg.solve(np.array(units, float), np.array(series, float)).T
+    units = np.array([units_of(*each[:2], each.chunk, each.targets - each.chunk) for each in shapes], float)
+    solved, squared = np.zeros((len(series[0]), len(UNITS))), UNITS.index("rows^2")
+    kept = [number for number in range(len(UNITS)) if number != squared or len(shapes) == len(UNITS)]
+    solved[:, kept] = np.linalg.solve(units[:, kept], np.array(series, float)).T
     return solved
 
 
@@ -150,17 +179,17 @@ def _of_any_chunks(sizes: Sizes) -> Sizes:
     return np.column_stack([sizes[:, :-2], np.minimum(first, last), np.abs(first - last)])
 
 
-def _phases(recorded: set[str], layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield each phase of a plan with the recorded phases that it consists of."""
-    parts = {
-        "forward": [EMBEDDING, *(f"forward {number}" for number in range(layers))],
-        LOSS: [LOSS],
-        "layer_first": [f"backward {number}" for number in range(layers - 1, 0, -1)],
-        "layer_last": ["backward 0"],
-        "embedding_backward": ["embedding_backward"],
+def _phases(recorded: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each phase of a plan with the recorded phases that it consists of, in the order in which they ran."""
+    parts: dict[str, Callable[[str], bool]] = {
+        "forward": lambda phase: phase.startswith(FORWARD),
+        LOSS: lambda phase: phase == LOSS,
+        "layer_first": lambda phase: phase.startswith("backward ") and phase != "backward 0",
+        "layer_last": lambda phase: phase == "backward 0",
+        "embedding_backward": lambda phase: phase.startswith(("embedding_backward", VISION_BACKWARD)),
     }
-    for name, phases in parts.items():
-        there = [phase for phase in phases if phase in recorded]
+    for name, belongs in parts.items():
+        there = list(dict.fromkeys(filter(belongs, recorded)))
         if there:
             yield name, there
 

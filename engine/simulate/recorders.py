@@ -1,8 +1,10 @@
 """Record the memory of a simulated step by phase: the peak of each (`PhasePeaks`), or each allocation (`PhaseLog`).
 
-Hooks on the decoder's layers switch phases: "forward -1" from the input ids to the first layer, "forward N" in layer N,
-"loss_backward" until the gradient of the last layer's output is computed, "backward N" in layer N, and
-"embedding_backward" from there to the embeddings.
+Hooks on the layers switch phases: "forward -1" from the input ids to the first layer of the vision encoder, "vision N"
+in its layer N, "images" from there to the decoder, "forward N" in the decoder's layer N, "loss_backward" until the
+gradient of the last layer's output is computed, "backward N" in layer N, "embedding_backward" from there to the
+embeddings or to the vision encoder, and "vision_backward N" in its layer N. Without images, those of the vision encoder
+are missing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ EMBEDDING = "forward -1"
 LOSS = "loss_backward"
 GENERATE = "generate"
 BETWEEN = "between"
+VISION, IMAGES, VISION_BACKWARD = "vision", "images", "vision_backward"
+FORWARD = ("forward ", f"{VISION} ", IMAGES)
+"""How the names of phases before the loss begin."""
 PHASES = (
     "forward", LOSS, "layer_first", "layer_last", "embedding_backward", "optimizer_step", "evaluate", GENERATE,
 )  # fmt: skip
@@ -31,6 +36,13 @@ PHASES = (
 def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers: its outermost ModuleList."""
     return next(module for module in decoder_of(base).modules() if isinstance(module, nn.ModuleList))
+
+
+def vision_layers(base: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of the vision encoder: the longest ModuleList outside the decoder; empty without one."""
+    inside = {id(module) for module in decoder_of(base).modules()}
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList) and id(module) not in inside]
+    return max(lists, key=len, default=nn.ModuleList())
 
 
 class PhaseRecorder:
@@ -43,6 +55,11 @@ class PhaseRecorder:
         for number, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(lambda _, a, k, n=number: self._before(n, a, k), with_kwargs=True)
             layer.register_forward_hook(lambda _, given, made, n=number: self._after(n, made))
+        encoder = vision_layers(base)
+        for number, layer in enumerate(encoder):
+            last = number == len(encoder) - 1
+            layer.register_forward_pre_hook(lambda *_, n=number: self._before_vision(n))
+            layer.register_forward_hook(lambda _, given, made, n=number, end=last: self._after_vision(n, made, end))
 
     def begin(self, phase: str) -> None:
         raise NotImplementedError
@@ -63,7 +80,7 @@ class PhaseRecorder:
         self._phase = ""
 
     def _before(self, number: int, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not self._phase.startswith("forward"):
+        if not self._phase.startswith(FORWARD):
             return  # checkpointing recomputes the layer, or it generates
         self.enter(f"forward {number}")
         hidden = given[0] if given else named.get("hidden_states")
@@ -71,13 +88,30 @@ class PhaseRecorder:
             hidden.register_hook(lambda gradient: self.enter("embedding_backward"))
 
     def _after(self, number: int, made: Any) -> None:
-        if not self._phase.startswith("forward"):
+        if not self._phase.startswith(FORWARD):
             return
         hidden = made if isinstance(made, torch.Tensor) else made[0]
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.enter(f"backward {number}"))
         if number == len(self.layers) - 1:
             self.enter(LOSS)
+
+    def _before_vision(self, number: int) -> None:
+        if self._is_ahead():
+            self.enter(f"{VISION} {number}")
+
+    def _after_vision(self, number: int, made: Any, last: bool) -> None:
+        if not self._is_ahead():
+            return
+        hidden = made if isinstance(made, torch.Tensor) else made[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.enter(f"{VISION_BACKWARD} {number}"))
+        if last:
+            self.enter(IMAGES)
+
+    def _is_ahead(self) -> bool:
+        """Whether a forward pass has not reached the decoder."""
+        return self._phase == EMBEDDING or self._phase.startswith(f"{VISION} ")
 
 
 class PhasePeaks(PhaseRecorder):
@@ -109,6 +143,10 @@ class PhasePeaks(PhaseRecorder):
         if not self.base.training and phase != GENERATE:
             return "evaluate"
         kind, _, number = phase.partition(" ")
+        if phase.startswith(FORWARD):
+            return "forward"
+        if kind == VISION_BACKWARD:
+            return "embedding_backward"
         if kind == "backward":
             return self._ends.get(int(number), self._ends.get(int(number) - len(self.layers), BETWEEN))
         return kind

@@ -19,6 +19,7 @@ from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError, UsageError
 from engine.simulate.batch import StepShape
 from engine.simulate.driver import SimulatedRun, simulated_run
+from engine.simulate.images import images_of_rows
 from engine.simulate.recorders import PhasePeaks
 
 
@@ -69,7 +70,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
             "sequence parallelism cannot be simulated on one device",
             fix="leave --exact out: the closed form knows what each rank holds",
         )
-    with simulated_run(spec, partial(PhasePeaks, ends=_ends(spec))) as run:
+    with simulated_run(spec, partial(PhasePeaks, ends=_ends(spec)), row_images=images_of_rows(spec)) as run:
         return _simulated(run, rows, length)
 
 

@@ -162,6 +162,23 @@ def test_one_layer_of_a_kind_stands_for_all(kind: str, tmp_path: Path) -> None:
     assert str(few) == str(every)
 
 
+@pytest.mark.parametrize(("rows", "length"), [(2, 65), (3, 100), (1, 400)])
+def test_layers_that_pad_to_a_chunk_are_planned_at_any_length(rows: int, length: int, linear: RunSpec) -> None:
+    """Qwen3.5's linear attention pads to 64 tokens."""
+    predictor, found = find_predictor(linear), simulate_step(linear, rows=rows, length=length)
+    predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=5e-3)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """Full fine-tuning of a tiny Qwen3.5, whose simulation is stored."""
+    config = {**FAMILIES[2], "vocab_size": 500}
+    spec = run_spec(folder_of(config, tmp_path_factory.mktemp("linear")), **TABLES)
+    keep_simulation(spec, simulate_curves(spec))
+    return spec
+
+
 def test_a_window_that_sequences_reach_makes_another_simulation_also_where_the_text_model_is_nested(
     tmp_path: Path,
 ) -> None:

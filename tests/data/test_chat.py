@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.data.chat import ChatRenderer, TokenRow
+from engine.data.chat_template import ChatTemplate
 from engine.data.records import ChatRecord, Dropped
 from engine.errors import DataError
 from tests.data.specs import CHATML, CHATML_MARKED, FORGETFUL, LLAMA_LIKE, PLAIN, tokenizer
@@ -98,6 +99,19 @@ def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words() ->
     template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
     renderer = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False)
     assert renderer.render(ChatRecord(TURNS[1:])) == Dropped("the chat template refuses it: user first")
+
+
+@pytest.mark.parametrize(
+    ("template", "refuses"),
+    [
+        (CHATML, False),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('Nein.') }}{% endif %}" + CHATML, True),
+        ("{{ raise_exception('Only the user and the system may speak') }}", False),
+    ],
+)
+def test_whether_a_template_refuses_system_turns_is_tried(template: str, refuses: bool) -> None:
+    """Whatever words it refuses them in."""
+    assert ChatTemplate(tokenizer(template)).refuses_system() is refuses
 
 
 def test_no_template_is_an_error_with_the_fix() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from engine.config.schema.run import RunSpec
 from engine.data.batch import collate
 from engine.data.images import ImageFacts
-from engine.data.own_processor import TEXT_INPUTS, OwnProcessor
+from engine.data.own_processor import TEXT_INPUTS, OwnProcessor, _without_video
 from engine.data.prepare import prepare_data
 from engine.data.tokens import IGNORED
 from engine.errors import TunedeckError
@@ -24,8 +24,8 @@ from tests.budget.metered_step import run_spec
 from tests.own_processors import FAMILIES, write_own
 
 SIZES = ((112, 84), (56, 112))
-HERE = [name for name in FAMILIES if name != "smolvlm"]
-"""SmolVLM's processor needs a package that is not among ours."""
+NESTED = ("idefics3", "smolvlm")
+"""Their processors return a place for every image of the longest row."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,22 @@ def own(spec: RunSpec) -> OwnProcessor:
     return found
 
 
-@pytest.mark.parametrize("family", HERE)
-def test_a_micro_batch_is_what_the_processor_makes_of_the_same_texts_and_images(family: str, tmp_path: Path) -> None:
+def transformers_own(processor: OwnProcessor, family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' processor. SmolVLM's, which ours stands for, needs a package that only names numbers of frames."""
+    if family != "smolvlm":
+        return processor.processor
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    ours = processor.processor
+    stated = {"image_seq_len": ours.image_seq_len}
+    return _without_video(processing_smolvlm.SmolVLMProcessor, stated, ours.image_processor, ours.tokenizer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_is_what_the_processor_makes_of_the_same_texts_and_images(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_own(tmp_path / "model", family)
     spec = spec_for(model, tmp_path)
     tokenizer, processor = load_tokenizer(spec.recipe.model), own(spec)
@@ -63,8 +77,8 @@ def test_a_micro_batch_is_what_the_processor_makes_of_the_same_texts_and_images(
              {"role": "assistant", "content": "A plane."}]  # fmt: skip
     text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     images = [Image.open(tmp_path / f"{number}.png").convert("RGB") for number in range(2)]
-    whole = processor.processor(
-        text=[text, text], images=[[image] for image in images] if family == "idefics3" else images,
+    whole = transformers_own(processor, family, monkeypatch)(
+        text=[text, text], images=[[image] for image in images] if family in (*NESTED, "gemma4") else images,
         padding=True, return_tensors="pt", add_special_tokens=False,
     )  # fmt: skip
     batch = collate(data, [0, 1], pad_id=int(tokenizer.pad_token_id))
@@ -73,7 +87,7 @@ def test_a_micro_batch_is_what_the_processor_makes_of_the_same_texts_and_images(
     assert arrays.keys() == batch.images.keys() - {"mm_token_type_ids"}
     for name, value in arrays.items():
         theirs = torch.as_tensor(value)
-        if family == "idefics3":  # a place for every image of the longest row, empty places zero, which the model skips
+        if family in NESTED:  # a place for every image of the longest row, empty places zero, which the model skips
             theirs = theirs.flatten(0, 1)
             theirs = theirs[theirs.flatten(1).any(1)]
         assert torch.equal(batch.images[name].flatten(), theirs.flatten())

@@ -37,7 +37,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(model: Path, samples: Path, steps: int, tables: dict[str, Any]) -> RunSpec:
-    data: dict[str, Any] = {"max_length": 256, "over_length": "truncate"}
+    data: dict[str, Any] = {"max_length": 512}
     answers: dict[str, Any] = {}
     if "eval" in tables:
         data, answers = {**data, "valid_fraction": 0.1}, {"generate": {"max_new_tokens": 6}}

@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from engine.budget.advise.gate import problems_of_run
-from engine.budget.advise.plan import make_plan
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
-from engine.errors import UnknownArchitectureError, UsageError
+from engine.errors import UsageError
 from engine.model.decoder import require_images
-from tests.data.test_own_processor import HERE
+from engine.simulate.images import images_of_rows
 from tests.nested_models import write_nested
-from tests.own_processors import write_own
+from tests.own_processors import FAMILIES, write_own
 from tests.train.run_helpers import (
     Workshop,
     change_of_a_step,
@@ -32,14 +31,16 @@ from tests.vision_models import detection_source, write_boxes
 SIZES = ((112, 84), (56, 112))
 
 
-def spec_of(folder: Path, family: str, *, steps: int = 2, **tables: Any) -> RunSpec:
-    """A run on four drawn images of two sizes; `folder` holds its model and data, made at the first call."""
+def spec_of(
+    folder: Path, family: str, *, steps: int = 2, sizes: tuple[tuple[int, int], ...] = SIZES, **tables: Any
+) -> RunSpec:
+    """A run on four drawn images of `sizes`; `folder` holds its model and data, made at the first call."""
     model = folder / family
     if not model.exists():
         write_own(model, family)
     data = folder / "data" / "data.jsonl"
     if not data.exists():
-        write_boxes(folder / "data", count=4, sizes=SIZES)
+        write_boxes(folder / "data", count=4, sizes=sizes)
     named = {"id": str(model), "tokenizer": str(model), "init": "pretrained", **tables.pop("model", {})}
     read = {"sources": [detection_source(data)], "max_length": 512, **tables.pop("data", {})}
     rate = {"batch_size": 4, "micro_batch": 2, "max_steps": steps, "learning_rate": 1e-2, "warmup_steps": 0,
@@ -47,7 +48,7 @@ def spec_of(folder: Path, family: str, *, steps: int = 2, **tables: Any) -> RunS
     return make_spec(data, model=named, data=read, train=rate, **{"method": {"kind": "lora", "rank": 4}, **tables})
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_run_ends_with_the_adapter_of_one_without_interruption(family: str, tmp_path: Path) -> None:
     whole, legs = (
         new_run(tmp_path / name, spec_of(tmp_path, family, steps=steps)) for name, steps in (("a", 3), ("b", 2))
@@ -115,8 +116,43 @@ def test_images_without_a_processor_are_refused_before_a_run(family: str, words:
     assert model.is_dir()
 
 
-def test_the_plan_of_images_without_a_closed_form_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, "qwen3_vl")
-    assert problems_of_run(spec) == []
-    with pytest.raises(UnknownArchitectureError, match="a simulation has no images of this family"):
-        make_plan(spec)
+PLANNED: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"method": {"kind": "lora", "rank": 4}},
+    "mistral3": {"method": {"kind": "full"}, "train": {"gradient_checkpointing": False}},
+    "llava_next": {"method": {"kind": "full"}, "train": {"gradient_checkpointing": False}},
+    "gemma4": {"method": {"kind": "full"}, "train": {"gradient_checkpointing": False}},
+    "idefics3": {"method": {"kind": "lora", "rank": 4}},
+}
+
+
+@pytest.mark.parametrize("family", PLANNED)
+def test_a_run_on_images_is_planned_as_it_is_measured(family: str, tmp_path: Path) -> None:
+    """Every row has the image with which its simulation begins."""
+    spec = spec_of(tmp_path, family, sizes=SIZES[:1], **PLANNED[family])
+    code, events = train(new_run(tmp_path / "runs", spec))
+    measured = events[-1]["measured"]
+    assert code == 0
+    assert measured["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+    known = {"qwen3_vl": 12, "mistral3": 16, "llava_next": 24, "gemma4": 62, "idefics3": 19}
+    assert simulated_images(spec) == known[family]
+
+
+def simulated_images(spec: RunSpec) -> int:
+    """Tokens of images of a simulated row."""
+    images = images_of_rows(spec)
+    assert images is not None
+    return len(images.tokens)
+
+
+def test_a_plan_assumes_the_largest_image_that_a_row_holds_until_the_data_are_read(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "qwen3_vl", data={"max_length": 14})
+    assert simulated_images(spec) == 12  # of at most 16, which are more than 14
+    assert simulated_images(spec_of(tmp_path, "qwen3_vl")) == 16
+    assert images_of_rows(spec_of(tmp_path, "qwen3_vl", data={"sources": [text_source(tmp_path)]})) is None
+    with pytest.raises(UsageError, match="no image fits into 3 tokens"):
+        images_of_rows(spec_of(tmp_path, "idefics3", data={"max_length": 3}))
+
+
+def text_source(folder: Path) -> dict[str, Any]:
+    (folder / "text.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return {"name": "text", "path": str(folder / "text.jsonl")}

@@ -75,6 +75,8 @@ class Plan:
     """None where nothing is known of the device's speed, or no closed form knows the model."""
     simulated_seconds: float | None = None
     """Duration of the simulation that the prediction is based on; None for a closed form."""
+    why_whole: str | None = None
+    """Why it ran all layers, where one of a kind could not stand for others."""
 
     @property
     def predictor(self) -> Literal["closed_form", "simulated"]:
@@ -177,7 +179,6 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
     prediction = predictor.predict(rows, length)
     verdict, remedies = _verdict(predictor, spec, prediction, rows, length, facts)
     arch, machines = predictor.arch, spec.profile.nodes.count
-    encoder = arch.vision_encoder if arch is not None else None
     return Plan(
         verdict=verdict,
         capacity_bytes=predictor.capacity_bytes,
@@ -189,7 +190,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         config=predictor.config,
         simulated=spec.profile.device.kind == "metered",
         ranks=predictor.layout.ranks,
-        image_tokens=predictor.config.image_patches // encoder.merge**2 if encoder else 0,
+        image_tokens=_image_tokens(predictor),
         remedies=remedies,
         host=predictor.host(rows, length),
         host_capacity_bytes=host_capacity_bytes(spec.profile),
@@ -202,6 +203,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         time=_time(predictor, spec, rows, length),
         network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
+        why_whole=predictor.why_whole if isinstance(predictor, SimulatedPredictor) else None,
     )
 
 
@@ -224,6 +226,13 @@ def considered(spec: RunSpec, plan: Plan, facts: ModelFacts | None = None) -> li
         found = numbers_of_layers(predictor, plan.length, plan.micro_batch)
     planned = choice_of(predictor, plan.length, plan.micro_batch, plan.recomputed_layers)
     return sorted({*found, planned}, key=lambda choice: choice.seconds)
+
+
+def _image_tokens(predictor: Predictor | SimulatedPredictor) -> int:
+    if isinstance(predictor, SimulatedPredictor):
+        return predictor.image_tokens
+    encoder = predictor.arch.vision_encoder
+    return predictor.config.image_patches // encoder.merge**2 if encoder else 0
 
 
 def find_predictor(spec: RunSpec, facts: ModelFacts | None = None) -> Predictor | SimulatedPredictor:

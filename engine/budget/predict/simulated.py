@@ -21,21 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import find_config
+from engine.budget.architecture.lookup import find_config, start_of
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
 from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
 from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
 from engine.config.check.data_rules import image_key
-from engine.config.files.caches import cache_folder
+from engine.config.files.caches import cache_folder, known_images
 from engine.config.files.machine import installed
+from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 5
+FORMAT = 6
 """Version of the stored files; a change makes older files unused."""
-UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "targets", "chunk")
+UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "rows^2", "targets", "chunk")
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 """Keys of a config with the number of tokens that a layer looks back; longer sequences run other operations."""
@@ -46,10 +47,13 @@ TRAIN_KEYS = {
 }  # fmt: skip
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+
+
 def units_of(rows: int, length: int, targets: int, chunk: int) -> tuple[int, ...]:
     """The values of UNITS for a micro-batch of `rows` sequences padded to `length` tokens, of which `targets` count in
     the loss; the loss is computed for `chunk` targets at a time."""
-    return 1, rows, length, rows * length, rows * length**2, length**2, targets, chunk
+    return 1, rows, length, rows * length, rows * length**2, length**2, rows**2, targets, chunk
 
 
 def shortest_window(facts: Mapping[str, Any]) -> int:
@@ -75,11 +79,32 @@ def simulation_key(spec: RunSpec) -> str:
         "evaluates": evaluates(recipe),
         "generate": recipe.generate.model_dump(mode="json") if generates(recipe) else None,
         "device": [spec.profile.device.kind, spec.profile.device.compute_capability],
+        "images": _images(recipe),
     }
     facts = find_config(model.id, model.revision)
     reached = 0 < shortest_window(facts) < recipe.data.max_length
     parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _images(recipe: Recipe) -> list[Any]:
+    """What decides the images of a simulated row; empty for a run without images."""
+    data, model = recipe.data, recipe.model
+    if image_key(recipe) is None:
+        return []
+    known = known_images(recipe)
+    bounds = [data.image_min_pixels, data.image_max_pixels]
+    places = [where for where in (start_of(model.id, model.revision)[0], model.tokenizer) if where is not None]
+    files = [(name, _text(place, name)) for place in places for name in PROCESSOR_FILES]
+    return [known, None if known else data.max_length, bounds, places, files]
+
+
+def _text(place: str, name: str) -> str | None:
+    """The content of a file of a model's folder; None if `place` is a hub id, or the folder has no such file."""
+    try:
+        return Path(place, name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def simulation_file(spec: RunSpec) -> Path:
@@ -99,15 +124,13 @@ def keep_simulation(spec: RunSpec, document: Mapping[str, Any]) -> None:
 
 
 def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
-    """Raise `unknown`, extended by the reason, for a run that cannot be simulated: with a 4-bit base, on several
-    devices, or with images."""
+    """Raise `unknown`, extended by the reason, for a run that cannot be simulated: with a 4-bit base, or on several
+    devices."""
     obstacle = ""
     if spec.recipe.model.quantize != "none":
         obstacle = "a 4-bit base needs kernels of a GPU"
     elif layout_of(spec.profile).ranks > 1:
         obstacle = "a simulation has one device"
-    elif image_key(spec.recipe) is not None:
-        obstacle = "a simulation has no images of this family"
     if obstacle:
         raise UnknownArchitectureError(
             f"{unknown.found}, and the run cannot be simulated: {obstacle}", expected=unknown.expected, fix=unknown.fix
@@ -156,7 +179,7 @@ class SimulatedCostModel:
 
     def bytes(self, rows: int, length: int, _patches: int | None = None) -> int:
         """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
-        Simulated families take no images, so there are no patches."""
+        Every sequence counts with the images of the one that has most."""
         shape = rows, length
         if shape not in self.known:
             self.known[shape] = self._computed(rows, length)
@@ -183,10 +206,17 @@ class SimulatedPredictor:
         self.capacity_bytes = spec.profile.device.capacity_bytes
         self.seconds = float(document["seconds"])
         """How long the simulation took."""
+        self.why_whole: str | None = document["why_whole"]
+        """Why one layer of a kind could not stand for others, so that all were run; None where it could."""
         self._static: dict[str, int] = document["static"]
         self._document = document
         self._profile = spec.profile
         self._non_torch = non_torch_memory(spec)
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the images with which each simulated row began; 0 without images."""
+        return int(self._document["image_tokens"])
 
     @property
     def static_bytes(self) -> int:
@@ -221,8 +251,8 @@ class SimulatedPredictor:
         weights = {name: self._static[name] for name in ("weights", "adapters")}
         phases = {"load": weights} | self.step_phases(micro_batch)
         if evaluates(self.recipe):
-            curves, units = self._document["passes"]["evaluate"], self._units(micro_batch)
-            phases["evaluate"] = self._row(max(self._peak(curve, units) for curve in curves.values()), 0)
+            peaks = self._peaks("evaluate", micro_batch)
+            phases["evaluate"] = self._row(max(peaks.values()), 0)
         if generates(self.recipe):
             rows = self.generation_rows(micro_batch.length)
             phases["generate"] = self._row(self._generation(rows, micro_batch.length), 0)
@@ -238,9 +268,10 @@ class SimulatedPredictor:
         if accumulating is None:
             accumulating = micro_batch.rows < self.batch
         phases = {}
-        curves, units = self._document["passes"]["later" if accumulating else "first"], self._units(micro_batch)
-        for phase, curve in curves.items():
-            phases[phase] = self._row(self._peak(curve, units), int(curve["gradients"]))
+        name = "later" if accumulating else "first"
+        curves = self._document["passes"][name]
+        for phase, peak_bytes in self._peaks(name, micro_batch).items():
+            phases[phase] = self._row(peak_bytes, int(curves[phase]["gradients"]))
         phases["optimizer_step"] = self._row(int(self._document["update"]), int(self._document["gradients"]))
         return phases
 
@@ -253,15 +284,21 @@ class SimulatedPredictor:
             rows //= 2
         return rows
 
-    def _units(self, micro_batch: MicroBatchShape) -> tuple[int, ...]:
+    def _peaks(self, name: str, micro_batch: MicroBatchShape) -> dict[str, int]:
+        """The peak of each phase of a pass, in bytes. Layers with a state pad a sequence to whole periods; the pass was
+        simulated at whole ones, and at those that lack all tokens but one, between which padding is proportional."""
         rows, length, *_ = micro_batch
         targets = rows * length if micro_batch.targets is None else micro_batch.targets
-        return units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
-
-    def _peak(self, curve: Mapping[str, Any], units: tuple[int, ...]) -> int:
-        """The largest level of a phase in bytes: `curve` has the coefficients of the levels, `units` the values of
-        UNITS."""
-        return round(max(_value(size, units) for size in curve["sizes"]))
+        units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
+        period = int(self._document["period"])
+        lacking = -length % period / max(1, period - 1)
+        found = {}
+        for phase, curve in self._document["passes"][name].items():
+            found[phase] = max(_value(size, units) for size in curve["sizes"])
+            if lacking:
+                padded = max(_value(size, units) for size in self._document["padded"][name][phase]["sizes"])
+                found[phase] += lacking * (padded - found[phase])
+        return {phase: round(peak) for phase, peak in found.items()}
 
     def _generation(self, rows: int, prompt: int) -> int:
         units = (1, rows, rows * prompt, rows * prompt**2)

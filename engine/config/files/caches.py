@@ -1,5 +1,5 @@
 """What this machine keeps between runs: the user's cache folder, the hub cache (read without the hub's library), and
-the longest sequence of each recipe's data."""
+the longest sequence and largest images of each recipe's data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _hub_cache() -> str:
     return os.path.join(os.path.expanduser(home), "hub")
 
 
-VERSION = 1
+VERSION = 2
 """Part of every record's name. Increase it when the same data would give other tokens."""
 
 MOST_FILES = 200
@@ -125,23 +126,35 @@ def lengths_record(recipe: Recipe) -> Path | None:
 
 def known_longest(recipe: Recipe) -> int | None:
     """Tokens of the longest training sequence; None if the data or the settings changed since the data were read."""
-    record = lengths_record(recipe)
-    try:
-        longest = json.loads(record.read_text())["longest"] if record is not None else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # never recorded, or damaged: the lengths are unknown, and plans say so
+    longest = _recorded(recipe).get("longest")
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
-def record_longest(record: Path | None, longest: int) -> None:
-    """Write `longest` (tokens) to the path that `lengths_record` gave before the data were read; None writes nothing,
-    nor does a record that exists."""
+def known_images(recipe: Recipe) -> list[tuple[int, int]] | None:
+    """(height, width) in pixels of each image of the training sequence with most tokens of images; None as for
+    `known_longest`, and where the model's own processor does not read the images."""
+    found = _recorded(recipe).get("images")
+    return [(int(height), int(width)) for height, width in found] if isinstance(found, list) and found else None
+
+
+def _recorded(recipe: Recipe) -> dict[str, Any]:
+    record = lengths_record(recipe)
+    try:
+        found = json.loads(record.read_text()) if record is not None else {}
+    except (OSError, ValueError):
+        return {}  # never recorded, or damaged: the lengths are unknown, and plans say so
+    return found if isinstance(found, dict) else {}
+
+
+def record_longest(record: Path | None, longest: int, images: Sequence[tuple[int, int]] = ()) -> None:
+    """Write what `known_longest` and `known_images` return to the path that `lengths_record` gave before the data were
+    read; None writes nothing, nor does a record that exists."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=record.parent)
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"longest": longest}, file)
+        json.dump({"longest": longest, "images": list(images)}, file)
     os.replace(temporary, record)
 
 
