@@ -226,6 +226,7 @@ class ImageReader:
     def __init__(self, processor: ImageProcessor, sources: Sequence[ImageSource], workers: int = 0) -> None:
         """`workers`: images decoded at once; 0: DECODING_THREADS."""
         self.processor, self.sources = processor, list(sources)
+        self.part_id = processor.token_id if processor.takes == "whole" else None
         self._threads = ThreadPoolExecutor(workers or DECODING_THREADS, "images")
 
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:

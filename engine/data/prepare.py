@@ -142,10 +142,9 @@ def _most_images(data: TokenData, images: ImageProcessor | None) -> list[tuple[i
     """(height, width) in pixels of each image of the row with most tokens of images; empty if the images of this family
     are not read by the model's own processor. Rows are not packed."""
     found = data.columns.images
-    if images is None or images.takes != "whole" or found is None or not data.has_images:
+    if images is None or images.takes != "whole" or found is None or data.patches is None or not data.has_images:
         return []
-    sums = np.concatenate([[0], np.cumsum(data.columns.ids == images.token_id)])[data.columns.offsets]
-    document = int(data.documents[np.diff(sums)[data.documents].argmax()])
+    document = int(data.documents[data.patches.argmax()])
     span = slice(int(found.offsets[document]), int(found.offsets[document + 1]))
     return list(zip(found.heights[span].tolist(), found.widths[span].tolist(), strict=True))
 

@@ -67,6 +67,9 @@ class Columns:
 class PixelReader(Protocol):
     """Reads images when a micro-batch is made (`engine.data.images`)."""
 
+    part_id: int | None
+    """Token for a part of an image, by which images are measured that have no patches; None where they have."""
+
     def inputs(self, wanted: Sequence[tuple[int, int, Sequence[int]]], ids_BS: Tensor) -> dict[str, Tensor]:
         """The model's inputs, by name, for the images of `wanted`: (number of the source, row there, digests of its
         images) of each sample, whose tokens are `ids_BS`. Raises DataError for an image that is gone or has changed."""
@@ -157,10 +160,14 @@ class TokenData:
 
     @cached_property
     def patches(self) -> NDArray[np.int64] | None:
-        """Patches of all images of each row, int64[rows]; None if no document has an image. Rows are not packed."""
+        """Patches of all images of each row, int64[rows]; tokens for their parts where the model's own processor reads
+        them. None if no document has an image. Rows are not packed."""
         found = self.columns.images
         if found is None:
             return None
+        if self.pixels is not None and self.pixels.part_id is not None:
+            parts = np.concatenate([[0], np.cumsum(self.columns.ids == self.pixels.part_id)])[self.columns.offsets]
+            return np.asarray(np.diff(parts)[self.documents])
         sums = np.concatenate([[0], np.cumsum(found.heights.astype(np.int64) * found.widths)])[found.offsets]
         return np.asarray(np.diff(sums)[self.documents])
 

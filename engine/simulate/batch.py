@@ -20,12 +20,13 @@ from engine.simulate.images import RowImages
 
 class StepShape(NamedTuple):
     """The shape of a simulated micro-batch: `rows` sequences of `length` tokens, of which `targets` count in the loss;
-    the loss is computed for `chunk` targets at a time."""
+    the loss is computed for `chunk` targets at a time. The first `images` sequences begin with images."""
 
     rows: int
     length: int
     targets: int
     chunk: int
+    images: int = 0
 
 
 def batch_of(
@@ -36,8 +37,8 @@ def batch_of(
     *,
     with_row_tokens: bool = False,
 ) -> Batch:
-    """Create a micro-batch of this shape on `device`, whose rows begin with `row_images`. A loss that balances experts
-    needs `with_row_tokens`."""
+    """Create a micro-batch of this shape on `device`, with `row_images` in the rows that have images. A loss that
+    balances experts needs `with_row_tokens`."""
     rows, length = shape.rows, shape.length
     with device.host_region():
         ids = torch.zeros((rows, length), dtype=torch.int64)
@@ -45,7 +46,7 @@ def batch_of(
         positions = torch.zeros((rows, length), dtype=torch.int64) if spec.recipe.data.packing else None
         images = _images(spec, rows, length)
         if row_images is not None:
-            ids, images = row_images.batch(rows, length)
+            ids, images = row_images.batch(rows, length, shape.images)
         tokens = torch.full((rows,), length) if with_row_tokens else None
     batch = Batch(ids, labels, None, positions, tuple(range(rows)), shape.targets, images, row_tokens_B=tokens)
     return replace(batch.moved(device.upload), labels_BS=device.upload(labels))

@@ -65,7 +65,7 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
         for curve in curves.values():
             curve["sizes"] = deciding_levels(np.array(curve["sizes"])).round(4).tolist()
     document["why_whole"] = why_whole
-    document["image_tokens"] = len(row_images.tokens) if row_images is not None else 0
+    document["image_tokens"] = row_images.parts if row_images is not None else 0
     return document | {"seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -84,8 +84,8 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 def _sizes(spec: RunSpec, facts: dict[str, Any], row_images: RowImages | None) -> tuple[list[int], list[int]]:
-    """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`: three numbers of
-    rows with images, whose memory may grow with rows², and lengths that hold these.
+    """Return (numbers of rows, lengths in tokens) to simulate for the model with the config `facts`; with
+    images, lengths that hold these.
 
     All lengths are above the sliding window if the run's sequences can be longer than it, else below it, and within the
     model's positions: a model may run other operations beyond these limits. Families that compute one token after the
@@ -105,7 +105,7 @@ def _sizes(spec: RunSpec, facts: dict[str, Any], row_images: RowImages | None) -
     if before + 3 > most:
         before = 0
     step = max(1, min(LENGTH_STEP, (most - before) // 3))
-    return [2, 4, *([] if row_images is None else [3])], [before + step, before + 2 * step, before + 3 * step]
+    return [2, 4], [before + step, before + 2 * step, before + 3 * step]
 
 
 def _document(
@@ -132,12 +132,14 @@ def _document(
 
 
 def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[list[int], list[int]]) -> dict[str, Any]:
-    recipe, shapes = run.spec.recipe, shapes_of(sizes)
+    recipe, with_images = run.spec.recipe, run.row_images is not None
+    shapes = shapes_of(sizes, with_images=with_images)
     stack.gradient_bytes = run.make_gradients()
     run.loaded.model.zero_grad(set_to_none=True)  # of all layers, while it has them
     rows, lengths = sizes
     period = stack.period if all(length % stack.period == 0 for length in lengths) else 1
-    short = shapes_of((rows, [length - period + 1 for length in lengths])) if period > 1 else []
+    shorter = [length - period + 1 for length in lengths]
+    short = shapes_of((rows, shorter), with_images=with_images) if period > 1 else []
     with stack.only_chosen():
         passes = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), shapes)
         padded = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), short)

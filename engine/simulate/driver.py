@@ -178,7 +178,7 @@ class SimulatedRun(Generic[Recorder]):
         with device.host_region():
             ids_BS, mask_BS = (torch.empty((rows, length), dtype=torch.int64) for _ in range(2))
             if self.row_images is not None and not cache.get_seq_length():
-                ids_BS, images = self.row_images.batch(rows, length)
+                ids_BS, images = self.row_images.batch(rows, length, rows)
         ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
         seen = {name: device.upload(tensor) for name, tensor in images.items()}
         self.recorder.enter(GENERATE)

@@ -13,7 +13,6 @@ has the same coefficient in both; what exists for one chunk at a time is in one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,12 @@ FEW_SHAPES, MORE_SHAPES = 3, 4
 TERMS = (*UNITS, "last chunk")
 PAIRS = (
     ("rows", "tokens"), ("length", "length^2"), ("tokens", "rows x length^2"), ("one", "rows"), ("one", "length"),
-    ("one", "tokens"), ("one", "length^2"), ("rows", "rows^2"),
+    ("one", "tokens"), ("one", "length^2"), ("one", "images"), ("images", "images^2"), ("tokens", "images"),
 )  # fmt: skip
 """Terms of one tensor, as in rows × (length + 3)."""
 TRIPLES = (
-    ("one", "rows", "tokens"), ("rows", "tokens", "rows x length^2"), ("one", "rows", "rows^2"),
-    ("rows", "tokens", "rows^2"),
+    ("one", "rows", "tokens"), ("rows", "tokens", "rows x length^2"), ("one", "images", "images^2"),
+    ("one", "tokens", "images"), ("tokens", "images", "images^2"),
 )  # fmt: skip
 """Terms of what is allocated together, as for images and text; tried with MORE_SHAPES."""
 BLOCK_BYTES = round_to_blocks(1)
@@ -48,20 +47,24 @@ BLOCK_LEVELS = 1024
 """Levels that are compared at once, which bounds the memory that it takes."""
 
 
-def shapes_of(sizes: tuple[list[int], list[int]]) -> list[StepShape]:
-    """Return the shapes to simulate, for `sizes` = (two numbers of rows, or three with images; three lengths): the
-    first FEW_SHAPES differ in every term, and all of them determine as many coefficients. Without images no term is of
-    rows², and there is one shape less.
+def shapes_of(sizes: tuple[list[int], list[int]], *, with_images: bool = False) -> list[StepShape]:
+    """Return the shapes to simulate, for `sizes` = (two numbers of rows, three lengths): the first FEW_SHAPES differ in
+    every term, and all of them determine as many coefficients. With images there are two terms and two shapes more.
 
     There may be more targets than tokens: no tensor has values.
     """
-    (few, many, *between), (short, middle, long) = sizes
+    (few, many), (short, middle, long) = sizes
     chunks = [(CHUNK, LAST_CHUNK), (2 * CHUNK, 3 * LAST_CHUNK), (CHUNK + LAST_CHUNK, LAST_CHUNK), (CHUNK, LAST_CHUNK)]
-    places = [(few, short), (many, middle), ((between or [few])[0], long), (many, short)]
+    places = [(few, short, 1), (many, middle, many - 1), (few, long, few), (many, short, few)]
     shapes = list(zip(places, chunks, strict=True))
-    shapes += [(place, chunks[0]) for place in product((few, many), (short, middle, long)) if place not in places]
+    shapes += [(place, chunks[0]) for place in ((few, middle, 1), (many, long, many))]
     shapes += [(places[0], chunk) for chunk in chunks[1:FEW_SHAPES]]
-    return [StepShape(*place, chunk + last, chunk) for place, (chunk, last) in shapes]
+    if with_images:
+        shapes += [(place, chunks[0]) for place in ((few, short, few), (many, short, many))]
+    return [
+        StepShape(rows, length, chunk + last, chunk, images if with_images else 0)
+        for (rows, length, images), (chunk, last) in shapes
+    ]
 
 
 def curves_of(found: Sequence[list[Segment]], shapes: list[StepShape]) -> dict[str, Any] | None:
@@ -162,9 +165,10 @@ def _solved_sizes(found: Sequence[list[Segment]], shapes: list[StepShape], phase
     series = [[level for each in run if each.phase == phase for level in each.levels] for run in found]
     if len({len(each) for each in series}) > 1:
         series = [[max(each)] for each in series]
-    units = np.array([units_of(*each[:2], each.chunk, each.targets - each.chunk) for each in shapes], float)
-    solved, squared = np.zeros((len(series[0]), len(UNITS))), UNITS.index("rows^2")
-    kept = [number for number in range(len(UNITS)) if number != squared or len(shapes) == len(UNITS)]
+    units = np.array(
+        [units_of(each.rows, each.length, each.chunk, each.targets - each.chunk, each.images) for each in shapes], float
+    )
+    solved, kept = np.zeros((len(series[0]), len(UNITS))), units.any(axis=0)
     solved[:, kept] = np.linalg.solve(units[:, kept], np.array(series, float)).T
     return solved
 

@@ -31,23 +31,26 @@ Size = tuple[int, int]
 
 
 class RowImages:
-    """The images of one row, in every row of a simulated micro-batch."""
+    """The images of one row, in as many rows of a simulated micro-batch as have images."""
 
     def __init__(self, processor: OwnProcessor, sizes: Sequence[Size]) -> None:
         self.processor, self.sizes = processor, tuple(sizes)
         self.tokens = [token for size in sizes for token in processor.expansion(ImageFacts(*size, 0))]
+        self.parts = self.tokens.count(processor.token_id)
+        """Tokens for parts of the images, without those around them."""
         self._made: dict[int, dict[str, Tensor]] = {}
 
-    def batch(self, rows: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return token ids [rows, length], which begin with the tokens of the images, and the model's inputs for these
-        images. Unlike other tensors of a simulation, integers have values: a model reads the places of images."""
+    def batch(self, rows: int, length: int, images: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return token ids [rows, length], of which the first `images` rows begin with the tokens of the images, and
+        the model's inputs for these. Unlike other tensors of a simulation, integers have values: a model reads the
+        places of images."""
         with _disable_current_modes():
             ids_BS = torch.zeros((rows, length), dtype=torch.int64)
-            ids_BS[:, : len(self.tokens)] = torch.tensor(self.tokens)
-            made = self._made.get(rows)
+            ids_BS[:images, : len(self.tokens)] = torch.tensor(self.tokens)
+            made = self._made.get(images)
             if made is None:
                 blank = [{"image": np.zeros((*size, 3), np.uint8)} for size in self.sizes]
-                made = self._made[rows] = self.processor.arrays(blank * rows)
+                made = self._made[images] = self.processor.arrays(blank * images)
             return ids_BS, {**made, **self.processor.token_types(ids_BS)}
 
 

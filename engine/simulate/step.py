@@ -77,7 +77,7 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
 def _simulated(run: SimulatedRun[PhasePeaks], rows: int, length: int) -> Simulation:
     spec, held = run.spec, run.static_components()
     chunk = chunk_tokens(run.head.vocabulary, spec.profile.device.capacity_bytes)
-    shape = StepShape(rows, length, rows * (length - 1) - 1, chunk)
+    shape = StepShape(rows, length, rows * (length - 1) - 1, chunk, rows)
     for _ in range(min(2, -(-spec.recipe.sequences_per_step // rows))):
         run.micro_batch(shape)
     run.optimizer_step()

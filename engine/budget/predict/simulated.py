@@ -34,9 +34,11 @@ from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 6
+FORMAT = 7
 """Version of the stored files; a change makes older files unused."""
-UNITS = ("one", "rows", "length", "tokens", "rows x length^2", "length^2", "rows^2", "targets", "chunk")
+UNITS = (
+    "one", "rows", "length", "tokens", "rows x length^2", "length^2", "images", "images^2", "targets", "chunk",
+)  # fmt: skip
 """The terms of a level: its coefficients are multiplied by their values (`units_of`) and added up to bytes."""
 WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "window_size")
 """Keys of a config with the number of tokens that a layer looks back; longer sequences run other operations."""
@@ -50,10 +52,10 @@ TRAIN_KEYS = {
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
 
 
-def units_of(rows: int, length: int, targets: int, chunk: int) -> tuple[int, ...]:
+def units_of(rows: int, length: int, targets: int, chunk: int, images: float = 0) -> tuple[float, ...]:
     """The values of UNITS for a micro-batch of `rows` sequences padded to `length` tokens, of which `targets` count in
-    the loss; the loss is computed for `chunk` targets at a time."""
-    return 1, rows, length, rows * length, rows * length**2, length**2, rows**2, targets, chunk
+    the loss; the loss is computed for `chunk` targets at a time. `images` is in those of the largest row."""
+    return 1, rows, length, rows * length, rows * length**2, length**2, images, images**2, targets, chunk
 
 
 def shortest_window(facts: Mapping[str, Any]) -> int:
@@ -177,18 +179,20 @@ class SimulatedCostModel:
     known: dict[tuple[int, int], int] = field(default_factory=dict)
     """Cache that maps (rows, length) to bytes, because a run asks for the same shapes in every step."""
 
-    def bytes(self, rows: int, length: int, _patches: int | None = None) -> int:
-        """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
-        Every sequence counts with the images of the one that has most."""
+    def bytes(self, rows: int, length: int, patches: int | None = None) -> int:
+        """Bytes above the static bytes at the peak of a micro-batch of `rows` sequences padded to `length` tokens, with
+        images of `patches` tokens in all; None: each sequence has the images of the one that has most."""
+        if patches is not None:
+            return self._computed(rows, length, patches)
         shape = rows, length
         if shape not in self.known:
-            self.known[shape] = self._computed(rows, length)
+            self.known[shape] = self._computed(rows, length, None)
         return self.known[shape]
 
-    def _computed(self, rows: int, length: int) -> int:
+    def _computed(self, rows: int, length: int, patches: int | None) -> int:
         predictor = self.predictor
         accumulating = predictor.batch > 1
-        phases = predictor.step_phases(MicroBatchShape(rows, length, None, accumulating))
+        phases = predictor.step_phases(MicroBatchShape(rows, length, None, accumulating, patches))
         peak_bytes = max(sum(row.values()) for row in phases.values())
         return max(0, peak_bytes - predictor.static_bytes)
 
@@ -215,7 +219,7 @@ class SimulatedPredictor:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of the images with which each simulated row began; 0 without images."""
+        """Tokens for parts of the images with which simulated rows began; 0 without images."""
         return int(self._document["image_tokens"])
 
     @property
@@ -287,9 +291,11 @@ class SimulatedPredictor:
     def _peaks(self, name: str, micro_batch: MicroBatchShape) -> dict[str, int]:
         """The peak of each phase of a pass, in bytes. Layers with a state pad a sequence to whole periods; the pass was
         simulated at whole ones, and at those that lack all tokens but one, between which padding is proportional."""
-        rows, length, *_ = micro_batch
+        rows, length, *_, patches = micro_batch
         targets = rows * length if micro_batch.targets is None else micro_batch.targets
-        units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens))
+        parts = self.image_tokens
+        images = 0.0 if not parts else rows if patches is None else patches / parts
+        units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens), images)
         period = int(self._document["period"])
         lacking = -length % period / max(1, period - 1)
         found = {}
@@ -313,7 +319,7 @@ class SimulatedPredictor:
         return row | {"optimizer": static["optimizer"], "activations": rest}
 
 
-def _value(coefficients: Sequence[float], units: Sequence[int]) -> float:
+def _value(coefficients: Sequence[float], units: Sequence[float]) -> float:
     return sum([each * unit for each, unit in zip(coefficients, units, strict=True)])
 
 
