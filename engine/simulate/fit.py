@@ -202,12 +202,14 @@ def deciding_levels(sizes: Sizes) -> Sizes:
     """Return those levels of a phase that can be its peak: the ones that are highest for at least one shape of a grid
     of micro-batches."""
     lengths = [2**power for power in range(3, 19)]
+    with_images = sizes[:, UNITS.index("images") : UNITS.index("images^2") + 1].any()
     grid = [
-        units_of(rows, length, max(1, int(share * rows * length)), max(1, min(int(share * rows * length), chunk)))
+        units_of(rows, length, targets, min(targets, chunk), share * rows)
         for rows in (1, 2, 3, 4, 8, 16, 32, 64, 256, 1024)
         for length in lengths
-        for share in (0.02, 0.2, 0.6, 1.0)
+        for targets in (max(1, int(part * rows * length)) for part in (0.02, 0.2, 0.6, 1.0))
         for chunk in (128, 4096, 1 << 40)
+        for share in ((0.0, 0.5, 1.0) if with_images else (0.0,))
     ]
     values = np.array(grid, dtype=float)
     best: list[Sizes] = []  # of each block of levels, then of those
