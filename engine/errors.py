@@ -21,6 +21,10 @@ KILLED_CODE = 137
 """As shells report a run that was stopped by force: 128 + SIGKILL."""
 
 
+FIX = "fix: "
+"""How the line of an error begins that says what to do."""
+
+
 class TunedeckError(Exception):
     """A failure with a known cause: `found` says what is wrong, `expected` what would be right, `fix` what to do."""
 
@@ -37,7 +41,7 @@ class TunedeckError(Exception):
         if self.expected:
             lines.append(f"expected: {self.expected}")
         if self.fix:
-            lines.append(f"fix: {self.fix}")
+            lines.append(f"{FIX}{self.fix}")
         return "\n".join(lines)
 
 

@@ -46,8 +46,7 @@ DetachOption = Annotated[
 )  # fmt: skip
 def add(options: StartOptions, first: FirstOption = False) -> None:
     """Put a run at the end of the queue. It is checked and planned as `train` does."""
-    from engine.journal.queue import Queue
-    from engine.launch.create_run import create_run, resolve_start
+    from engine.launch.create_run import queue_run, resolve_start
 
     wait = QUEUED_WAIT_SECONDS if options.wait is None else options.wait
     resolved = resolve_start(replace(options, wait=wait))
@@ -56,9 +55,8 @@ def add(options: StartOptions, first: FirstOption = False) -> None:
     if resolved.spec.recipe.sweep:
         add_sweep(resolved, options, first=first)
         return
-    directory, notices = create_run(resolved.spec, folder, force=options.force, queued=True)
+    directory, state, notices = queue_run(resolved.spec, folder, force=options.force, first=first)
     print_notices(notices)
-    state = Queue(folder).add(directory, first=first)
     position = state.waiting.index(directory.name) + 1
     if options.as_json:
         print_json({"run": directory.name, "path": str(directory.path), "position": position}, indent=None)
@@ -72,15 +70,11 @@ def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False)
     its start; print their names and how to compare them; returns the names. With --force, points that do not fit are
     left out; otherwise they are an error."""
     from engine.config.load import load_run_spec
-    from engine.journal.queue import Queue
-    from engine.launch.create_run import create_sweep
+    from engine.launch.create_run import queue_sweep
 
     folder = runs_folder(options.runs)
-    directories, notices = create_sweep(resolved.spec, folder, force=options.force)
+    directories, notices = queue_sweep(resolved.spec, folder, force=options.force, first=first)
     print_notices(notices)
-    waiting = Queue(folder)
-    for directory in reversed(directories) if first else directories:
-        waiting.add(directory, first=first)
     sweep = load_run_spec(directories[0].run_toml).provenance.sweep if directories else None
     sweep_id = sweep.id if sweep is not None else ""
     if options.as_json:

@@ -59,19 +59,23 @@ class Queue:
             state.worker = None
         return state
 
-    def add(self, directory: RunDirectory, *, first: bool = False) -> QueueState:
-        """Put a run at the end, or at the front. Raises UsageError if it is in another folder or has been started
-        already."""
-        if directory.path.parent.resolve() != self.runs_dir.resolve():
-            raise UsageError(f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of its own folder")
-        if not self._still_waits(directory.name):
-            raise UsageError(
-                f"run {directory.name} has been started already",
-                fix=f"continue it with: tunedeck resume {directory.name}",
-            )
+    def add(self, *directories: RunDirectory, first: bool = False) -> QueueState:
+        """Put runs at the end, or at the front, in their order. Raises UsageError if one is in another folder or has
+        been started already."""
+        for directory in directories:
+            if directory.path.parent.resolve() != self.runs_dir.resolve():
+                raise UsageError(
+                    f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of its own folder"
+                )
+            if not self._still_waits(directory.name):
+                raise UsageError(
+                    f"run {directory.name} has been started already",
+                    fix=f"continue it with: tunedeck resume {directory.name}",
+                )
+        added = [directory.name for directory in directories]
         with self._transaction() as state:
-            others = [name for name in state.waiting if name != directory.name]
-            state.waiting = [directory.name, *others] if first else [*others, directory.name]
+            others = [name for name in state.waiting if name not in added]
+            state.waiting = [*added, *others] if first else [*others, *added]
         return self.read()
 
     def remove(self, name: str) -> None:

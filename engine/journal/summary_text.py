@@ -162,8 +162,10 @@ def ooms_text(summary: RunSummary) -> str:
 
 
 def status_text(summary: RunSummary) -> str:
-    """With a note for a simulated device or a suspended engine, and the recorded reason why the run ended."""
-    why = SUSPENDED if summary.phase == SUSPENDED else clean(summary.reason)
+    """With a note for a simulated device or a suspended engine, and the recorded reason why the run ended, if no error
+    tells it."""
+    told = bool(summary.reason) and (summary.last_error or "").startswith(summary.reason)
+    why = SUSPENDED if summary.phase == SUSPENDED else "" if told else clean(summary.reason)
     reason = f": {why}" if why else ""
     return summary.status + (" (simulated device)" if summary.simulated else "") + reason
 

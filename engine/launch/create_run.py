@@ -4,6 +4,8 @@ recipe's [sweep] becomes one ordinary run for each combination of its values."""
 from __future__ import annotations
 
 import shlex
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectu
 from engine.journal.directory import RunDirectory, create_run_directory, read_spec
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
+from engine.journal.queue import Queue, QueueState
 from engine.launch.requirements import own_profile, own_recipe, require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions
@@ -111,8 +114,8 @@ class PreparedRun:
 def prepare_run(
     spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False, queued: bool = False
 ) -> PreparedRun:
-    """Check and plan a run whose directory would be in `folder`; writes nothing. For the parameters and errors see
-    `create_run`."""
+    """Check and plan a run whose directory would be in `folder`; writes nothing. `queued`: the run starts later, so its
+    device and the files of its data need not exist yet. For the other parameters and the errors see `create_run`."""
     require_training_packages()
     spec = pin_runs(spec)
     require_trackers(spec.recipe)
@@ -141,13 +144,11 @@ def create_run(
     *,
     force: bool = False,
     launched: bool = False,
-    queued: bool = False,
 ) -> tuple[RunDirectory, list[str]]:
     """Plan the run and create its directory in `folder`; returns the directory and notices for the user.
 
     `launched`: a launcher has started a process for each device; only then may the profile have several machines.
-    `queued`: the run starts later, so its device and the files of its data need not exist yet. `force`: the run starts
-    as it is written, whatever the plan says.
+    `force`: the run starts as it is written, whatever the plan says.
 
     May send requests to the hub, for the model's config and to see whether the rest can be fetched, and waits up to 15
     s for a hub that does not answer. A screen calls this in a thread.
@@ -159,7 +160,7 @@ def create_run(
         EnvironmentProblem: the folder cannot be written, packages are missing, torch is too old for sharded weights,
             the profile's GPUs do not exist, or the model or data are neither here nor can be fetched.
     """
-    prepared = prepare_run(spec, folder, force=force, launched=launched, queued=queued)
+    prepared = prepare_run(spec, folder, force=force, launched=launched)
     require_hub([prepared.spec], unreachable=prepared.unreachable)
     return _create(prepared, folder)
 
@@ -247,11 +248,26 @@ def _does_not_fit(plan: Plan, spec: RunSpec) -> DoesNotFitError:
     )
 
 
-def create_sweep(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[list[RunDirectory], list[str]]:
-    """Check and plan all points, then create a run for each; returns the runs and notices for the user.
+def queue_run(
+    spec: RunSpec, folder: Path, *, force: bool = False, first: bool = False
+) -> tuple[RunDirectory, QueueState, list[str]]:
+    """Create a run as `create_run` does and put it into the queue of `folder`, both or neither; returns the run, the
+    queue and notices for the user. Raises the errors of `create_run`, EnvironmentProblem if the queue cannot be
+    written."""
+    prepared = prepare_run(spec, folder, force=force, queued=True)
+    require_hub([prepared.spec], unreachable=prepared.unreachable)
+    directories, state, notices = _create_in_queue([prepared], folder, first=first)
+    return directories[0], state, notices
+
+
+def queue_sweep(
+    spec: RunSpec, folder: Path, *, force: bool = False, first: bool = False
+) -> tuple[list[RunDirectory], list[str]]:
+    """Check and plan all points, then create a run for each and put them into the queue of `folder`, all or none;
+    returns the runs and notices for the user.
 
     Raises DoesNotFitError with every point that does not fit (with `force` those points are left out instead), and the
-    errors of `create_run`.
+    errors of `queue_run`.
     """
     points = sweep_points(spec, force=force)
     fitting: list[PreparedRun] = []
@@ -268,9 +284,26 @@ def create_sweep(spec: RunSpec, folder: Path, *, force: bool = False) -> tuple[l
             fix="--force starts the others; see one with: tunedeck plan and its values in --set",
         )
     require_hub([run.spec for run in fitting], unreachable=any(run.unreachable for run in fitting))
-    created = [_create(run, folder) for run in fitting]
-    notices = [notice for _, found in created for notice in found]
-    return [directory for directory, _ in created], list(dict.fromkeys(notices))
+    directories, _, notices = _create_in_queue(fitting, folder, first=first)
+    return directories, list(dict.fromkeys(notices))
+
+
+def _create_in_queue(
+    prepared: Sequence[PreparedRun], folder: Path, *, first: bool
+) -> tuple[list[RunDirectory], QueueState, list[str]]:
+    """If one cannot be created or queued, none of them is left: nobody would start it, and it holds nothing yet."""
+    directories: list[RunDirectory] = []
+    notices: list[str] = []
+    try:
+        for run in prepared:
+            directory, found = _create(run, folder)
+            directories.append(directory)
+            notices += found
+        return directories, Queue(folder).add(*directories, first=first), notices
+    except BaseException:
+        for directory in directories:
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise
 
 
 def runs_of_sweep(sweep_id: str, runs: list[RunDirectory]) -> list[RunDirectory]:

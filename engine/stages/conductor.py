@@ -22,7 +22,7 @@ from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Stage
 from engine.config.schema.run import RunSpec
 from engine.config.stages import enabled_stages, last_training_stage, origins, required_stages
-from engine.errors import KILLED_CODE, StoppedError, TunedeckError, disk_problem
+from engine.errors import FIX, KILLED_CODE, StoppedError, TunedeckError, disk_problem
 from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, RunRequests, send_request
 from engine.journal.directory import HeldRunDirectory, RunDirectory
@@ -50,6 +50,8 @@ class _Outcome:
     status: str
     exit_code: int
     reason: str = ""
+    """A line that says why the stage did not end with "done"."""
+    fix: str = ""
 
 
 def conduct(directory: Path, *, resume: bool = False) -> int:
@@ -80,7 +82,7 @@ class _Conductor:
         self._write_run_started(resume)
         try:
             self._run_stages()
-            status, code, reason = self._overall()
+            status, code, reason, error = self._overall()
             if status == "done":
                 self._remove_checkpoints()
         except TunedeckError as failure:
@@ -151,7 +153,9 @@ class _Conductor:
             try:
                 process = self._start(number, stage, directory)
             except TunedeckError as error:
-                return self._finish(number, stage, directory, _Outcome("failed", error.exit_code, error.found))
+                return self._finish(
+                    number, stage, directory, _Outcome("failed", error.exit_code, error.found, error.fix)
+                )
         outcome = self._follow(stage, directory, process)
         return self._finish(number, stage, directory, outcome)
 
@@ -229,17 +233,19 @@ class _Conductor:
         )
         return outcome
 
-    def _overall(self) -> tuple[str, int, str]:
-        """The run's (status, exit code, reason): of a stage stopped or paused, else of the first that failed, else
-        "done"."""
+    def _overall(self) -> tuple[str, int, str, str | None]:
+        """The run's (status, exit code, reason, error): of a stage stopped or paused, else of the first that failed,
+        else "done"."""
         for name, outcome in self._outcomes.items():
             if outcome.status in INTERRUPTED:
-                return outcome.status, StoppedError.exit_code, f"in stage {name}"
+                return outcome.status, StoppedError.exit_code, f"in stage {name}", None
         failed = [(name, outcome) for name, outcome in self._outcomes.items() if outcome.status == "failed"]
         if failed:
             name, outcome = failed[0]
-            return "failed", outcome.exit_code or 1, f"stage {name} failed: {outcome.reason}"
-        return "done", 0, ""
+            reason = f"stage {name} failed: {outcome.reason}"
+            fix = outcome.fix or f"see {self._run.path}/stages; then: tunedeck resume {self._run.name}"
+            return "failed", outcome.exit_code or 1, reason, TunedeckError(reason, fix=fix).render()
+        return "done", 0, "", None
 
     def _remove_checkpoints(self) -> None:
         """Those of stages that set checkpoint.keep stay, and so do the stages' results."""
@@ -270,7 +276,8 @@ def _outcome_of(directory: RunDirectory, process: subprocess.Popen[bytes] | None
     if summary.exit_code is not None:
         status = summary.status if summary.status in ("done", *INTERRUPTED) else "failed"
         reason = (summary.last_error or summary.reason or "").splitlines()
-        return _Outcome(status, summary.exit_code, reason[0] if reason else "")
+        fix = next((line.removeprefix(FIX) for line in reason[1:] if line.startswith(FIX)), "")
+        return _Outcome(status, summary.exit_code, reason[0] if reason else "", fix)
     code = process.returncode if process is not None else -9
     last = log_tail(directory, lines=1)
     said = f"; its last line: {last[0]}" if last else ""

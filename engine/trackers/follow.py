@@ -113,7 +113,7 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
 
     def end() -> None:
         slow = f"tracker {name} hung for {CALL_SECONDS:g} s in {doing}, and its process was ended"
-        record.error, record.fix = slow, f"forward what is missing: tunedeck forward {directory.path}"
+        record.error, record.fix = slow, f"forward what is missing: tunedeck sync {directory.path}"
         try:
             write_record(directory, name, record)
             sys.stderr.write(f"{slow}\n")

@@ -103,6 +103,7 @@ def test_a_failed_stage_skips_what_starts_from_it_and_nothing_else(tmp_path: Pat
     summary = summarise(run)
     assert (summary.status, summary.exit_code) == ("failed", 5)
     assert "stage bad failed" in summary.reason
+    assert "fix: " in (summary.last_error or "") and "empty.jsonl" in (summary.last_error or "")
     (tmp_path / "empty.jsonl").write_text((tmp_path / "samples.jsonl").read_text())
     prepare_resume(run, [], {})
     assert conduct(run, resume=True) == 0, run.log.read_text()

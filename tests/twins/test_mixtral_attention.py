@@ -16,7 +16,7 @@ from engine.errors import DivergedError
 from engine.journal.compare import compare
 from engine.journal.directory import RunDirectory
 from engine.journal.summary import summarise
-from engine.launch.create_run import create_sweep
+from engine.launch.create_run import queue_sweep
 from engine.model.loss import loss_of
 from engine.train.run import expert_utilisation
 from tests.events import read_events
@@ -140,7 +140,7 @@ def test_a_sweep_is_six_runs_of_which_one_diverges_and_the_others_are_done(folde
     # Decay multiplies the adapters by rate × decay in each step: only the last point leaves the range of floats.
     grid = 'sweep={"train.learning_rate" = [1e-4, 2e-4, 1e3], "train.weight_decay" = [0.01, 1e6]}'
     spec = twin(RECIPE, folder, NO_WORKERS, NO_TRACKER, grid, kind="cpu")
-    runs, _ = create_sweep(spec, folder / "sweep")
+    runs, _ = queue_sweep(spec, folder / "sweep")
     codes = [train(run)[0] for run in runs]
     assert codes == [0, 0, 0, 0, 0, DivergedError.exit_code]
     assert [summarise(run).status for run in runs] == ["done"] * 5 + ["failed"]

@@ -13,8 +13,7 @@ from pathlib import Path
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.queue import Queue
-from engine.launch.create_run import create_run
+from engine.launch.create_run import create_run, queue_run
 from engine.launch.start_options import QUEUED_WAIT_SECONDS
 from tui.launch.choice import Choice
 from tui.launch.evaluate import evaluate_choice
@@ -31,8 +30,8 @@ def enqueue_run(choice: Choice, runs_dir: Path) -> tuple[str, int]:
     the queue. Raises TunedeckError."""
     spec = _current_spec(choice)
     limits = spec.limits.model_copy(update={"wait_seconds": QUEUED_WAIT_SECONDS})
-    directory, _ = create_run(spec.model_copy(update={"limits": limits}), runs_dir, queued=True)
-    return directory.name, Queue(runs_dir).add(directory).waiting.index(directory.name) + 1
+    directory, state, _ = queue_run(spec.model_copy(update={"limits": limits}), runs_dir)
+    return directory.name, state.waiting.index(directory.name) + 1
 
 
 def _current_spec(choice: Choice) -> RunSpec:
