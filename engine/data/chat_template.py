@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import takewhile
-from types import FrameType
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.data.template_limits import RENDER_CPU_SECONDS, RenderTimeout, render_limits
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -42,9 +39,6 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 PROBES = ("\ue000", "\ue001")
 """Message contents for test renderings: private-use characters, which no template contains."""
 
-RENDER_CPU_SECONDS = 10.0
-"""CPU time after which a rendering is stopped. A conversation of 1,000 turns takes a hundredth of a second."""
-
 MAX_STOPPED = 3
 """Renderings that may be stopped before the template is refused."""
 
@@ -64,10 +58,6 @@ Span = tuple[int, int]
 
 class TemplateRefusal(Exception):
     """The template cannot render this conversation; the text is the reason."""
-
-
-class _RenderTimeout(Exception):
-    """A rendering took more than RENDER_CPU_SECONDS of CPU time."""
 
 
 REFUSAL = "the chat template"
@@ -131,9 +121,9 @@ class ChatTemplate:
         given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **self._variables}
         given |= options
         try:
-            with _cpu_limit(RENDER_CPU_SECONDS):
+            with render_limits():
                 result: Any = render_jinja_template([shaped], **given)  # its annotation, str, is wrong in 5.23
-        except _RenderTimeout:
+        except RenderTimeout:
             raise self._timeout() from None
         except jinja2.TemplateError as error:
             raise TemplateRefusal(f"{REFUSAL} refuses it: {_shortened(error)}") from error
@@ -313,22 +303,3 @@ def _with_parts(message: Message) -> Message:
 
 def _shortened(error: BaseException) -> str:
     return " ".join(str(error).split())[:REASON_LENGTH]
-
-
-@contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _RenderTimeout after `seconds` of the process's CPU time; there is no limit outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGVTALRM, _raise_timeout)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
-
-
-def _raise_timeout(number: int, frame: FrameType | None) -> None:
-    raise _RenderTimeout

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,13 @@ from engine.data.records import Screened, SourceRows, describe_source, find_json
 from engine.data.store import hash_file, hash_files, hash_text, make_cache_folder
 from engine.errors import DataError, EnvironmentProblem
 
-READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, pyarrow.ArrowException)
+READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, RecursionError, zlib.error, LZMAError,
+               pyarrow.ArrowException)  # fmt: skip
 """What `datasets` raises for damaged or misnamed files."""
+
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+    False  # it would ask a server to count each file that is read, also local ones
+)
 
 
 def open_data_set(source: Source, *, skip_broken: bool, version: int) -> SourceRows:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,7 +98,7 @@ def find_json_error(files: Mapping[Path, Path]) -> str | None:
         try:
             problem = _document_problem(reads) if file.name.lower().removesuffix(".gz").endswith(".json") else None
             problem = _line_problem(reads) if problem is None else problem
-        except (OSError, EOFError, lzma.LZMAError) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             return f"{file}: {error}"
         if problem:
             return f"{file}:{problem}"

@@ -93,8 +93,9 @@ def remove_checkpoints(folder: Path) -> None:
         gone = checkpoint.path.with_name(f".{checkpoint.path.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         checkpoint.path.rename(gone)
-    for gone in folder.glob(f".{PREFIX}*.gone"):
-        shutil.rmtree(gone, ignore_errors=True)
+    for _ in range(2):  # again after an error that has passed: a run that is done never gets here again
+        for gone in folder.glob(f".{PREFIX}*.gone"):
+            shutil.rmtree(gone, ignore_errors=True)
     if removed_checkpoints(folder) is not None:
         (folder / BEST).unlink(missing_ok=True)
 

@@ -277,11 +277,13 @@ BAR_CHARACTERS = 30
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """None if the file does not exist or is damaged."""
+    """None if the file does not exist or is damaged, also by values that cannot be shown."""
     try:
-        return read_table(path)
-    except (OSError, ValueError):
+        found = read_table(path)
+        report_lines(found)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, OverflowError):
         return None
+    return found
 
 
 def report_lines(report: dict[str, Any], *, bar: str = "█", with_fixes: bool = True) -> list[str]:

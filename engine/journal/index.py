@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
+from engine.config.files.machine import path_of
 from engine.config.files.trust import state_folder
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory, read_spec
@@ -122,12 +123,12 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
     folder = runs_dir or runs_folder(None)
     if os.sep in text or text in (".", ".."):
-        return _stage_of(text, folder) or _at_path(Path(text).expanduser())
+        return _stage_of(text, folder) or _at_path(path_of(text))
     found = _find(text, folder)
     if found is not None:
         return found
-    if RunDirectory(Path(text)).exists():
-        return _at_path(Path(text))
+    if RunDirectory(path_of(text)).exists():
+        return _at_path(path_of(text))
     raise _not_found(text, folder)
 
 
@@ -194,7 +195,7 @@ def _matching(text: str, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
 def _stage_of(text: str, runs_dir: Path) -> RunDirectory | None:
     """The stage that "RUN/NAME" means; None if the text is a path, or RUN names no run. Raises UsageError if the run
     has no such stage, or is in another folder."""
-    if Path(text).expanduser().exists() or text.startswith((".", "/", "~")):
+    if path_of(text).exists() or text.startswith((".", "/", "~")):
         return None
     name, _, stage = text.rstrip(os.sep).rpartition(os.sep)
     if not name or os.sep in name:

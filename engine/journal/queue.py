@@ -198,6 +198,10 @@ def _parse(found: dict[str, Any]) -> QueueState:
             if not (limit is None or isinstance(limit, list)):
                 raise ValueError("its limited_to is no list")
             names = [*waiting, *([] if current is None else [current]), *(limit or [])]
-            if all(isinstance(name, str) and Path(name).name == name for name in names):
+            if all(isinstance(name, str) and _is_folder_name(name) for name in names):
                 return QueueState(waiting, current, None if worker is None else parse_identity(worker), limit)
     raise ValueError("it has not the shape of a queue")
+
+
+def _is_folder_name(name: str) -> bool:
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name

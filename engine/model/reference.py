@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.config.files.find import RUN_PREFIX, split_run_reference
+from engine.config.files.machine import path_of
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
 from engine.journal.directory import RunDirectory
+from engine.journal.files import read_table
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run, stage_name
 
@@ -64,10 +66,10 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
     a base in a folder of this machine, the one that the run of the adapter started from."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = config.get("base_model_name_or_path")
+    config = _adapter_config(folder / ADAPTER_CONFIG)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if base:
-        return str(base), config.get("revision")
+        return str(base), None if revision is None else str(revision)
     run = next((place for place in folder.resolve().parents[:3] if (place / RUN_TOML).is_file()), None)
     if run is None:
         raise UsageError(
@@ -77,6 +79,16 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
         )
     start = find_starting_weights(load_run_spec(run / RUN_TOML, own=True).recipe.model)
     return start.base, start.revision
+
+
+def _adapter_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_table(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{path} cannot be read: {reason}", expected="the config of an adapter", fix="copy the adapter again"
+        ) from error
 
 
 def find_run_weights(text: str) -> Path:
@@ -113,7 +125,7 @@ def _local(text: str) -> str:
     """The absolute folder of a path or "run:..."; a hub id unchanged. UsageError: no such run or folder."""
     if text.startswith(RUN_PREFIX):
         return str(find_run_weights(text).resolve())
-    folder = Path(text).expanduser()
+    folder = path_of(text)
     if folder.is_dir():
         return str(folder.resolve())
     if text.startswith(("/", "./", "../", "~")):
@@ -135,8 +147,8 @@ def _result(run: RunDirectory, text: str) -> Path:
 def _checkpoint(run: RunDirectory, which: str, text: str) -> Path:
     if which == "best":
         try:
-            which = str(json.loads((run.checkpoints / "best").read_text(encoding="utf-8"))["step"])
-        except (OSError, ValueError, KeyError) as error:
+            which = str(int(read_table(run.checkpoints / "best")["step"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{text}: this run has no best checkpoint", fix="name a step, or leave @best out"
             ) from error

@@ -21,7 +21,7 @@ from transformers.models.auto import processing_auto
 
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
-from engine.config.files.machine import install_command
+from engine.config.files.machine import install_command, path_of
 from engine.config.schema.data import Data
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
@@ -247,7 +247,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, embedding_rows: int) ->
 
 def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     where = str(find_run_weights(source)) if source.startswith(RUN_PREFIX) else source
-    folder = Path(where).expanduser()
+    folder = path_of(where)
     if folder.is_dir():
         where = str(folder)
     require_reachable(where, "tokenizer", revision)

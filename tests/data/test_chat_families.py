@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.data import chat_template, prepare
+from engine.data import chat_template, prepare, template_limits
 from engine.data.chat import ChatRenderer
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.records import ChatRecord, Dropped
@@ -249,7 +249,8 @@ def test_deeply_nested_arguments_drop_the_conversation() -> None:
 
 
 def test_a_template_that_does_not_end_is_stopped_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_CPU_SECONDS", 0.1)
+    for module in (chat_template, template_limits):
+        monkeypatch.setattr(module, "RENDER_CPU_SECONDS", 0.1)
     at_tools = "{% if tools %}" + ENDLESS + "{% endif %}" + CHATML
     made = renderer(at_tools)
     stuck = ChatRecord(TWO_TURNS, [{"name": "f"}])
@@ -258,6 +259,18 @@ def test_a_template_that_does_not_end_is_stopped_and_then_refused(monkeypatch: p
     assert isinstance(made.render(stuck), Dropped)
     with pytest.raises(DataError, match="did not end"):
         made.render(stuck)
+
+
+@pytest.mark.parametrize("text", [
+    "{{ 10 ** 10 ** 10 }}", "{{ 'x' * 10 ** 9 }}", "{{ [1] * 10 ** 9 }}",
+    "{{ ('a' * 9000000).replace('a', 'b' * 9000) }}",
+    "{% set ns = namespace(n=7) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n > 1 }}",
+    "{{ '%1000000000d' % 1 }}",
+])  # fmt: skip
+def test_a_template_that_asks_for_a_large_number_or_text_is_refused_at_once(text: str) -> None:
+    """One call of C that no signal interrupts."""
+    said = reason("{% if messages | length == 4 %}" + text + "{% endif %}" + CHATML, TWO_TURNS)
+    assert said.startswith("the chat template fails: ") and ("Overflow" in said or "Memory" in said)
 
 
 def test_a_token_over_the_end_of_the_prompt_is_split_there() -> None:

@@ -13,6 +13,7 @@ import argparse
 import errno
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
+from engine.journal.queue import Queue
 from engine.journal.stages import stage_directories
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE
@@ -37,9 +39,10 @@ from tests.cli.small_recipes import write_profile, write_recipe
 from tests.conftest import FOLDERS
 from tests.events import read_events
 from tests.faults.failing_disk import FailingDisk, preload
+from tests.trackers.look_alikes import PACKAGES, points_of
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
-PATIENCE_SECONDS = 180.0
+PATIENCE_SECONDS = 900.0
 
 say = partial(print, flush=True)
 
@@ -92,13 +95,21 @@ def train(place: Place) -> None:
 
 
 def queue(place: Place) -> None:
-    for name in ("one", "two"):
+    for name in {"one", "two"} - {stem(run) for run in place.found()}:
         place.call("queue", "add", "-p", place.profile, "-r", place.recipe, "--name", name)
     place.call("queue", "start")
 
 
+def sweep(place: Place) -> None:
+    place.call("train", "-p", place.profile, "-r", place.recipe, "--set", 'sweep."train.seed"=[3, 4]')
+
+
 def evaluate(place: Place) -> None:
     place.call("eval", "last", "--limit", "2")
+
+
+def sync(place: Place) -> None:
+    place.call("sync", "last", "--to", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -116,13 +127,22 @@ class Scenario:
         return Place(folder, self.more, self.profile)
 
 
+def stem(run: RunDirectory) -> str:
+    """The run's name without its time, and without the number of a second one."""
+    return re.sub(r"-2$", "", run.name.partition("-")[2])
+
+
 STAGES = '\n[[stages]]\nname = "one"\n\n[[stages]]\nname = "two"\nfrom = "one"\n'
+TRACKED = '\n[trackers]\nuse = ["tensorboard"]\n'
 SCENARIOS = (
     Scenario("single run", train),
     Scenario("two ranks", train, profile="count = 2\n"),
     Scenario("staged run", train, more=STAGES),
     Scenario("queue", queue, runs=2),
+    Scenario("sweep", sweep, runs=2),
     Scenario("evaluation", evaluate, before=train),
+    Scenario("tracked run", train, more=TRACKED),
+    Scenario("sync", sync, before=train),
 )
 
 
@@ -132,10 +152,13 @@ class Result:
 
     losses: dict[str, dict[int, float]]
     weights: dict[str, dict[str, torch.Tensor]]
+    forwarded: dict[str, list[tuple[int, str]]]
 
     def differs(self, other: Result) -> list[str]:
         """In words; empty if both are equal to the bit."""
         wrong = [] if self.losses == other.losses else [f"losses {self.losses} are not {other.losses}"]
+        if self.forwarded != other.forwarded:
+            wrong.append(f"the tracker has {self.forwarded} and not {other.forwarded}")
         for name, tensors in other.weights.items():
             own = self.weights.get(name, {})
             same = own.keys() == tensors.keys() and all(torch.equal(own[key], tensors[key]) for key in tensors)
@@ -146,12 +169,18 @@ class Result:
 def result_of(place: Place) -> Result:
     """Read the result of all runs of a place."""
     parts = {
-        f"{number}/{part.path.name if part is not run else ''}": part
-        for number, run in enumerate(place.found())
+        f"{stem(run)}/{part.path.name if part is not run else ''}": part
+        for run in place.found()
         for part in (stage_directories(run) or [run])
     }
     return Result({name: _losses(part) for name, part in parts.items()},
-                  {name: load_file(part.model / "model.safetensors") for name, part in parts.items()})  # fmt: skip
+                  {name: load_file(part.model / "model.safetensors") for name, part in parts.items()},
+                  {name: forwarded(part) for name, part in parts.items() if part.trackers.exists()})  # fmt: skip
+
+
+def forwarded(run: RunDirectory) -> list[tuple[int, str]]:
+    """Step and name of each loss that the tracker has, in order."""
+    return sorted(points_of(run, "tensorboard"))
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
@@ -163,19 +192,29 @@ def finish(place: Place, scenario: Scenario) -> list[str]:
     Returns what stands in the way."""
     for _ in range(2):
         for run in place.found():
-            place.call("wait", run.path.name)
-            if summarise(run).status not in ("done", "queued"):
+            if summarise(run).status == "queued" and scenario.disturbed is not queue:
+                place.call("queue", "start")  # of a killed command: its runs wait in the queue, or were never queued
+            if summarise(run).status != "queued":
+                place.call("wait", run.path.name)
+            if summarise(run).status != "done" and (scenario.disturbed is not queue or not waits(place, run)):
                 ended = place.call("resume", run.path.name)
                 if ended.code != 0:
                     return [f"resume ends with {ended.code}: {ended.err[-600:]}"]
         if len(place.found()) >= scenario.runs and all(summarise(run).status == "done" for run in place.found()):
             break
-        (queue if scenario.disturbed is queue else train)(place)
-    if scenario.disturbed not in (train, queue):
+        (scenario.disturbed if scenario.disturbed in (queue, sweep) else train)(place)
+    if scenario.more == TRACKED:
+        sync(place)
+    if scenario.disturbed in (evaluate, sync):
         scenario.disturbed(place)
         if place.ended[-1].code != 0:
             return [f"{place.ended[-1].words[0]} again ends with {place.ended[-1].code}: {place.ended[-1].err[-600:]}"]
     return [f"{run.name} is {summarise(run).status}" for run in place.found() if summarise(run).status != "done"]
+
+
+def waits(place: Place, run: RunDirectory) -> bool:
+    """Whether a run waits in the queue."""
+    return run.name in Queue(place.runs).read().waiting
 
 
 def complaints(place: Place, scenario: Scenario, error: str, reference: Result) -> list[str]:
@@ -191,7 +230,7 @@ def complaints(place: Place, scenario: Scenario, error: str, reference: Result) 
         wrong += [f"{run.name}: {each.path.name} {damage(each)}" for each in unsound]
     stuck = finish(place, scenario)
     if not stuck:
-        count = len(place.found())
+        count = len({stem(run) for run in place.found()})
         stuck = result_of(place).differs(reference) if count == scenario.runs else [f"there are {count} runs"]
     wrong += stuck
     return wrong + debris(place)
@@ -212,6 +251,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder:
         disk = preload(Path(folder))
+        os.environ["PYTHONPATH"] = str(PACKAGES)  # a look-alike of tensorboard
         fork_server.install()
         wrong = 0
         for scenario in SCENARIOS:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config.files.document import read_document
 from engine.config.files.find import SpecKind, list_spec_files, own_folder, unshareable_paths
+from engine.config.files.machine import path_of
 from engine.config.files.text import UNSAFE, quoted, visible
 from engine.config.files.write import import_spec_file, require_name, rewrite_text, write_new_file
 from engine.errors import UsageError
@@ -66,7 +67,7 @@ def write_text(path: Path, text: str, *, before: str | None) -> None:
 def import_user_file(text: str) -> tuple[SpecKind, Path]:
     """Check the file at path `text` and copy it to the folder for new profiles or recipes, depending on the file's
     `kind`. Returns the kind and the path of the copy. Raises SpecError or UsageError."""
-    source = Path(text).expanduser()
+    source = path_of(text)
     kind = read_document(source).data.get("kind")
     if kind not in ("profile", "recipe"):
         raise UsageError(f"kind = {quoted(kind)}" if kind else "no kind", expected='kind = "profile" or "recipe"')
@@ -77,7 +78,7 @@ def export_user_file(source: Path, text: str) -> tuple[Path, list[str]]:
     """Copy the profile or recipe `source` to the file or folder `text`. Returns the path of the copy, and a warning for
     each path in the file that exists only on this machine. Raises SpecError, UsageError."""
     document = read_document(source)
-    target = Path(text).expanduser().absolute()
+    target = path_of(text).absolute()
     target = target / source.name if target.is_dir() else target
     problems = document.render_all(unshareable_paths(document.data))
     return write_new_file(target, source.read_bytes(), force=False), problems

@@ -114,7 +114,18 @@ NO_PLAN = "train without a plan: micro-batches start small and what fits is lear
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
     """Read a parsed config.json. Raises UnknownArchitectureError for an unknown family, and for a config that gives
-    each layer values of its own."""
+    each layer values of its own; UsageError for one that is damaged."""
+    try:
+        return _from_config(config)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise UsageError(
+            f"the model's config.json has a value that none of its family has: {type(error).__name__}: {error}",
+            expected="the config.json that came with the weights",
+            fix="download or export the model again",
+        ) from error
+
+
+def _from_config(config: Mapping[str, Any]) -> Architecture:
     model_type = str(config.get("model_type", ""))
     if model_type == "gpt2":
         return _from_gpt2(config)
@@ -141,7 +152,7 @@ def _with_vision_encoder(model_type: str, config: Mapping[str, Any]) -> Architec
     """Published Qwen configs keep the decoder's keys at the top; Gemma's, and those saved by transformers 5, in a table
     of their own. Tied embeddings are declared in either place."""
     text = dict(config.get("text_config") or {})
-    decoder = from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
+    decoder = _from_config({**config, **text, "model_type": VISION_ENCODERS[model_type][0]})
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
     return replace(

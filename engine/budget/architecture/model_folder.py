@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.caches import find_snapshot, has_tokenizer
+from engine.config.files.machine import path_of
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
+from engine.journal.files import read_table
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -27,6 +29,9 @@ OTHER_FORMATS = {".gguf": "GGUF", ".onnx": "ONNX", ".bin": "pickle", ".pt": "pic
 READ_AS_BF16 = {"fp8": "FP8", "mxfp4": "MXFP4"}
 """Quantisations (`quant_method`) whose values transformers computes from the files when it loads them, without packages
 of their own."""
+
+HEADER_BYTES = 100_000_000
+"""Of a safetensors file, at most (`MAX_HEADER_SIZE` of its library)."""
 
 AGAIN = "download or export the model again; an unfinished download leaves files out"
 
@@ -76,7 +81,7 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
 
 
 def _folder(model: str) -> Path | None:
-    folder = Path(model).expanduser()
+    folder = path_of(model)
     return folder if folder.is_dir() else None
 
 
@@ -208,10 +213,12 @@ def _damage(path: Path, size_bytes: int, _changed: int) -> str:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 or header_bytes > size_bytes - 8:
             return f"is cut off, or not a safetensors file: {size_bytes:,} bytes do not hold its header"
+        if header_bytes > HEADER_BYTES:
+            return f"is damaged: its header has {header_bytes:,} bytes"
         try:
             header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
             return "is damaged: its header cannot be read"
     needed = 8 + header_bytes + max(ends, default=0)
     return f"is cut off: it has {size_bytes:,} of {needed:,} bytes" if size_bytes < needed else ""
@@ -243,7 +250,6 @@ def _vocabularies(names: set[str]) -> set[str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_table(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", expected="a JSON file", fix=AGAIN) from error
-    return found if isinstance(found, dict) else {}

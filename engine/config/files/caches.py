@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
+from engine.config.files.machine import path_of
 from engine.config.schema.recipe import Recipe
 
 
@@ -109,7 +110,7 @@ def lengths_record(recipe: Recipe) -> Path | None:
     files: list[Any] = []
     for source in data.sources:
         if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
-            states = _states(Path(source.path).expanduser())
+            states = _states(path_of(source.path))
             if not states:
                 return None
             files += states

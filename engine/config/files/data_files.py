@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.files.machine import working_directory
+from engine.config.files.machine import path_of, working_directory
 from engine.config.files.prompts import fixed_prompts
 from engine.config.files.text import closest_match
 from engine.config.schema.data import Source
@@ -49,7 +49,7 @@ def require_data_files(recipe: Recipe) -> None:
 
 def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
     """The files that a source's path names, sorted. Raises DataError for no files, or files of different formats."""
-    path = Path(source.path or "").expanduser()
+    path = path_of(source.path or "")
     if os.path.isdir(path):  # not Path.is_dir, which raises PermissionError inside a folder that may not be read
         found = find_data_files_in(path)
         if not found:

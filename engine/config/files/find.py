@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from engine.config.files.document import FROM_COMMAND_LINE, Document, Place, Problem
-from engine.config.files.machine import working_directory
+from engine.config.files.machine import path_of, working_directory
 from engine.config.files.text import closest_match, quoted, visible
 from engine.config.schema.base import NAME_PATTERN
 from engine.errors import SpecError
@@ -82,7 +82,7 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
     means the same by its path: its relative paths start from the working directory."""
     cwd = (cwd or working_directory()).absolute()
     if "/" in text or os.sep in text or text.endswith(".toml"):
-        path = cwd / Path(text).expanduser()
+        path = cwd / path_of(text)
         if not path.exists():
             near = closest_match(path.name, [found.name for found in path.parent.glob("*.toml")])
             raise SpecError(
@@ -94,6 +94,7 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
         folder = Path(os.path.abspath(path.parent))
         named = folder.resolve() in [known.resolve() for known in search_path(kind, cwd).values()]
         return SpecFile(path, "path", cwd if named else folder)
+    path_of(f"{text}.toml")  # raises for what no file can be called
     for origin, folder in search_path(kind, cwd).items():
         if re.fullmatch(NAME_PATTERN, text) and (folder / f"{text}.toml").is_file():
             return SpecFile(folder / f"{text}.toml", _origin(origin, folder), cwd)
@@ -178,7 +179,7 @@ def absolute_path(key: str, text: str, base: Path) -> str:
     """Make `text` absolute if it is a file path; built-ins, runs, hub models and URLs are returned unchanged."""
     if text.startswith(NON_FILE_PREFIXES) or "://" in text or not text.strip():
         return text
-    path = os.path.normpath(base / Path(text).expanduser())
+    path = os.path.normpath(base / path_of(text))
     if key in PATH_KEYS:
         return path
     if key == "chat_template":

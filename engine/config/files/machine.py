@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.cgroups import host_memory_bytes, memory_limit_bytes
-from engine.config.files.text import visible
+from engine.config.files.text import quoted, visible
+from engine.errors import UsageError
 
 
 def working_directory() -> Path:
@@ -25,6 +26,20 @@ def working_directory() -> Path:
     except FileNotFoundError:
         named = Path(os.environ.get("PWD", os.sep))
         return named if named.is_absolute() else Path(os.sep)
+
+
+def path_of(text: str) -> Path:
+    """The path that somebody wrote, with ~ replaced. Raises UsageError for what no file can be called: too long, with
+    a NUL, in the home of a user who does not exist, through links in a ring."""
+    try:
+        path = Path(text).expanduser()
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{quoted(text)} is no path: {reason}", fix="correct it") from error
+    return path
 
 
 @cache
