@@ -15,8 +15,9 @@ Value = TypeVar("Value")
 
 
 def driver_version() -> str | None:
-    """None if there is no driver."""
-    return _text(pynvml.nvmlSystemGetDriverVersion()) if _started() else None
+    """None if there is no driver, or it does not say."""
+    found = _query(pynvml.nvmlSystemGetDriverVersion) if _started() else None
+    return None if found is None else _text(found)
 
 
 def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
@@ -24,10 +25,11 @@ def read_gpus(uuids: list[str] | None = None) -> list[GpuReading]:
     if not _started():
         return []
     if uuids is None:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [_by_index(index) for index in range(_query(pynvml.nvmlDeviceGetCount) or 0)]
     else:
-        handles = [handle for uuid in uuids if (handle := _by_uuid(uuid)) is not None]
-    return [reading for handle in handles if (reading := _read(handle)) is not None]
+        handles = [_by_uuid(uuid) for uuid in uuids]
+    readings = [_read(handle) for handle in handles if handle is not None]
+    return [reading for reading in readings if reading is not None]
 
 
 def _started() -> bool:
@@ -37,6 +39,10 @@ def _started() -> bool:
     except pynvml.NVMLError:
         return False
     return True
+
+
+def _by_index(index: int) -> Any:
+    return _query(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
 
 
 def _by_uuid(uuid: str) -> Any:

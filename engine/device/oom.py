@@ -50,14 +50,17 @@ _HOST = (
 )
 # cuBLAS and cuDNN say "not initialized" of a handle they had no memory for, but also for other causes: checked last.
 _MAYBE_DEVICE = (r"CUBLAS_STATUS_NOT_INITIALIZED", r"CUDNN_STATUS_NOT_INITIALIZED")
+_LOST = (
+    r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_ECC_UNCORRECTABLE",
+    r"(GPU|device) (has fallen off the bus|is lost)|cudaErrorDevicesUnavailable|GPU is lost",
+)
 _STICKY = (
     r"illegal memory access|CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress",
     r"device-side assert",
     r"unspecified launch failure",
     r"misaligned address|illegal instruction|invalid program counter|hardware stack error",
-    r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_ECC_UNCORRECTABLE",
     r"the launch timed out",
-    r"(GPU|device) (has fallen off the bus|is lost)|cudaErrorDevicesUnavailable|GPU is lost",
+    *_LOST,
     r"NCCL communicator was aborted|watchdog .*caught collective operation timeout|ncclRemoteError",
     r"CUDA context (is|was) (destroyed|invalid)|cudaErrorContextIsDestroyed",
     # Memory that ran out at the driver's own limit can leave a torn expandable segment, on which every later request of
@@ -71,7 +74,7 @@ def _any(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 _PINNED_RE, _DEVICE_RE, _HOST_RE = _any(_PINNED), _any(_DEVICE), _any(_HOST)
-_MAYBE_DEVICE_RE, _STICKY_RE = _any(_MAYBE_DEVICE), _any(_STICKY)
+_MAYBE_DEVICE_RE, _STICKY_RE, _LOST_RE = _any(_MAYBE_DEVICE), _any(_STICKY), _any(_LOST)
 _REQUEST_RE = re.compile(
     r"(?:tried|trying|try|unable) to allocate\s+([\d.]+)\s*(bytes|[KMGT]i?B)?"
     r"|you tried to allocate (\d+) bytes"
@@ -157,6 +160,11 @@ def _requested_bytes(error: BaseException, text: str) -> int | None:
 def is_sticky(error: BaseException) -> bool:
     """Whether `error` leaves the CUDA context or a communicator unusable, so that nothing can be retried here."""
     return isinstance(error, RuntimeError) and _STICKY_RE.search(str(error)) is not None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the card itself has failed or is gone, so that a new process cannot use it either."""
+    return isinstance(error, RuntimeError) and _LOST_RE.search(str(error)) is not None
 
 
 def beyond_repair(error: BaseException) -> bool:

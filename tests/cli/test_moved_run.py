@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,26 +11,9 @@ import pytest
 from engine.errors import EnvironmentProblem
 from engine.journal.control import send_request
 from engine.journal.directory import HeldRunDirectory, RunDirectory
-from engine.journal.liveness import engine_process, identify, is_alive
+from engine.journal.liveness import engine_process, identify
 from engine.journal.summary import summarise
-from tests.cli.conftest import Tunedeck
 from tests.journal.waiting import until
-
-LONG = ("--set", "train.max_steps=100000", "--set", "train.warmup_steps=0", "--set", "eval.every_steps=")
-
-
-@pytest.fixture
-def started(tunedeck: Tunedeck) -> Iterator[tuple[RunDirectory, int]]:
-    """A run that takes steps, and the pid of its engine, which is killed when the test ends."""
-    told = json.loads(tunedeck("train", "-p", "demo", "-r", "demo", *LONG, "--detach", "--json").out)
-    engine = identify(told["pid"])
-    run = RunDirectory(Path(told["path"]))
-    try:
-        until(lambda: summarise(run).step > 0)
-        yield run, told["pid"]
-    finally:
-        if engine is not None and is_alive(engine):
-            os.kill(engine.pid, signal.SIGKILL)
 
 
 def until_ended(pid: int) -> None:

@@ -28,7 +28,7 @@ from engine.data.chat_template import ChatTemplate, TemplateRefusal
 from engine.data.formats import NEEDS, OPTIONAL, recognise
 from engine.data.images import TooManyPixels, decoded
 from engine.data.prepare import prepare_data
-from engine.data.records import ChatRecord
+from engine.data.records import ChatRecord, Screened
 from engine.data.template_limits import MOST_ITEMS
 from engine.errors import DataError, TunedeckError
 from engine.model.reference import base_of_adapter, find_starting_weights
@@ -96,7 +96,7 @@ def screened_lines(data: bytes, folder: Path) -> None:
     path = folder / "lines.jsonl"
     path.write_bytes(data)
     with mock.patch.object(bounds, "LINE_BYTES", 200), mock.patch.object(bounds, "DEPTH", 5):
-        screened = bounds.Screened(path, path)
+        screened = Screened(path, path)
         kept = list(bounds._kept_lines(path, "json", 0, screened))
     assert all(len(line) <= 200 for line in kept)
     assert len(kept) == len(data.splitlines(keepends=True)) or b"\r" in data or b"\x0b" in data or b"\x0c" in data

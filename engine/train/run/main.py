@@ -25,7 +25,7 @@ from engine.device import open_device
 from engine.device.base import Device
 from engine.device.cuda import allocator_settings
 from engine.device.determinism import deterministic_kernels
-from engine.device.oom import beyond_repair, classify, frozen_gc
+from engine.device.oom import beyond_repair, classify, frozen_gc, is_lost
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
@@ -39,7 +39,14 @@ from engine.distributed.elastic import (
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks, process_group
 from engine.distributed.votes import LostRankError
 from engine.distributed.warm_up import warm_up
-from engine.errors import DeviceBusyError, DivergedError, MemoryExhaustedError, TunedeckError, disk_problem
+from engine.errors import (
+    DeviceBusyError,
+    DivergedError,
+    EnvironmentProblem,
+    MemoryExhaustedError,
+    TunedeckError,
+    disk_problem,
+)
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventWriter
@@ -199,6 +206,12 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
     if (problem := disk_problem(failure, str(place.path))) is not None:
         problem.fix += f"; then go on from the last checkpoint: tunedeck resume {place.name}"
         return "failed", problem.exit_code, problem.render()
+    if is_lost(failure):
+        lost = EnvironmentProblem(
+            f"the device failed: {str(failure).partition(chr(10))[0]}",
+            fix=f"see nvidia-smi, and dmesg for Xid; then go on from the last checkpoint: tunedeck resume {place.name}",
+        )
+        return "failed", lost.exit_code, lost.render()
     found = classify(failure)
     status, code = ("oom", MemoryExhaustedError.exit_code) if found else ("failed", 1)
     error = TunedeckError(
