@@ -3,7 +3,8 @@
 # make check   lint, types, import contracts and the fast tests: about three minutes on two cores, a fourth the first time
 # make test    the same with all tests: about 25 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
-# make torture every single allocation fails once, engines are killed anywhere: some hours on two cores
+# make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
+#              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
@@ -36,11 +37,17 @@ test: $(READY)
 durations: $(READY)
 	$(PYTEST) --durations-file
 
+# A part that fails does not keep the others from their turn; the table says so and fails.
+ROWS := build/torture.jsonl
+TORTURE := -TUNEDECK_TORTURE=$(ROWS) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m
 torture: $(READY)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.train.torture
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.stages.kill_anywhere --moments 30
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest -m torture -s
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m tests.faults.every_write --sample 100
+	@mkdir -p build && rm -f $(ROWS)
+	$(TORTURE) tests.train.torture
+	$(TORTURE) tests.stages.kill_anywhere --moments 30
+	$(TORTURE) pytest -m torture -s
+	$(TORTURE) tests.faults.every_write --sample 100
+	$(TORTURE) tests.fuzz.run --inputs 100000
+	$(BIN)/python -P -m tests.torture_table $(ROWS)
 
 plans: $(READY)
 	$(BIN)/python -m benchmarks.plans

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests import fork_server
+from tests.torture_table import record
 
 FOLDERS = ("TUNEDECK_STATE", "TUNEDECK_CACHE", "TUNEDECK_CONFIG", "HF_HOME")
 RANKS = "tests/distributed/"
@@ -137,4 +138,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         _write_slow_files(ends)
     faults = sum(value for report in ends for name, value in report.user_properties if name == "faults")
     if faults:
+        failed = len(terminalreporter.stats.get("failed", []))
+        record("allocations", "one allocation fails, in tests", faults, failed)
         terminalreporter.write_line(f"{faults} allocation faults tried")

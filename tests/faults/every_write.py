@@ -39,6 +39,7 @@ from tests.cli.small_recipes import write_profile, write_recipe
 from tests.conftest import FOLDERS
 from tests.events import read_events
 from tests.faults.failing_disk import FailingDisk, preload
+from tests.torture_table import record
 from tests.trackers.look_alikes import PACKAGES, points_of
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
@@ -275,6 +276,7 @@ def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None,
     if sample is not None:
         cases = draw.sample(cases, min(sample, len(cases)))
     tried: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
     wrong = 0
     began = time.monotonic()
     for number, error in cases:
@@ -286,12 +288,15 @@ def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None,
         tried[error] += 1
         found = complaints(place, scenario, error, reference)
         wrong += bool(found)
+        lost[error] += bool(found)
         for text in found:
             say(f"  {scenario.name}, {error} at change {number} ({what}): {text}")
         shutil.rmtree(place.folder, ignore_errors=True)
     words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
     verdict = f"{wrong} WRONG" if wrong else "nothing lost"
     seconds = time.monotonic() - began
+    for error, times in sorted(tried.items()):
+        record("writes", f"{scenario.name}: {error}", times, lost[error])
     say(f"{scenario.name:<16} {len(cases):>6} of {count * len(ERRORS)} faults ({words})   {verdict}   {seconds:.0f} s")
     return wrong
 

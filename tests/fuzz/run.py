@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.conftest import FOLDERS
 from tests.fuzz.guard import guarded
+from tests.torture_table import record
 
 if TYPE_CHECKING:
     from tests.fuzz.targets import Target
@@ -82,11 +83,13 @@ def table(targets: Sequence[Target], inputs: int, seed: int) -> int:
                 found = fuzz(target, max(1, round(unit * target.share)), Path(name), seed=seed)
             except Exception:  # noqa: BLE001  (of any kind: the other targets are fuzzed all the same)
                 fallen += 1
+                record("files by strangers", target.name, 0, 1)
                 say(f"{target.name:<28}   FELL\n{_trace()}")
                 continue
         total += found.inputs
         beyond = found.slowest_seconds > MOST_CPU_SECONDS or found.grown_kib > MOST_GROWTH_KIB
         fallen += beyond
+        record("files by strangers", target.name, found.inputs, int(beyond))
         say(f"{target.name:<28}{found.inputs:>9,}{found.slowest_seconds:>8.2f} s{found.grown_kib >> 10:>7} MiB"
             f"   {'BEYOND ITS BOUND' if beyond else 'nothing'}")  # fmt: skip
     say(f"{'all':<28}{total:>9,}{'':>21}   {f'{fallen} targets' if fallen else 'nothing'}")

@@ -43,6 +43,7 @@ from tests.stages.staged_runs import (
     wait_for,
     write_tiny_model,
 )
+from tests.torture_table import record
 
 ONLY_EXPERT = {"kind": "full", "train_only": ["model.layers.*.mlp"]}
 LEARNING_ROUTER = {"freeze_router": False}
@@ -203,6 +204,7 @@ def main() -> None:
         check(killer.run_once(left, seconds / 3), undisturbed)
         say(f"run done and equal; {killer.kills.total()} kills so far")
     say(f"{dict(killer.kills)}: weights equal, every event once")
+    record("kills", "staged runs, at random moments", killer.kills.total(), 0)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from engine.device.metered import MeteredDevice
 from engine.device.oom import frozen_gc
 from engine.model.config import disable_progress_bars
 from tests.conftest import FOLDERS
+from tests.torture_table import record
 from tests.train.fault_rig import STEP, UNITS, Case, Result, Rig, Unit, rigged
 from tests.train.image_cases import IMAGE_CASES
 
@@ -233,6 +234,7 @@ def main() -> int:
                 sys.stdout.flush()
     wrong = sum(len(tally.wrong) for tally in tallies)
     faults = sum(tally.faults for tally in tallies)
+    record("allocations", "one allocation fails", faults, wrong)
     sys.stdout.write(f"{faults} faults tried, seed {asked.seed}: {wrong} wrong\n")
     return 1 if wrong else 0
 

@@ -11,7 +11,6 @@ import torch
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
-from engine.config.files.document import merge_tables
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.data.order import SampleOrder
@@ -125,7 +124,7 @@ class Identity:
         """Raise UsageError if the checkpoint was made from other data, another tokenizer or seed, or with a recipe that
         differs in a key that a resume may not change."""
         # A key that is newer than the checkpoint counts as unchanged.
-        learned_from = merge_tables(self.recipe, saved.get("recipe", {}))
+        learned_from = _with_newer_keys(saved.get("recipe", {}), self.recipe)
         changes = find_changes(learned_from, self.recipe, "recipe")
         if refused := refused_changes(changes):
             raise UsageError(
@@ -140,6 +139,18 @@ class Identity:
                 expected="the same data, tokenizer and seed as when the run started",
                 fix='put the files back as they were, or start a new run with model.id = "run:..."',
             )
+
+
+def _with_newer_keys(saved: Any, now: Any) -> Any:
+    """`saved` with the keys that only `now` has, also in the tables of lists, such as sources."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return {
+            **now,
+            **{key: _with_newer_keys(value, now[key]) if key in now else value for key, value in saved.items()},
+        }
+    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        return [_with_newer_keys(*pair) for pair in zip(saved, now, strict=True)]
+    return saved
 
 
 @dataclass
