@@ -167,7 +167,8 @@ class SharedInput:
             return None
         weights = [layer.lora_A[name].weight for layer in self.layers]
         columns = dict(zip(self.layers, accumulate(map(len, weights), initial=0), strict=False))
-        gradients, apply = _PassGradients(), cast(Callable[..., Any], _ProductWithAll.apply)
+        gradients = _PassGradients()
+        apply: Callable[..., Any] = _ProductWithAll.apply
         made = apply(x, gradients, *weights)
         alias, low_rank_TG = made if isinstance(made, tuple) else (x, made)
         return _Pass(x, alias, low_rank_TG, columns, gradients)
