@@ -28,8 +28,8 @@ TARGET_MARKS = ("⟦", "⟧")
 
 ASCII_TARGET_MARKS = ("[[", "]]")
 
-HISTOGRAM_CELLS = 30
-"""Cells of the longest bar of the histogram of lengths."""
+LEVELS, ASCII_LEVELS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+"""Characters of the histogram of lengths, from no sequence to the most frequent length."""
 
 BRIGHTNESS = " .:-=+*#%@"
 """Characters for pixels where there are no colours, from black to white."""
@@ -74,8 +74,8 @@ def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, let
     """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample with its pictures.
     Target tokens are bold and enclosed in TARGET_MARKS. With `letters` pictures are drawn without colours."""
     width = max(16, width - 1)
-    bar = "#" if ascii_only else "█"
-    lines = [line for content in _counts(report, bar) for line in content.wrap(width)]
+    levels = ASCII_LEVELS if ascii_only else LEVELS
+    lines = [line for content in _counts(report, levels) for line in content.wrap(width)]
     marks = ASCII_TARGET_MARKS if ascii_only else TARGET_MARKS
     specials = sorted(map(str, report.get("special_tokens", [])), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
@@ -106,17 +106,18 @@ def _letter(cell: Cell) -> str:
     return BRIGHTNESS[sum(map(sum, cell)) * len(BRIGHTNESS) // (6 * 256)]
 
 
-def _counts(report: Mapping[str, Any], bar: str) -> Iterator[Content]:
+def _counts(report: Mapping[str, Any], levels: str) -> Iterator[Content]:
     for part in report.get("parts", []):
         yield Content.assemble(
             (f"{visible(str(part['part']))}: ", "bold"),
             f"{part['rows']:,} sequences, {part['tokens']:,} tokens, {part['target_share']:.0%} target tokens",
         )
-        lengths = [f"{share}% up to {length:,}" for share, length in part.get("percentiles", {}).items()]
-        yield Content.styled(f"tokens a sequence: {', '.join(lengths)}", "$muted")
-        yield from _histogram(part.get("histogram", []), bar)
-    for line in (report.get("quality") or {}).get("lines", []):
-        yield Content.styled(visible(line), "bold $bad" if line.startswith("WARNING") else "$muted")
+        yield _histogram(part, levels)
+    lines = [visible(line) for line in (report.get("quality") or {}).get("lines", [])]
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    yield from (Content.styled(line, "bold $bad") for line in warnings)
+    if figures := [line for line in lines if line not in warnings]:
+        yield Content.styled("; ".join(figures), "$muted")
     for notice in report.get("notices", []):
         yield Content.styled(visible(notice), "$caution")
     for source in report.get("sources", []):
@@ -125,13 +126,15 @@ def _counts(report: Mapping[str, Any], bar: str) -> Iterator[Content]:
             yield Content.styled(text, "$caution")
 
 
-def _histogram(bars: Sequence[Sequence[int]], bar: str) -> Iterator[Content]:
-    """A line for each range of lengths: (first length, last length, sequences)."""
-    most = max((count for _, _, count in bars), default=0)
-    digits = len(f"{max((last for _, last, _ in bars), default=0):,}")
-    for first, last, count in bars:
-        drawn = bar * -(-count * HISTOGRAM_CELLS // most)
-        yield Content.assemble(f"{first:>{digits},} - {last:>{digits},}  ", (drawn, "$info"), f" {count:,}")
+def _histogram(part: Mapping[str, Any], levels: str) -> Content:
+    """Lengths from the shortest to the longest, a character for each range by its number of sequences."""
+    bars = part["histogram"]
+    most = max(count for _, _, count in bars)
+    drawn = "".join(levels[-(-count * (len(levels) - 1) // most)] for _, _, count in bars)
+    shares = ", ".join(f"{share}% up to {part['percentiles'][share]:,}" for share in ("50", "95"))
+    return Content.assemble(
+        (f"tokens {bars[0][0]:,} ", "$muted"), (drawn, "$info"), (f" {bars[-1][1]:,}; {shares}", "$muted")
+    )
 
 
 def _sample(
