@@ -33,13 +33,15 @@ FORWARD_PASSES, BACKWARD_PASSES = 7, 11
 """How often as many bytes as a layer saves pass through memory between its products: values are written and read
 several times before one of them is saved (norms, rotary embedding, activation and adapters of an 8B model, each as one
 kernel after the other: 256 ms of 750)."""
-LAUNCHES_PER_LAYER = 50
-"""Kernels of a layer's forward pass; backward has twice as many (6,300 in a micro-batch of a recomputing 8B model)."""
+LAUNCHES_PER_LAYER, LAUNCHES_PER_ADAPTER = 28, 3
+"""Kernels of a layer's forward pass, and of each adapter in it; backward has twice as many (6,300 in a micro-batch of a
+recomputing 8B model with adapters on all seven linear layers)."""
 LAUNCH_SECONDS = 14e-6
 """Of the host for one kernel of a GPU, while the device works on others (90 ms for 6,300)."""
 MICRO_BATCH_SECONDS = 2e-3
-CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS = 0.06, 8.0, 12e-6
-"""Of one core with fp32, where the profile does not tell: launches do not overlap with the work."""
+CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS = 0.054, 65.0, 78e-6, 5e-3
+"""Of one core with fp32, where the profile does not tell, fitted to small models (`python -m benchmarks.checkpointing
+times`), whose activations partly stay in caches. Launches do not overlap with the work."""
 HOST_LINK_GBS = 25.0
 """Between device and host: PCIe 4 with 16 lanes."""
 UPDATE_PASSES = 4
@@ -66,8 +68,10 @@ def speed_of(profile: Profile, config: MemoryConfig) -> Speed:
     tflops, gbs = (device.peak_tflops, device.bandwidth_gbs) if stated else (CPU_TFLOPS, CPU_GBS)
     assert tflops is not None and gbs is not None
     share = PRODUCT_SHARE * (FP32_SHARE if on_cuda and config.base_bytes == 4 and not config.autocast else 1.0)
-    launch_seconds = LAUNCH_SECONDS if on_cuda else CPU_LAUNCH_SECONDS
-    return Speed(tflops * 1e12 * share, gbs * 1e9, launch_seconds, on_cuda, MICRO_BATCH_SECONDS, stated)
+    launch, micro_batch = LAUNCH_SECONDS, MICRO_BATCH_SECONDS
+    if not on_cuda:
+        launch, micro_batch = CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS
+    return Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated)
 
 
 class Parts(NamedTuple):
@@ -99,6 +103,8 @@ class LayerWork:
     backward_share: float
     """FLOPs of backward as a multiple of those of forward."""
     weight_bytes: int
+    launches: int
+    """Kernels of forward."""
     saved: BytesPolynomial
     """What a layer that is not recomputed saves."""
 
@@ -171,7 +177,7 @@ class StepTime:
             multiplied, moved, forward = known[layer]
             again = place < recomputed and layer.learns
             products, between, recompute = products + multiplied, between + moved, recompute + again * forward
-            launches += LAUNCHES_PER_LAYER * (1 + again + 2 * layer.learns)
+            launches += layer.launches * (1 + again + 2 * layer.learns)
             if self.offloads and not again:
                 copied += 2 * layer.saved.at(shape) / (HOST_LINK_GBS * 1e9)
         multiplied, moved, _ = self.head.seconds(self.speed, shape, rows, length)
@@ -196,7 +202,9 @@ def _work(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerWor
     learned = trained_weights(arch, kind) + adapters
     backward_share = 1.0 + 2.0 * learned / forward.per_token
     weight_bytes = elements(parameters) * config.base_bytes
-    return LayerWork(kind.learns, forward, backward_share, weight_bytes, layer_forward(arch, config, kind).saved)
+    launches = LAUNCHES_PER_LAYER + LAUNCHES_PER_ADAPTER * len(kind.trainable.adapted)
+    saved = layer_forward(arch, config, kind).saved
+    return LayerWork(kind.learns, forward, backward_share, weight_bytes, launches, saved)
 
 
 @lru_cache(maxsize=64)
@@ -204,4 +212,4 @@ def _head(arch: Architecture, config: MemoryConfig) -> LayerWork:
     """Final norm, head and loss; every token is a target."""
     weights, learns = arch.vocab * arch.hidden, bool(static_bytes(arch, config).head_gradient)
     saved = BytesPolynomial((0, arch.vocab * 4, *[0] * 8))
-    return LayerWork(True, Flops(2.0 * weights, 0.0), 1.0 + learns, weights * config.base_bytes, saved)
+    return LayerWork(True, Flops(2.0 * weights, 0.0), 1.0 + learns, weights * config.base_bytes, 0, saved)
