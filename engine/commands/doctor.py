@@ -37,6 +37,7 @@ CONSOLE_PACKAGES = ("textual", "pydantic")
 OPTIONAL = {
     "liger-kernel": "fused loss on CUDA",
     "bitsandbytes": "adamw_8bit and nf4",
+    "flash-linear-attention": "linear attention on CUDA, at twice the speed",
 }
 State = Literal["ok", "missing", "problem", "note"]
 _GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": "."}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.import_utils import is_flash_linear_attention_available
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from engine.budget.architecture.facts import from_config
@@ -129,6 +130,7 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
     if recipe.model.rope_scaling is not None:
         expect_scaled(base, recipe.model.rope_scaling)
     notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
+    notices += _linear_attention(settings.config, spec.profile.device.kind)
     trained, coverage = _apply_method(spec, settings.start, base)
     if settings.start.adapter is None:
         notices += uncovered(coverage, str(base.config.get_text_config().model_type), recipe.method)
@@ -170,6 +172,17 @@ def seeded(seed: int, device: Device) -> Iterator[None]:
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(seed ^ SEED_MIXED_IN)
         yield
+
+
+def _linear_attention(config: PreTrainedConfig, device_kind: str) -> list[str]:
+    """A notice if a family's linear attention runs without its kernels, which transformers takes from a package."""
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    if device_kind != "cuda" or "linear_attention" not in layers or is_flash_linear_attention_available():
+        return []
+    return [
+        "linear attention is computed by torch, at about half the speed: "
+        f"{install_command('linear-attention', ['flash-linear-attention'])} brings its kernels"
+    ]
 
 
 def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -253,3 +255,21 @@ def test_a_model_without_memory_has_the_parameters_of_the_real_one_also_where_an
     ]
     assert shapes[0] == shapes[1]
     assert {parameter.device.type for parameter in bare.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("device", "layers", "said"),
+    [("cuda", ["linear_attention", "full_attention"], True), ("cuda", ["full_attention"], False),
+     ("metered", ["linear_attention"], False)],
+)  # fmt: skip
+def test_linear_attention_without_its_kernels_is_told(
+    device: str, layers: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.model import load as loading
+
+    config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(layer_types=layers))
+    monkeypatch.setattr(loading, "is_flash_linear_attention_available", lambda: False)
+    notices = loading._linear_attention(config, device)
+    assert bool(notices) == said and all("flash-linear-attention" in notice for notice in notices)
+    monkeypatch.setattr(loading, "is_flash_linear_attention_available", lambda: True)
+    assert loading._linear_attention(config, device) == []
