@@ -291,10 +291,9 @@ class SimulatedPredictor:
     def _peaks(self, name: str, micro_batch: MicroBatchShape) -> dict[str, int]:
         """The peak of each phase of a pass, in bytes. Layers with a state pad a sequence to whole periods; the pass was
         simulated at whole ones, and at those that lack all tokens but one, between which padding is proportional."""
-        rows, length, *_, patches = micro_batch
+        rows, length, *_ = micro_batch
         targets = rows * length if micro_batch.targets is None else micro_batch.targets
-        parts = self.image_tokens
-        images = 0.0 if not parts else rows if patches is None else patches / parts
+        images = rows if self.image_tokens else 0  # every row as the largest: smaller images are not told apart yet
         units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens), images)
         period = int(self._document["period"])
         lacking = -length % period / max(1, period - 1)
