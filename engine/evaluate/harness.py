@@ -7,6 +7,7 @@ intervals are ours (`engine.evaluate.harness_model`).
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from engine.config.load import load_run_spec
 from engine.config.schema.data import Evaluate
 from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import offline_if_unreachable
+from engine.data.prompts import was_trained_plain
 from engine.data.store import hash_text
 from engine.device import open_device
 from engine.device.base import Device
@@ -145,11 +147,13 @@ def _load(spec: RunSpec, device: Device, notify: Notify) -> LoadedModel:
 def evaluate_tasks(
     spec: RunSpec, loaded: LoadedModel, manager: Any, kept: Path | None, identity: str, notify: Notify
 ) -> list[TaskScores]:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; `notify` tells how far it is
     from lm_eval import simple_evaluate
 
     from engine.evaluate.harness_model import HarnessModel, KeptResults
 
-    recipe, asked = spec.recipe, task_options(spec.recipe.evaluate, has_template=bool(loaded.tokenizer.chat_template))
+    recipe, has_template = spec.recipe, bool(loaded.tokenizer.chat_template)
+    asked = task_options(recipe.evaluate, has_template=has_template, plain=was_trained_plain(spec))
     positions = HarnessModel.positions_of(model_config_dict(spec))
     model = HarnessModel(loaded, recipe.generate, positions, KeptResults(kept, identity), notify,
                          recipe.data.template_args)  # fmt: skip
@@ -159,12 +163,12 @@ def evaluate_tasks(
     return [_task_scores(name, results, template) for name in results["samples"]]
 
 
-def task_options(asked: Evaluate, *, has_template: bool) -> dict[str, Any]:
-    """Options of lm-evaluation-harness's `simple_evaluate`. Raises UsageError if evaluate.harness_template is "on" and
-    the tokenizer has no chat template."""
+def task_options(asked: Evaluate, *, has_template: bool, plain: bool = False) -> dict[str, Any]:
+    """Options of lm-evaluation-harness's `simple_evaluate`. `plain`: the run was trained outside the chat template,
+    which "auto" then leaves out. Raises UsageError if evaluate.harness_template is "on" and the tokenizer has none."""
     if asked.harness_template == "on" and not has_template:
         raise UsageError("evaluate.harness_template: the tokenizer has no chat template", fix='set it to "off"')
-    template = has_template and asked.harness_template != "off"
+    template = has_template and (asked.harness_template == "on" or (asked.harness_template == "auto" and not plain))
     return {
         "tasks": list(asked.harness), "num_fewshot": asked.harness_fewshot, "limit": asked.limit,
         "apply_chat_template": template,

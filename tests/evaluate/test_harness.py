@@ -188,3 +188,12 @@ def test_unknown_tasks_and_data_that_cannot_be_had_are_refused(
     with pytest.raises(EnvironmentProblem, match="gsm8k") as refused:
         harness.load_tasks(["gsm8k"], None)
     assert refused.value.exit_code == 6
+
+
+def test_a_run_on_plain_text_is_asked_without_the_template() -> None:
+    asked = run_spec().recipe.evaluate
+    used = {plain: harness.task_options(asked, has_template=True, plain=plain)["apply_chat_template"]
+            for plain in (True, False)}  # fmt: skip
+    assert used == {True: False, False: True}
+    with pytest.raises(UsageError, match="no chat template"):
+        harness.task_options(asked.model_copy(update={"harness_template": "on"}), has_template=False)

@@ -137,6 +137,7 @@ class Evaluate(Table):
     harness_fewshot: CountOrZero | None = None
     """Examples before each question; by default as many as the task says."""
     harness_template: Literal["auto", "on", "off"] = "auto"
-    """Whether public tasks are asked through the chat template; auto: where there is one."""
+    """Whether public tasks are asked through the chat template; auto: where there is one, unless the run was trained on
+    plain text."""
     harness_include: str | None = None
     """Folder with tasks of your own (.yaml)."""
