@@ -274,6 +274,8 @@ def _problems_on_device(profile: Profile, recipe: Recipe) -> list[Problem]:
 def _run_name_problems(name: str | None) -> list[str]:
     if name is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name):
         return []
+    if "=" in name and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}", name):  # of a sweep's point, which is resumed
+        return []
     return [
         f"--name {quoted(name)}: letters, digits, '.', '_' and '-' are allowed, the first a letter or digit, 80 at most"
     ]
