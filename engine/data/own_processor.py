@@ -190,8 +190,9 @@ class SmolVLMProcessor(ProcessorMixin):
         self.whole = getattr(tokenizer, "global_image_token", "<global-img>")
         self.image_seq_len = image_seq_len
 
-    def prepare_inputs_layout(self, images: Any = None, text: Any = None, **options: Any) -> Any:
-        return super().prepare_inputs_layout(images=make_nested_list_of_images(images), text=text, **options)
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, *others: Any, **options: Any) -> Any:
+        nested: Any = make_nested_list_of_images(images)
+        return super().prepare_inputs_layout(nested, text, *others, **options)
 
     def _process_images(self, images: Any, **options: Any) -> Any:
         return super()._process_images(images, **{"return_row_col_info": True, **options})

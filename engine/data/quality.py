@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,5 +150,5 @@ def find_rows(data: TokenData, tokenizer: PreTrainedTokenizerBase, text: str, mo
     return found
 
 
-def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

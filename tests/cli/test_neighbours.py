@@ -22,7 +22,7 @@ def test_of_two_queue_workers_one_works_and_no_run_starts_twice(tmp_path: Path, 
     asked = ("-p", write_profile(tmp_path), "-r", write_recipe(tmp_path))
     for name in ("one", "two"):
         assert tunedeck("queue", "add", *asked, "--name", name).code == 0
-    words = [sys.executable, "-P", ENTRY_FILE, "queue", "start"]
+    words = [sys.executable, "-P", str(ENTRY_FILE), "queue", "start"]
     both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
     codes = [each.wait() for each in both]
     assert 0 in codes and set(codes) <= {0, 6}

@@ -80,9 +80,15 @@ def test_output_and_gradients_are_those_of_peft(config: dict[str, Any], follows:
 
 def _count_products(model: Any) -> list[int]:
     """A list that grows at each product with the A's of several layers."""
-    group, calls = getattr(model.base_model.model.attention.q_proj, SHARED), []
+    group = getattr(model.base_model.model.attention.q_proj, SHARED)
+    calls: list[int] = []
     begin = group._begin
-    group._begin = lambda *given: calls.append(1) or begin(*given)
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return begin(*given)
+
+    group._begin = counted
     return calls
 
 
@@ -140,7 +146,12 @@ def _fail(*_: object) -> None:
 
 
 def test_a_saved_adapter_opens_in_peft_with_the_same_logits(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **shape))
     weights = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -152,7 +163,7 @@ def test_a_saved_adapter_opens_in_peft_with_the_same_logits(tmp_path: Path) -> N
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     with torch.no_grad():
         ours = model(ids).logits
         plain = LlamaForCausalLM(base.config)
