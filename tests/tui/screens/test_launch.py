@@ -102,7 +102,8 @@ async def test_a_pane_is_enlarged_and_esc_shows_all_again(console: Opener, size:
 async def test_moving_in_the_list_shows_what_it_costs_and_esc_goes_back(console: Opener) -> None:
     async with console(120, 36, **DEMO) as pilot:
         await pilot.sees("128.2 MiB missing")
-        await pilot.press("R", "j", "j", "j")
+        names = [entry.argument for entry in pilot.screen.state.recipes]
+        await pilot.press("R", *["j"] * (names.index("lora") - names.index("demo")))
         await pilot.sees("cannot start", "/train.jsonl", "enter choose", "esc back")
         assert pilot.screen.state.choice.recipe == "lora"
         await pilot.press("escape")
@@ -242,9 +243,9 @@ async def test_what_is_wrong_is_said_below_the_row_and_start_refuses_with_it(con
 
 async def test_enter_turns_a_choice_to_its_next_value(console: Opener) -> None:
     async with console(**DEMO) as pilot:
-        await to_row(pilot, "train.gradient_checkpointing")
+        await to_row(pilot, "data.packing")
         await pilot.press("enter")
-        assert pilot.screen.state.choice.overrides == {"train.gradient_checkpointing": "true"}
+        assert pilot.screen.state.choice.overrides == {"data.packing": "true"}
         await pilot.press("enter")
         assert pilot.screen.state.choice.overrides == {}
 
