@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from textual.content import Content
 
+from engine.errors import UsageError
 from engine.journal.chats import list_chats, read_chat
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.directory import RunDirectory
@@ -65,5 +66,8 @@ def _runs(runs_dir: Path) -> list[Choice]:
 
 def has_weights(run: RunDirectory) -> bool:
     """Whether there is a result or a checkpoint to talk to."""
-    place = result_run(run) if run.exists() else run
+    try:
+        place = result_run(run) if run.exists() else run
+    except UsageError:  # the stage whose result is the run's has not begun
+        return False
     return place.adapter.is_dir() or place.model.is_dir() or bool(find_checkpoints(place.checkpoints))
