@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from engine.journal.event_schema import is_prediction
 from engine.journal.event_text import OLD_VERDICTS
-from engine.journal.events import Event, is_prediction
+from engine.journal.events import Event
 
 
 @dataclass

@@ -27,7 +27,8 @@ def card(memory_gib: float) -> dict[str, Any]:
 
 
 def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
-    spec = run_spec("Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})
+    train = {"batch_size": 64, "gradient_checkpointing": True}
+    spec = run_spec("Qwen/Qwen2.5-7B", card(24.0), train=train, data={"max_length": 1024})
     plan = make_plan(spec)
     arch = find_architecture(spec)
     assert plan.verdict == "fits"
@@ -37,24 +38,24 @@ def test_auto_takes_the_largest_micro_batch_that_fits() -> None:
 
 
 def test_a_batch_that_fits_whole_is_planned_whole_though_a_part_of_it_would_have_to_hold_gradients() -> None:
-    spec = run_spec("Qwen/Qwen2.5-7B", card(80.0), method={"kind": "full"}, train={"batch_size": 16})
+    train = {"batch_size": 16, "gradient_checkpointing": True}
+    spec = run_spec("Qwen/Qwen2.5-7B", card(80.0), method={"kind": "full"}, train=train)
     arch = find_architecture(spec)
     whole, part = (predict(arch, spec, rows=rows, length=2048).device_bytes for rows in (16, 15))
     assert whole < part
-    fitted = run_spec("Qwen/Qwen2.5-7B", card(whole / 2**30 + 0.1), method={"kind": "full"}, train={"batch_size": 16})
+    fitted = run_spec("Qwen/Qwen2.5-7B", card(whole / 2**30 + 0.1), method={"kind": "full"}, train=train)
     assert (make_plan(fitted).verdict, make_plan(fitted).micro_batch) == ("fits", 16)
 
 
 def test_a_fixed_micro_batch_that_is_too_large_fits_smaller_and_names_the_remedy() -> None:
-    spec = run_spec(
-        "Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64, "micro_batch": 64}, data={"max_length": 1024}
-    )
+    train = {"batch_size": 64, "gradient_checkpointing": True}
+    spec = run_spec("Qwen/Qwen2.5-7B", card(24.0), train={**train, "micro_batch": 64}, data={"max_length": 1024})
     plan = make_plan(spec)
     assert plan.verdict == "fits_smaller"
     assert plan.micro_batch == 64
     assert plan.remedies == {
         "train.micro_batch": make_plan(
-            run_spec("Qwen/Qwen2.5-7B", card(24.0), train={"batch_size": 64}, data={"max_length": 1024})
+            run_spec("Qwen/Qwen2.5-7B", card(24.0), train=train, data={"max_length": 1024})
         ).micro_batch
     }
 
@@ -211,7 +212,11 @@ def test_every_line_of_a_plan_is_within_80_columns_and_in_one_unit(profile: str,
         ("full", ["train.micro_batch=1", "data.max_length=256"], "adamw_8bit"),
         ("full", ["train.micro_batch=1", "data.max_length=256", "train.optimizer_offload=true"], 'kind = "lora"'),
         ("lora", ["train.gradient_checkpointing=false"], "train.gradient_checkpointing = true"),
-        ("lora", ["train.loss=plain", "train.micro_batch=2", "data.max_length=512"], 'train.loss = "auto"'),
+        (
+            "lora",
+            ["train.loss=plain", "train.micro_batch=2", "data.max_length=512", "train.gradient_checkpointing=true"],
+            'train.loss = "auto"',
+        ),
         ("lora", ["train.micro_batch=4"], "train.micro_batch below 4"),
         ("lora", ["train.micro_batch=1"], "data.max_length below 2048"),
     ],

@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from engine.journal.events import EVENT_KINDS
+from engine.journal.event_schema import EVENT_KINDS
 
 JUNK: list[Any] = [None, True, -1, 10**30, 0.5, "", "\x1b[31m", [], [1], [[]], {}, {"a": {"b": None}}]
 

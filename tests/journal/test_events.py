@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EVENT_KINDS, EventTail, EventWriter, end_of_events
+from engine.journal.event_schema import EVENT_KINDS
+from engine.journal.events import EventTail, EventWriter, end_of_events
 from engine.journal.writer import heartbeats
 from tests.events import read_events
 from tests.journal.event_fields import backoff_fields, step_fields

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from engine.commands.follow import LiveReporter, PlainReporter
+from engine.journal.event_schema import EVENT_KINDS
 from engine.journal.event_text import (
     EVENT_DESCRIPTIONS,
     clean,
@@ -17,7 +18,6 @@ from engine.journal.event_text import (
     format_bytes,
     format_share,
 )
-from engine.journal.events import EVENT_KINDS
 from engine.journal.summary import summarise
 from engine.journal.summary_text import Progress, result_rows
 from engine.launch.resume_run import find_changes, makes_longer, notices_of, refused_changes
