@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from engine.config.schema.data import Source
 from engine.data.conversations import parsed
-from engine.data.records import Dropped, Record
+from engine.data.records import Dropped, Record, SourceRows
+from engine.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,23 @@ def _shared_text(chosen: str, rejected: str) -> int:
     while 0 < shared < max(len(chosen), len(rejected)) and not chosen[shared - 1].isspace():
         shared -= 1
     return len(chosen[:shared].rstrip(" "))
+
+
+def other_objective(source: Source, rows: SourceRows, in_pairs: bool) -> DataError:
+    """For rows of preferences without their objective, or the reverse."""
+    found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
+    if in_pairs:
+        return DataError(
+            f'{found}, and method.objective = "dpo" learns from pairs',
+            expected="columns chosen and rejected, and perhaps prompt",
+            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}',
+        )
+    column = 'prompt = "prompt", completion = "chosen"' if "prompt" in rows.columns else 'messages = "chosen"'
+    kind = "prompt-completion" if "prompt" in rows.columns else "chat"
+    imitate = [f"data.sources.{source.name}.columns={{{column}}}", f"data.sources.{source.name}.format={kind}"]
+    options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
+    return DataError(
+        f'{found}: preferences, and method.objective = "sft" imitates answers',
+        expected='method.objective = "dpo"',
+        fix=f"add --set method.objective=dpo; or, to imitate the chosen answers: {options}",
+    )

@@ -3,7 +3,6 @@ off the validation data, packs rows and reports."""
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_
 from engine.data.json_rows import BROKEN_REASONS
 from engine.data.order import pack
 from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
+from engine.data.preferences import other_objective
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
@@ -304,28 +304,8 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, in_pairs: bool) -> _O
     plain = tokeniser.version == 1 and source.template == "auto"
     made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
     if (made.name == "preference") != in_pairs:
-        raise _other_objective(source, rows, in_pairs)
+        raise other_objective(source, rows, in_pairs)
     return _Opened(source, rows, made)
-
-
-def _other_objective(source: Source, rows: SourceRows, in_pairs: bool) -> DataError:
-    """For rows of preferences without their objective, or the reverse."""
-    found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
-    if in_pairs:
-        return DataError(
-            f'{found}, and method.objective = "dpo" learns from pairs',
-            expected="columns chosen and rejected, and perhaps prompt",
-            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}',
-        )
-    column = 'prompt = "prompt", completion = "chosen"' if "prompt" in rows.columns else 'messages = "chosen"'
-    kind = "prompt-completion" if "prompt" in rows.columns else "chat"
-    imitate = [f"data.sources.{source.name}.columns={{{column}}}", f"data.sources.{source.name}.format={kind}"]
-    options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
-    return DataError(
-        f'{found}: preferences, and method.objective = "sft" imitates answers',
-        expected='method.objective = "dpo"',
-        fix=f"add --set method.objective=dpo; or, to imitate the chosen answers: {options}",
-    )
 
 
 def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Notify) -> Iterator[Piece]:
