@@ -58,7 +58,8 @@ def images_of_rows(spec: RunSpec) -> RowImages | None:
     """Return the largest images of a training row, where the data were read before; else the largest that a row may
     hold. None for a run without images, and for one whose images are not read by its model's own processor.
 
-    Raises UsageError or EnvironmentProblem where the processor cannot be loaded.
+    Raises UsageError or EnvironmentProblem where the processor cannot be loaded, UsageError for one whose images a
+    simulation would miss.
     """
     model = spec.recipe.model
     if image_key(spec.recipe) is None or find_config(model.id, model.revision).get("model_type") in VISION_ENCODERS:
@@ -68,7 +69,22 @@ def images_of_rows(spec: RunSpec) -> RowImages | None:
     if not isinstance(processor, OwnProcessor):
         return None
     known = known_images(spec.recipe)
-    return RowImages(processor, known if known is not None else [_largest(processor, spec.recipe.data.max_length)])
+    images = RowImages(processor, known if known is not None else [_largest(processor, spec.recipe.data.max_length)])
+    _refuse_empty_patches(images)
+    return images
+
+
+def _refuse_empty_patches(images: RowImages) -> None:
+    """Places below 0 are of patches that only fill an image up (Gemma 4): the mask over them has no values in a
+    simulation, whose peak was 44 % too low."""
+    made = images.processor.arrays([{"image": np.zeros((*images.sizes[0], 3), np.uint8)}])
+    if any(not array.is_floating_point() and bool((array < 0).any()) for array in made.values()):
+        raise UsageError(
+            f"{type(images.processor.processor).__name__} fills images up with empty patches, and what these take "
+            "cannot be simulated",
+            expected="a processor whose patches all belong to the image",
+            fix="start with a small train.micro_batch: the run adapts to the memory that is there",
+        )
 
 
 def _largest(processor: OwnProcessor, most: int) -> Size:

@@ -134,6 +134,11 @@ def test_a_run_on_images_is_planned_as_it_is_measured(family: str, tmp_path: Pat
     assert images.parts == max(images.processor.expansion(size).count(images.processor.token_id) for size in sizes)
 
 
+def test_images_that_are_filled_up_with_empty_patches_have_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="fills images up with empty patches"):
+        images_of_rows(spec_of(tmp_path, "gemma4"))
+
+
 def simulated_images(spec: RunSpec) -> int:
     """Tokens of images of a simulated row."""
     images = images_of_rows(spec)
