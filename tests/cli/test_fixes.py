@@ -50,20 +50,8 @@ def chosen_conversations(folder: Path) -> None:
         folder, ('tokenizer = "builtin:bytes"', f'tokenizer = "builtin:bytes"\nchat_template = "{template}"'), name="r"
     )
     turns = [{"role": "user", "content": "1 plus 1"}, {"role": "assistant", "content": "2"}]
-    (folder / "data.jsonl").write_text(f"{json.dumps({'chosen': turns, 'rejected': turns})}\n" * 8)
-
-
-def no_system_role(folder: Path) -> None:
-    own_files(folder)
-    template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    )
-    tokenizer = 'tokenizer = "builtin:bytes"'
-    system = ("max_length = 64", 'max_length = 64\nsystem_prompt = "Add."')
-    write_recipe(folder, (tokenizer, f'{tokenizer}\nchat_template = "{template}"'), system, name="r")
-    turns = [{"role": "user", "content": "1 plus 1"}, {"role": "assistant", "content": "2"}]
-    (folder / "data.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    row = {"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "3"}]}
+    (folder / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
 
 
 def too_long(folder: Path) -> None:
@@ -110,11 +98,8 @@ ROWS = {
     "YAML by its path": Row(
         own_files, "plan -p mine -r ./axolotl.yml", ("YAML of another tool",), ("wrote profiles/recipes",)
     ),
-    "preference pairs": Row(preferences, "data -r r.toml", ("preference pairs", "does not exist"), ("8 sequences",)),
-    "preferred conversations": Row(chosen_conversations, "data -r r.toml", ("preference pairs",), ("8 sequences",)),
-    "a template without a system role": Row(
-        no_system_role, "data -r r.toml", ("System role not supported", "data.system_prompt="), ("8 sequences",)
-    ),
+    "preference pairs": Row(preferences, "data -r r.toml", ("preferences", "imitates answers"), ("16 sequences",)),
+    "preferred conversations": Row(chosen_conversations, "data -r r.toml", ("preferences",), ("16 sequences",)),
     "samples that are too long": Row(too_long, "data -r r.toml", ("longer than data.max_length",), ("8 sequences",)),
     "a stage for advise": Row(own_files, "advise -p 80gb -r expert-merge", ("add --stage",), ("recipe expert-merge",)),
     "delete RUN": Row(finished_run, "delete last", ("fix: tunedeck rm last",), ("-mine is now in", "/.trash/")),
@@ -185,8 +170,9 @@ def test_a_waiting_run_suggests_the_queue(tunedeck: Tunedeck, tmp_path: Path) ->
 
 def test_a_method_of_preferences_is_told_what_exists(tunedeck: Tunedeck, tmp_path: Path) -> None:
     own_files(tmp_path)
-    refused = tunedeck("plan", "-p", "mine", "-r", "r.toml", "--set", "method.kind=dpo")
-    refused.complains(2, '"lora", "full" is allowed', "training on preferences or rewards does not exist")
+    given = ("plan", "-p", "mine", "-r", "r.toml", "--set")
+    tunedeck(*given, "method.kind=dpo").complains(2, '"lora", "full" is allowed', 'method.objective = "dpo"')
+    tunedeck(*given, "method.kind=ppo").complains(2, "training on rewards or single votes does not exist")
 
 
 def test_data_given_as_a_model_go_into_a_source(tunedeck: Tunedeck, tmp_path: Path) -> None:
