@@ -68,6 +68,7 @@ LORA, CUDA, TWO = ("method.kind=lora",), ("device.kind=cuda", "device.memory_gib
 BF16 = ("model.dtype=bfloat16",)
 YARN = ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=4.0")
 STEPS = ("train.max_steps=4",)
+PAIRED = ("method.objective=dpo", "data.sources.main.path=PAIRS", "data.sources.second.enabled=false")
 BRIEF = (
     "{% for m in messages %}{{ '<user>' + m['content'] + ('<end>' if brief is defined else '<end>\n') }}{% endfor %}"
     "{% if add_generation_prompt %}<user>{% endif %}"
@@ -120,6 +121,14 @@ CASES: dict[str, Case] = {
     "model.rope_scaling.original_max_position_embeddings": Case(positions, "1024", "2048", YARN),
     "model.init": Case(run, "random", "pretrained", ("model.id=MODEL",)),
     "method.kind": Case(plan, "lora", "full"),
+    "method.objective": Case(accepted, "dpo", "sft", ("preference.beta=0.2",), refused=True),
+    "preference.loss": Case(run, "dpo", "ipo", PAIRED),
+    "preference.beta": Case(run, "0.1", "0.9", PAIRED),
+    "preference.label_smoothing": Case(run, "0", "0.3", PAIRED),
+    "preference.margin": Case(run, "0.5", "2.0", (*PAIRED, "preference.loss=simpo")),
+    "preference.sft_weight": Case(run, "0", "0.5", PAIRED),
+    "preference.length_normalised": Case(run, "false", "true", PAIRED),
+    "preference.reference": Case(accepted, "precomputed", "adapter_off", PAIRED, refused=True),
     "method.rank": Case(plan, "4", "8", LORA),
     "method.alpha": Case(run, "4", "64", LORA),
     "method.dropout": Case(run, "0", "0.3", LORA),
@@ -241,6 +250,7 @@ CASES: dict[str, Case] = {
     "stages.router": stage('router = "hidden"', refused=True),
     "stages.model": stage('model = {dtype = "bfloat16"}'),
     "stages.method": stage('method = {kind = "lora"}'),
+    "stages.preference": stage('method = {objective = "dpo"}, preference = {beta = 0.2}'),
     "stages.data": stage("data = {max_length = 32}"),
     "stages.train": stage("train = {batch_size = 3}"),
     "stages.checkpoint": stage("checkpoint = {keep = 5}"),

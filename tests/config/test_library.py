@@ -108,8 +108,9 @@ def test_list_shows_the_profile_a_recipe_is_meant_for_and_whether_it_fits_there(
     ):
         file = shared(folder, model=model, more="")
         (folder / f"{name}.toml").write_text(f'profile = "{profile}"\n' + Path(file).read_text())
+    (folder / "d.toml").write_text(Path(shared(folder, model="org/name", more="")).read_text())
     rows = {row["name"]: (row["profile"], row["verdict"]) for row in json.loads(said("recipes", "list", "--json"))}
-    assert rows["qwen2.5-7b-lora"] == ("24gb", "fits") and rows["lora"] == (None, None)
+    assert rows["qwen2.5-7b-lora"] == ("24gb", "fits") and rows["d"] == (None, None)
     assert rows["a"] == ("nothing", "no plan") and rows["c"] == ("24gb", "no plan")
     assert rows["b"] == ("demo", "does not fit")
     assert re.search(r"qwen2.5-7b-lora +shipped +24gb +fits +Qwen", said("recipes", "list"))
@@ -154,7 +155,9 @@ def test_export_and_import_carry_a_file_over(tmp_path: Path) -> None:
 
 
 def test_a_recipe_is_checked_although_the_profile_that_it_names_is_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "theirs.toml").write_text('profile = "their-machine"\n' + said("recipes", "export", "lora"))
+    theirs = said("recipes", "export", "lora").replace('profile = "24gb"', 'profile = "their-machine"')
+    assert "their-machine" in theirs
+    (tmp_path / "theirs.toml").write_text(theirs)
     assert "no problems" in said("recipes", "check", "theirs.toml")
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.config.schema_probes import accepted
 from tests.config.schema_walk import CASES, all_keys, outcome
+from tests.train.preference_rows import write_pairs
 from tests.train.run_helpers import write_samples
 from tests.vision_models import write_boxes, write_qwen2_vl
 
@@ -74,6 +75,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "OTHERS": write_samples(folder / "others.jsonl", count=5, seed=1, longest=30),
         "LONG": write_samples(folder / "long.jsonl", count=12, longest=400),
         "CHATS": chats,
+        "PAIRS": write_pairs(folder / "pairs.jsonl", count=12, longest=8),
         "DROPS": folder_of({**QWEN2, "attention_dropout": 0.1}, folder / "drops"),
         "MODEL": folder_of(QWEN2, folder / "model"),
         "VLM": write_qwen2_vl(folder / "vlm"),

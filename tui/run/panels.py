@@ -132,6 +132,8 @@ def figure_strip(watch: RunWatch, width: int, lines: int, glyphs: Glyphs, *, asc
     """The figures of the latest step in at most `lines` lines of `width` cells, the most important first; those for
     which there is no room are left out."""
     rows = dict(figure_rows(watch, glyphs, ascii_only=ascii_only))
+    if (watch.latest or {}).get("ranks"):
+        rows["ranks"] = ranks_in_brief(watch)
     if lines == 1 and isinstance(rows["tokens/s"], Content):
         rows["tokens/s"] = rows["tokens/s"].plain.partition(" ")[0]
     order = [name for name in STRIP_ORDER if name in rows] + [name for name in rows if name not in STRIP_ORDER]
@@ -150,7 +152,9 @@ def figure_strip(watch: RunWatch, width: int, lines: int, glyphs: Glyphs, *, asc
     return [Content.assemble(" ", *parts).rstrip() for parts in found]
 
 
-STRIP_ORDER = ("loss", "eval loss", "tokens/s", "micro-batch", "experts, even", "gradient norm", "out of memory")
+STRIP_ORDER = (
+    "loss", "eval loss", "tokens/s", "ranks", "micro-batch", "experts, even", "gradient norm", "out of memory",
+)  # fmt: skip
 """The figures that are shown first in one line; then come the others, in their order."""
 
 UNKNOWN_FIGURES = ("-", "not known", "never")

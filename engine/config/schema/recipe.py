@@ -119,7 +119,7 @@ class Train(Table):
     max_steps: Count | None = None
     """Number of optimizer steps."""
     batch_size: Count = 16
-    """Sequences (with method.objective = "dpo" pairs) per optimizer step over all devices: the effective batch size."""
+    """Sequences per optimizer step over all devices, with method.objective = "dpo" pairs: the effective batch size."""
     micro_batch: Literal["auto"] | Count = "auto"
     """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
     learning_rate: Positive | None = None

@@ -79,7 +79,7 @@ async def test_the_figures_name_a_slow_rank_without_a_key(console: Opener, runs:
     run_of_ranks(runs, slow=3)
     async with console(80, 24) as pilot:
         await open_run(pilot)
-        await pilot.sees("ranks          4; slow: 3")
+        await pilot.sees("ranks 4; slow: 3")
 
 
 @pytest.mark.asyncio
