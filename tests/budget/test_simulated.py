@@ -167,7 +167,7 @@ def test_layers_that_pad_to_a_chunk_are_planned_at_any_length(rows: int, length:
     """Qwen3.5's linear attention pads to 64 tokens."""
     predictor, found = find_predictor(linear), simulate_step(linear, rows=rows, length=length)
     predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
-    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=5e-3)
+    assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-2)
 
 
 @pytest.fixture(scope="module")

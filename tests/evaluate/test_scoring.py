@@ -80,7 +80,7 @@ from engine.evaluate import answers
 from engine.evaluate.run import score_run
 from engine.journal.directory import RunDirectory
 from engine.evaluate import context
-limit, written, append = int(sys.argv[2]), [0], answers._append
+limit, written, append = int(sys.argv[2]), [0], answers.append_rows
 context.GENERATION_ROWS = 4
 
 def killed(path, rows):
@@ -91,7 +91,7 @@ def killed(path, rows):
             file.write(b'{"sample": 1, "ans')
         os.kill(os.getpid(), signal.SIGKILL)
 
-answers._append = killed
+answers.append_rows = killed
 score_run(RunDirectory(Path(sys.argv[1])), "all", lambda text: None, base=True)
 """
 
