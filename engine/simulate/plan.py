@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.config.files.caches import known_longest
@@ -82,6 +83,8 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
     try:
         plan = make_plan(spec)
         rows, length = plan.micro_batch, plan.length
+        if spec.recipe.train.gradient_checkpointing == "auto" and plan.predictor == "closed_form":
+            spec = with_changes(spec, {"train.gradient_checkpointing": plan.recomputed_layers or False})
         closed_form = plan.prediction.phases if plan.predictor == "closed_form" else None
     except (UnknownArchitectureError, NotSimulatedError):
         rows = 1 if asked == "auto" else min(asked, batch)
