@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "family": Case("is an encoder-decoder", {"model_type": "t5"}),
+    "family": Case("is a 't5' model, which is an encoder-decoder", {"model_type": "t5"}),
     "positions": Case("is beyond the 32 positions", {**LLAMA, "max_position_embeddings": 32}),
     "packing": Case(
         "data.packing = true, but mamba carries a state",
