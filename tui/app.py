@@ -153,6 +153,8 @@ class TunedeckApp(SequentialKeysApp):
             self.push_screen(screen)
         elif self.screen is not screen:
             self.switch_screen(screen)
+        elif argument is not None:
+            screen.on_screen_resume()  # it is in front already: only the argument is new
 
     def _get_or_create(self, row: ScreenRow) -> BaseScreen:
         if row.kept and self.is_screen_installed(row.name):

@@ -120,14 +120,15 @@ def show(
 
 
 def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:
-    from engine.journal.event_text import read_report
+    from engine.journal.oom_text import read_report
 
     found = [{"path": path, "report": read_report(reader.directory.path / path)} for path in reports]
     return {"events": reader.state.backoffs, "reports": found}
 
 
 def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
-    from engine.journal.event_text import clean, describe_event, read_report, report_lines
+    from engine.journal.event_text import clean, describe_event
+    from engine.journal.oom_text import read_report, report_lines
 
     lines = [describe_event(event) or "" for event in reader.state.backoffs] or ["memory never ran out"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []

@@ -1,14 +1,10 @@
-"""Events, figures and out-of-memory reports as text for people. Pure functions; no printing, no colour, no state."""
+"""Events and figures as text for people. Pure functions; no printing, no colour, no state."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 from typing import Any
-
-from engine.config.files.text import visible
-from engine.journal.files import read_table
 
 Event = dict[str, Any]
 
@@ -95,6 +91,13 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def ready_at(seconds: float, now: datetime | None = None) -> str:
+    """When something that ends in `seconds` is ready, in local time: "ready at 21:40", with the day after midnight."""
+    now = now or datetime.now().astimezone()
+    end = now + timedelta(seconds=seconds)
+    return f"ready at {end:%H:%M}" if end.date() == now.date() else f"ready on {end:%a %d %b} at {end:%H:%M}"
+
+
 def describe_event(event: Event) -> str | None:
     """None for events that only change the status block."""
     describe = EVENT_DESCRIPTIONS.get(event["kind"])
@@ -131,7 +134,7 @@ def describe_backoff(event: Event) -> str:
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
         f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
-        f"{remedy.format(what=what, size=_cut_size(event), layers=_layers(event))}; "
+        f"{remedy.format(what=what, size=_cut_size(event), layers=layers_text(event))}; "
         f"{'no sample' if not lost else f'{lost} samples'} lost"
     )
 
@@ -146,7 +149,7 @@ def _cut_size(event: Event) -> str:
     return "in smaller micro-batches"
 
 
-def _layers(event: Event) -> str:
+def layers_text(event: Event) -> str:
     """How many layers recompute; empty for events of earlier versions, which say true."""
     after = event.get("after")
     if not isinstance(after, int) or isinstance(after, bool):
@@ -271,128 +274,3 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
 
 def describe_phase(event: Event) -> str:
     return clean(_phase(event))
-
-
-BAR_CHARACTERS = 30
-
-
-def read_report(path: Path) -> dict[str, Any] | None:
-    """None if the file does not exist or is damaged, also by values that cannot be shown."""
-    try:
-        found = read_table(path)
-        report_lines(found)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, OverflowError):
-        return None
-    return found
-
-
-def report_lines(report: dict[str, Any], *, bar: str = "█", with_fixes: bool = True) -> list[str]:
-    """Without line breaks. `bar` is the character that bars of memory are drawn with."""
-    return [visible(line) for line in _lines(report, bar, with_fixes)]
-
-
-def _lines(report: dict[str, Any], bar: str, with_fixes: bool) -> Iterator[str]:
-    name = str(report.get("device"))
-    simulated = " (simulated)" if report.get("simulated") and "simulated" not in name else ""
-    place = PHASE_NAMES.get(str(report.get("phase")), str(report.get("phase")))
-    yield f"step {report.get('step')}, attempt {report.get('attempt')}: out of memory in {place}"
-    yield f"{name}{simulated}: {report.get('text')}"
-    yield from _remedy(report)
-    if with_fixes or not report.get("avoided_by"):
-        yield from _suggestions(report)
-    yield ""
-    yield from _figures(report)
-    yield from _held(report, bar)
-    yield from _largest(report)
-    yield from _processes(report)
-    if report.get("snapshot"):
-        yield ""
-        yield f"the allocator's snapshot is {report['snapshot']}; open it at pytorch.org/memory_viz"
-
-
-def _figures(report: dict[str, Any]) -> Iterator[str]:
-    rows = [
-        ("wanted", report.get("requested_bytes")),
-        ("allocated", report.get("allocated_bytes")),
-        ("reserved", report.get("reserved_bytes")),
-        ("capacity", report.get("capacity_bytes")),
-    ]
-    for name, value in rows:
-        if value is not None:
-            yield f"{name:12} {format_bytes(value)}"
-    elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
-    if report.get("available_bytes") is not None and elsewhere > 0:
-        yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by other processes on the device"
-    flight = report.get("micro_batch")
-    if flight:
-        yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
-
-
-def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
-    held = {name: int(value) for name, value in (report.get("held") or {}).items() if value}
-    if not held:
-        return
-    yield ""
-    yield "what held the memory"
-    most = max(held.values())
-    for name, value in sorted(held.items(), key=lambda item: -item[1]):
-        yield f"  {name:12} {format_bytes(value):>10}  {bar * max(1, round(BAR_CHARACTERS * value / most))}"
-
-
-def _largest(report: dict[str, Any]) -> Iterator[str]:
-    largest = report.get("largest") or []
-    if not largest:
-        return
-    yield ""
-    yield "the largest live tensors"
-    for tensor in largest:
-        shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        size, name = format_bytes(tensor["size_bytes"]), tensor["name"] or tensor["operation"]
-        yield f"  {size:>10}  {shape} {tensor['dtype']}  {name}"
-
-
-def _processes(report: dict[str, Any]) -> Iterator[str]:
-    processes = report.get("processes") or []
-    if not processes:
-        return
-    yield ""
-    yield "processes on the device"
-    for process in processes:
-        used = format_bytes(process["used_bytes"]) if process.get("used_bytes") is not None else "?"
-        yield f"  gpu {process['gpu']}  {process['pid']:>8}  {used:>10}  {process['name']}"
-
-
-def _remedy(report: dict[str, Any]) -> Iterator[str]:
-    remedy = str(report.get("remedy"))
-    done = REMEDY_TEXTS.get(remedy, remedy).format(what="the step", size="in smaller pieces", layers=_layers(report))
-    before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
-    yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
-
-
-def _setting(remedy: str, value: Any) -> str:
-    """For "cut" the micro-batch budget in bytes, else the value of a recipe key."""
-    return format_bytes(value) if remedy == "cut" and isinstance(value, int) and value > 2**16 else json.dumps(value)
-
-
-def way_text(way: dict[str, Any], capacity: int | None) -> str:
-    """A way is an item of `avoided_by`: a change that would have avoided the failure. `capacity`: the device's bytes.
-    Reports of earlier versions lack the change of speed."""
-    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
-    learning = "; changes what is learned" if way["changes_learning"] else ""
-    peak = format_share(way["peak_bytes"], capacity) if capacity else format_bytes(way["peak_bytes"])
-    speed = f", {speed_text(way['slower_percent'])}" if "slower_percent" in way else ""
-    arithmetic = ", changes arithmetic" if way.get("changes_arithmetic") else ""
-    return f"{changes}: a peak of {peak}{speed}{arithmetic}{learning}"
-
-
-def _suggestions(report: dict[str, Any]) -> Iterator[str]:
-    ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
-    yield ""
-    if ways:
-        yield "what would have avoided it"
-        yield from (f"  {way_text(way, report.get('capacity_bytes'))}" for way in ways)
-    elif plan:
-        yield (
-            f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "
-            "memory, memory was fragmented, or the plan is wrong for this model"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine.journal.event_text import (
     format_number,
     format_score,
     format_share,
+    ready_at,
 )
 from engine.journal.events import Event
 from engine.journal.journal_state import JournalState
@@ -24,13 +24,6 @@ from engine.journal.summary import SUSPENDED, RunSummary
 
 ETA_STEPS = 50
 """The time left is estimated from this many steps: enough to be steady, few enough to follow a backoff."""
-
-
-def ready_at(seconds: float, now: datetime | None = None) -> str:
-    """When something that ends in `seconds` is ready, in local time: "ready at 21:40", with the day after midnight."""
-    now = now or datetime.now().astimezone()
-    end = now + timedelta(seconds=seconds)
-    return f"ready at {end:%H:%M}" if end.date() == now.date() else f"ready on {end:%a %d %b} at {end:%H:%M}"
 
 
 LONG_SECONDS = 600

@@ -30,9 +30,10 @@ from engine.journal.compare import compare, comparison_rows
 from engine.journal.control import REQUESTS, ControlInbox, RunRequests
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations, values_of
-from engine.journal.event_text import describe_event, read_report, report_lines
+from engine.journal.event_text import describe_event
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.index import list_runs, resolve_run
+from engine.journal.oom_text import read_report, report_lines
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from engine.journal.summary_text import Progress, checkpoint_rows, detail_rows, file_problems, next_steps, result_rows

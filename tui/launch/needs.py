@@ -21,10 +21,9 @@ from engine.budget.architecture.lookup import find_architecture
 from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, format_duration
+from engine.journal.event_text import clean, format_duration, ready_at
 from engine.journal.events import EventTail, end_of_events
 from engine.journal.index import list_runs
-from engine.journal.summary_text import ready_at
 from tui.widgets.memory_bar import size_text
 
 PACE_KEYS = (

@@ -109,7 +109,7 @@ class ChatScreen(ChatKeys):
     def _open(self, directory: RunDirectory) -> None:
         self.directory, self.state, self._tail = directory, ChatState(), EventTail(directory.events)
         self._told, self.front, self.view, self.shows_base = 0, 0, "text", False
-        self.images, self._sent = [], []
+        self.images, self._sent, self.wanted = [], [], {}
         self._read()
         self._arrange()
         self.do_type()
@@ -136,8 +136,10 @@ class ChatScreen(ChatKeys):
         alive = is_answering(self.directory)
         before = len(self.state.exchanges)
         changed = self.state.add(self._tail.poll())
+        self.forget_confirmed()
         del self._sent[: max(0, len(self.state.exchanges) - before)]
         if not alive and not changed and self.state.status != "ended":
+            self.wanted = {}
             self.state.status, self.state.error = "ended", (log_tail(self.directory, lines=1) or [""])[0]
             changed = True
         for note in self.state.notes[self._told :]:
@@ -205,7 +207,7 @@ class ChatScreen(ChatKeys):
         return [*(Content.styled(clean(line), "$caution") for line in lines), again]
 
     def _sampling(self) -> Content:
-        settings = self.state.settings
+        settings = self.settings()
         parts = [f"{key} {settings[key]:g}" for key in ("temperature", "top_p", "max_new_tokens", "seed")
                  if isinstance(settings.get(key), int | float)]  # fmt: skip
         parts += [f"image {path}" for path in self.images]

@@ -33,6 +33,8 @@ class ChatKeys(BaseScreen):
         self.state = ChatState()
         self.targets: tuple[str, ...] = ()
         """The models that the chat was begun with; empty for one that was taken up."""
+        self.wanted: dict[str, float] = {}
+        """Settings that the process was asked for and has not confirmed: keys are pressed faster than it answers."""
         self.images: list[str] = []
         """Paths to show with the next question."""
         self.front = 0
@@ -61,7 +63,7 @@ class ChatKeys(BaseScreen):
     def do_again(self) -> None:
         """Answer the last question again, with other random numbers."""
         self.send("again")
-        if not self.state.settings.get("temperature"):
+        if not self.settings().get("temperature"):
             self.show_message("greedy answers do not change: > samples")
 
     def do_undo(self) -> None:
@@ -159,13 +161,21 @@ class ChatKeys(BaseScreen):
 
     def _change(self, action: str) -> None:
         key, by = STEPS[action]
-        value = self.state.settings.get(key)
+        value = self.settings().get(key)
         if isinstance(value, int | float):
             new = value + by
             new = int(new) if key == "seed" else round(max(0.0 if key == "temperature" else 0.05, new), 2)
             new = min(1.0, new) if key == "top_p" else new
-            self.state.settings[key] = new  # the next press may come before the answer
+            self.wanted[key] = new
             self.send("set", settings={key: new})
+
+    def settings(self) -> dict[str, Any]:
+        """The sampling settings that the next answer will have."""
+        return self.state.settings | self.wanted
+
+    def forget_confirmed(self) -> None:
+        confirmed = self.state.settings
+        self.wanted = {key: value for key, value in self.wanted.items() if confirmed.get(key) != value}
 
     def do_warmer(self) -> None:
         """Raise the temperature."""

@@ -13,8 +13,9 @@ from typing import Any
 from textual.content import Content
 
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import clean, describe_event, read_report, report_lines, way_text
+from engine.journal.event_text import clean, describe_event
 from engine.journal.events import EventTail, decode_event
+from engine.journal.oom_text import read_report, report_lines, way_text
 from engine.journal.summary import KIND_WITHIN_BYTES
 from tui.keys import bindings
 from tui.launch.fields import format_value

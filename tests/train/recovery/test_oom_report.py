@@ -12,7 +12,7 @@ from engine.config.load import load_run_spec
 from engine.device import open_device
 from engine.device.oom import OutOfMemory
 from engine.journal.directory import RunDirectory
-from engine.journal.event_text import read_report, report_lines
+from engine.journal.oom_text import read_report, report_lines
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.oom_report import LARGEST, MOST_REPORTS, OomReports, memory_breakdown
 from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train, write_samples

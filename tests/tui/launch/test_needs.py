@@ -11,8 +11,8 @@ import pytest
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.journal.directory import create_run_directory
+from engine.journal.event_text import ready_at
 from engine.journal.events import EventWriter
-from engine.journal.summary_text import ready_at
 from tests.journal.event_fields import step_fields
 from tests.tui.conftest import Opener
 from tui.launch.choice import Choice

@@ -49,7 +49,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         assert pair["prompt"] == [{"role": "user", "content": "hello"}] and pair["chosen"] != pair["rejected"]
         assert pair["rejected"][0]["content"] == seen.screen.state.exchanges[0].replies["builtin:tiny"].text
         await seen.press("k")
-        await seen.sees("the prompt, as it was rendered", "least likely", "<|user|>")
+        await seen.sees("the prompt, as it was rendered", "least likely", "<user>hello<end><assistant>")
         await seen.press("k", "w", "enter")
         assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello"
         await seen.press("b")
@@ -70,7 +70,7 @@ async def test_a_model_that_is_not_there_says_so(console: Opener, runs: Path) ->
     async with console(100, 30) as seen:
         await seen.press("7")
         await seen.sees("no run has a result or a checkpoint yet")
-        await seen.press("k")
+        await seen.press("b")
         await seen.sees("no chat is open")
         seen.app.open_screen("chat", ChatTargets(("nothing-here",)))
         await seen.sees("nothing-here", "a question starts it again", "fix:")
