@@ -110,7 +110,7 @@ def _last_trained(spec: RunSpec) -> str | None:
 
 def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
     """Print the memory of `tunedeck eval`. Exits with code 3 when it does not fit."""
-    from engine.budget.advise.plan import plan_evaluation
+    from engine.budget.advise.plan_evaluation import plan_evaluation
     from engine.commands import plan_text as text
 
     planned = plan_evaluation(spec)

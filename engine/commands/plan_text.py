@@ -12,7 +12,8 @@ from engine.journal.event_text import describe_verdict, format_duration
 
 if TYPE_CHECKING:
     from engine.budget.advise.auto_settings import Choice
-    from engine.budget.advise.plan import EvaluationPlan, Plan
+    from engine.budget.advise.plan import Plan
+    from engine.budget.advise.plan_evaluation import EvaluationPlan
     from engine.budget.advise.plan_time import PlanTime
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
     from engine.budget.predict.parallel_layout import NetworkTraffic

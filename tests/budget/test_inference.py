@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.budget.advise.plan import make_plan, plan_evaluation
+from engine.budget.advise.plan import make_plan
+from engine.budget.advise.plan_evaluation import plan_evaluation
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.lookup import builtin_config, find_architecture
 from engine.budget.predict import inference

@@ -1,24 +1,20 @@
-"""Plans a run, or an evaluation after it: the micro-batch to start with, the verdict, and the prediction they are based
-on."""
+"""Plans a run: the micro-batch to start with, the verdict, and the prediction they are based on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.budget.advise.auto_settings import Choice, choice_of, choose, numbers_of_layers
 from engine.budget.advise.plan_time import PlanTime, plan_time
 from engine.budget.architecture.lookup import ModelFacts, find_facts
-from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, evaluation, generation_bytes
-from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
-from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic, on_one_device
+from engine.budget.predict.non_torch_memory import host_capacity_bytes
+from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic
 from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.predict.recompute import recomputed_layers
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
-from engine.budget.predict.static import static_bytes
-from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
-from engine.budget.trace.polynomial import highest_value, shape_of
+from engine.budget.trace.memory_config import MemoryConfig
 from engine.config.files.caches import known_longest
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
@@ -322,80 +318,3 @@ def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:
     """The copy is not checked."""
     train = spec.recipe.train.model_copy(update=changes)
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"train": train})})
-
-
-OF_TEXT = ("exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate")
-"""Metrics of `evaluate.metrics` for which answers are generated."""
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """The predicted memory of `tunedeck eval` on one device, in bytes."""
-
-    capacity_bytes: int
-    phases: dict[str, dict[str, int]]
-    """Bytes by component of each phase: load, evaluate, and generate if answers are generated."""
-    device_bytes: int
-    """In use at the peak: tensors, workspaces, fragmentation, and the CUDA context beyond the profile's reserve."""
-    length: int
-    """Tokens of the longest sequence; prompts are assumed to be as long."""
-    evaluate_rows: int
-    """Sequences per forward pass of the loss at the start of the evaluation."""
-    generate_rows: int
-    """Answers generated at once at the start of the evaluation; 0 if none are generated."""
-    cache_bytes: int
-    """Key-value cache of these answers at their last token; part of the activations."""
-
-    @property
-    def deciding_phase(self) -> str:
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
-
-    @property
-    def fits(self) -> bool:
-        return self.device_bytes <= self.capacity_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """As `tunedeck plan --eval --json` prints it."""
-        return {"verdict": "fits" if self.fits else "does_not_fit", "deciding_phase": self.deciding_phase,
-                **asdict(self)}  # fmt: skip
-
-
-def plan_evaluation(spec: RunSpec) -> EvaluationPlan:
-    """Plan the evaluation of a run's checkpoints after training. Raises the errors of `make_plan`, and
-    UnknownArchitectureError for a family without a closed form, which is not simulated here."""
-    spec = on_one_device(spec)
-    facts = find_facts(spec.recipe.model)
-    arch = facts.require_architecture()  # first: a family without a closed form is refused, not simulated
-    planned = make_plan(spec, facts=facts)
-    config, outside = memory_config_of(arch, spec), non_torch_memory(spec)
-    held = static_bytes(arch, config).total
-    weights = {"weights": held.weights, "adapters": held.adapters}
-    shape = shape_of(planned.micro_batch, planned.length, config.chunk_tokens)
-    loss_bytes = highest_value(evaluation(arch, for_rows(arch, config, planned.micro_batch)), shape)
-    phases = {"load": weights, "evaluate": {**weights, "activations": loss_bytes}}
-    room_bytes = outside.room_bytes(planned.capacity_bytes) - held.weights - held.adapters
-    rows, generate = 0, spec.recipe.generate
-    if generates_answers(spec):
-        rows = min(GENERATION_ROWS, spec.recipe.evaluate.limit or GENERATION_ROWS)
-        while rows > 1 and room_bytes < generation_bytes(
-            arch, config, rows=rows, prompt=planned.length, generate=generate
-        ):
-            rows //= 2
-        needed = generation_bytes(arch, config, rows=rows, prompt=planned.length, generate=generate)
-        phases["generate"] = {**weights, "activations": needed}
-    peak_bytes = max(sum(parts.values()) for parts in phases.values())
-    return EvaluationPlan(
-        capacity_bytes=planned.capacity_bytes,
-        phases=phases,
-        device_bytes=peak_bytes + outside.total(peak_bytes),
-        length=planned.length,
-        evaluate_rows=planned.micro_batch,
-        generate_rows=rows,
-        cache_bytes=rows * cache_bytes(arch, config, planned.length + generate.max_new_tokens),
-    )
-
-
-def generates_answers(spec: RunSpec) -> bool:
-    """Whether `tunedeck eval` generates answers: for scores of text, or samples to read."""
-    asked = spec.recipe.evaluate
-    return bool({*asked.metrics, *spec.recipe.eval.metrics} & set(OF_TEXT)) or asked.log_samples > 0
