@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.schema.data import IMAGE_FORMATS, Source
+from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, Source
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
@@ -51,8 +51,7 @@ PLAIN_PAIR = {"prompt": "input", "completion": "output"}
 """Columns of a prompt and a completion, where no format has its own."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    "prompt": ("question", "query"),
-    "completion": ("response", "answer"),
+    **{names[0]: names[1:] for names in PAIR_COLUMNS},
     "messages": ("chat", "dialog", "dialogue"),
     "conversations": ("conversation",),
     "tools": ("functions",),

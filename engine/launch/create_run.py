@@ -13,6 +13,7 @@ from typing import Any
 from engine.budget.advise.gate import Admitted, admit
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, notes_on_model, warnings_of
+from engine.budget.advise.row_notes import notes_on_rows
 from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, make_staged_plan, planning_specs
 from engine.budget.architecture.model_folder import refuse_no_weights
 from engine.budget.predict.shards import require_shards
@@ -195,7 +196,7 @@ def plan_admitted(spec: RunSpec, facts: RunFacts, folder: Path, *, force: bool) 
     and notices for the user. The plan is None where memory cannot be predicted. Raises DoesNotFitError, unless `force`,
     if the run does not fit."""
     of_model = facts.of(spec.recipe.model)
-    notices = notes_on_model(spec.recipe, of_model)
+    notices = [*notes_on_model(spec.recipe, of_model), *notes_on_rows(spec.recipe)]
     plan: Plan | None = None
     try:
         plan = with_simulations(lambda: make_plan(spec, facts=of_model), notices.append)

@@ -13,6 +13,10 @@ IMAGE_FORMATS = ("image-chat", "detection")
 """Formats of sources whose samples have images."""
 
 
+PAIR_COLUMNS = (("prompt", "question", "query"), ("completion", "response", "answer"))
+"""Names under which the columns of a prompt with a completion are recognised."""
+
+
 class Source(Table):
     """One source of samples: a file, a folder of files, a hub data set, or a built-in generator."""
 
