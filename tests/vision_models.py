@@ -21,13 +21,15 @@ GEMMA_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_en
 GEMMA_TOKENS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 
 
-def write_qwen2_vl(folder: Path, *, family: str = "qwen2_vl", smallest: int = 56**2, largest: int = 112**2) -> Path:
-    """A random Qwen2-VL or Qwen2.5-VL of two decoder and two encoder layers, with a byte vocabulary."""
+def write_qwen2_vl(
+    folder: Path, *, family: str = "qwen2_vl", smallest: int = 56**2, largest: int = 112**2, tokenizer: Any = None
+) -> Path:
+    """A random Qwen2-VL or Qwen2.5-VL of two decoder and two encoder layers; `tokenizer` is by default of bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = make_tokenizer((*IMAGE_TOKENS, *BOX_TOKENS), QWEN_TEMPLATE)
+    tokenizer = tokenizer or make_tokenizer((*IMAGE_TOKENS, *BOX_TOKENS), QWEN_TEMPLATE)
     start, pad, end = (int(tokenizer.convert_tokens_to_ids(token)) for token in IMAGE_TOKENS)
     vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
     wide = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}

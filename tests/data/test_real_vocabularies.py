@@ -1,93 +1,51 @@
 """The ways to write a row on real vocabularies with stock templates: tokens and label mask equal an independent
 rendering.
 
-The vocabularies are `ggml-vocab-*.gguf` of llama-cpp-python's source distribution, read with the package `gguf`, in the
-folder that TUNEDECK_VOCABULARIES names; the templates are those of the package `trl`. Where one is missing, nothing
-here is tested.
+The vocabularies are those of tests/vocabularies.py, the templates those of the package `trl`. Where one is missing,
+nothing here is tested.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from engine.data.prepare import prepare_data
 from engine.model.named_templates import NAMED, named_template
 from tests.data.specs import run_spec
 from tests.data.test_stock_templates import FOLDER, template
+from tests.vocabularies import missing, vocabulary
 
-VOCABULARIES = Path(os.environ.get("TUNEDECK_VOCABULARIES", "no vocabularies"))
-pytestmark = pytest.mark.skipif(
-    not VOCABULARIES.is_dir() or find_spec("gguf") is None or not FOLDER.is_dir(),
-    reason="TUNEDECK_VOCABULARIES, gguf or trl is missing",
-)
-
-Write = Callable[..., str]
 FAMILIES = {"qwen2": "qwen2_5", "llama-bpe": "llama3_1"}
 """The template of each vocabulary."""
 
-LETTERS_AND_DIGITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How both families part words before merging; Qwen2 takes digits one by one."""
+MISSING = "".join(map(missing, FAMILIES)) or ("" if FOLDER.is_dir() else "trl is not installed")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens in GGUF that are matched as a whole."""
+Write = Callable[..., str]
 
 QUESTION, ANSWER = "Où est Bergen?\n\n2 lines, 日本 🙂", "In Norway, née Bjørgvin: 12345 mm of rain."
 ASKED, ANSWERED = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@cache
-def vocabulary(name: str) -> PreTrainedTokenizerFast:
-    """Rebuilt from the file's tokens and merges, without a chat template."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(str(VOCABULARIES / f"ggml-vocab-{name}.gguf")).fields
-    tokens, merges, kinds = (fields[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "merges", "token_type"))
-    vocab = {token: number for number, token in enumerate(tokens)}
-    core = Tokenizer(
-        models.BPE(vocab=vocab, merges=[tuple(merge.split(" ", 1)) for merge in merges], ignore_merges=True)
-    )
-    pattern = LETTERS_AND_DIGITS.replace("{1,3}", "") if name == "qwen2" else LETTERS_AND_DIGITS
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    core.decoder = decoders.ByteLevel()
-    whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in whole])
-    end, start = (fields.get(f"tokenizer.ggml.{part}_token_id") for part in ("eos", "bos"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=tokens[end.contents()],
-        pad_token=tokens[end.contents()],
-        bos_token=tokens[start.contents()] if start is not None else None,
-    )
-
-
-def templated(name: str) -> PreTrainedTokenizerFast:
+def templated(name: str) -> PreTrainedTokenizerBase:
     made = vocabulary(name)
     made.chat_template = template(FAMILIES[name])
     return made
 
 
-def learned_rows(made: PreTrainedTokenizerFast, path: str, **source: Any) -> list[tuple[list[int], list[int]]]:
+def learned_rows(made: PreTrainedTokenizerBase, path: str, **source: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens and labels of each row."""
     rows = prepare_data(run_spec({"sources": [{"name": "a", "path": path, **source}]}), made).train
     return [(row.input_ids.tolist(), row.labels.tolist()) for row in rows]
 
 
-def expected(made: PreTrainedTokenizerFast, asked: list[dict[str, str]], answer: str) -> tuple[list[int], list[int]]:
+def expected(made: PreTrainedTokenizerBase, asked: list[dict[str, str]], answer: str) -> tuple[list[int], list[int]]:
     """The inference prompt, then the rest of what transformers renders; labels up to the end of the turn."""
     prompt: Any = made.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     whole: Any = made.apply_chat_template([*asked, {"role": "assistant", "content": answer}], return_dict=False)
