@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.budget.architecture.positions import table_of_positions
 from engine.config.files.prompts import fixed_prompts
+from engine.config.schema.recipe import Generate
 from engine.config.schema.run import RunSpec
 from engine.data.prompts import PromptTokens, was_trained_plain
 from engine.errors import DataError
@@ -55,14 +56,17 @@ def load_fixed_prompts(spec: RunSpec, loaded: LoadedModel) -> FixedPrompts | Non
     return FixedPrompts(texts, ids)
 
 
+def settings_for(prompts: FixedPrompts, loaded: LoadedModel, settings: Generate) -> Generate:
+    """With as many new tokens as the model has positions for behind the longest prompt."""
+    positions = table_of_positions(loaded.config.to_dict())
+    if positions is None:
+        return settings
+    room = positions - max(map(len, prompts.ids))
+    return settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
+
+
 def answer_prompts(context: EvaluationContext, prompts: FixedPrompts) -> list[dict[str, str]]:
-    """(prompt, answer) of each, on this rank alone. Raises as `answer_first` does."""
-    positions = table_of_positions(context.loaded.config.to_dict())
-    room = context.generate.max_new_tokens
-    if positions is not None:
-        room = min(room, positions - max(map(len, prompts.ids)))
-    settings = context.generate.model_copy(update={"max_new_tokens": room})
-    alone = replace(context, generate=settings, shares=1, run_on_all_ranks=None, all_ended=None)
+    """(prompt, answer) of each. Raises as `answer_first` does."""
     with eval_mode(context.loaded.model):
-        answers = answer_first(alone, prompts, len(prompts.texts), KeptAnswers())
+        answers = answer_first(context, prompts, len(prompts.texts), KeptAnswers())
     return [{"prompt": text, "answer": answer["answer"]} for text, answer in zip(prompts.texts, answers, strict=True)]

@@ -165,7 +165,7 @@ def own_answer_without(model: ChatModel, ids: list[int]) -> list[int]:
         return own_answer(model.loaded, ids)
 
 
-IMAGE_SIZES = [(80, 60)], [(112, 84), (56, 140)], []
+IMAGE_SIZES: Sequence[list[tuple[int, int]]] = [(80, 60)], [(112, 84), (56, 140)], []
 """Width and height of the pictures of three questions; the last has none."""
 
 

@@ -44,6 +44,7 @@ IN_BF16: dict[str, dict[str, Any]] = {
 """Case with weights in bf16 = its keys of [train]. At a rate of 1e-6 nearly every update of a bf16 weight lies in its
 remainder."""
 REPLICATED = {"parallel": {"strategy": "replicated"}}
+OWN_PROMPTS = ["When was it?", "x", "The third, so that one of two ranks answers two"]
 LEGS = ((2, 2, "sharded"), (1, 4, "alone"), (2, 6, "sharded"))
 """(ranks, the step they go to, how they share the weights): each goes on where the one before stopped."""
 
@@ -54,7 +55,7 @@ def spec_for(folder: Path, case: str, ranks: int, last_step: int, strategy: str)
     if case in IN_BF16:
         tables["model"] = {**tables["model"], **CASES[case]["model"]}
         tables["train"] = {**tables["train"], **IN_BF16[case]}
-    evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1}
+    evaluation = {"every_steps": 2, "metrics": ["loss", "exact_match"], "samples": 1, "prompts": OWN_PROMPTS}
     return resumed_spec(folder, ranks, tables, last_step, evaluation)
 
 
@@ -99,6 +100,12 @@ def runs(folder: Path) -> dict[str, tuple[RunDirectory, RunDirectory]]:
     return {case: (RunDirectory(folder / case), straight(folder, case)) for case in CASES}
 
 
+def own_answers(place: RunDirectory) -> list[list[str]]:
+    """The prompts of each evaluation that were answered besides the validation set."""
+    return [[sample["prompt"] for sample in event["samples"] if "reference" not in sample and sample["answer"]]
+            for event in of_kind(list(read_events(place.events)), "eval")]  # fmt: skip
+
+
 def metrics(place: RunDirectory) -> dict[int, Any]:
     return {event["step"]: event["metrics"] for event in of_kind(list(read_events(place.events)), "eval")}
 
@@ -119,6 +126,12 @@ def test_evaluation_over_shards_gives_the_scores_of_one_process(case: str, runs:
     assert legs.keys() == whole.keys()
     for step, scores in whole.items():
         assert legs[step] == pytest.approx(scores, rel=TOLERANCE[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_own_prompts_are_answered_at_every_evaluation_over_shards(case: str, runs: Runs) -> None:
+    legs, whole = (own_answers(place) for place in runs[case])
+    assert legs == whole == [OWN_PROMPTS] * len(whole) and whole
 
 
 @pytest.mark.parametrize("case", CASES)

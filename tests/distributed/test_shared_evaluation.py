@@ -15,7 +15,7 @@ from tests.train.run_helpers import new_run, of_kind
 def test_two_ranks_give_the_scores_and_answers_of_one(folder: Path) -> None:
     tables: dict[str, Any] = {
         "train": {"max_steps": 1}, "data": {"valid_fraction": 0.3}, "generate": {"max_new_tokens": 5},
-        "eval": {"metrics": ["loss", "exact_match"], "samples": 3},
+        "eval": {"metrics": ["loss", "exact_match"], "samples": 3, "prompts": ["When?", "x", "Where?"]},
     }  # fmt: skip
     found = []
     for ranks in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.batching.budget import MicroBatchBudget
@@ -12,7 +13,7 @@ from engine.config.schema.recipe import Generate
 from engine.evaluate.answers import planned_rows
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.generation import within_positions
-from engine.evaluate.prompts import FixedPrompts, answer_prompts, load_fixed_prompts
+from engine.evaluate.prompts import answer_prompts, load_fixed_prompts, settings_for
 from engine.evaluate.scores import evaluate as score
 from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.expert_utilisation import ExpertMonitor
@@ -37,8 +38,13 @@ class Evaluator:
         self._experts = experts
         self._journal, self._requests, self._watchdog = run.journal, run.requests, run.watchdog
         self._ranks, self._asked = setup.context.ranks, setup.spec.recipe.eval
-        self._context = self._make_context()
-        self._prompts = self._load_prompts()
+        alone, validation, strategy = self._make_context(), setup.prepared.validation, setup.context.strategy
+        self._context = alone if validation is None else strategy.join_evaluation(alone, validation)
+        self._prompts = load_fixed_prompts(setup.spec, setup.context.loaded)
+        if self._prompts is not None:
+            settings = settings_for(self._prompts, alone.loaded, alone.generate)
+            asked = replace(alone, generate=settings)
+            self._prompts_context = strategy.join_evaluation(asked, self._prompts, "prompts: ")
 
     @property
     def has_validation(self) -> bool:
@@ -74,7 +80,7 @@ class Evaluator:
         try:
             with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
                 scores = score(self._context, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
-                own = answer_prompts(self._context, self._prompts) if self._prompts is not None else []
+                own = answer_prompts(self._prompts_context, self._prompts) if self._prompts is not None else []
         except EvaluationStopped:
             return None
         self._journal.write(
@@ -103,7 +109,7 @@ class Evaluator:
 
     def _make_context(self) -> EvaluationContext:
         step = self._setup.context
-        context = EvaluationContext(
+        return EvaluationContext(
             device=step.device,
             loaded=step.loaded,
             loss=step.loss,
@@ -116,18 +122,6 @@ class Evaluator:
             preference=self._setup.spec.recipe.preference if step.objective is not None else None,
             references=step.references,
         )
-        validation = self._setup.prepared.validation
-        return context if validation is None else step.strategy.join_evaluation(context, validation)
-
-    def _load_prompts(self) -> FixedPrompts | None:
-        """None without eval.prompts, and with a warning where the weights are in shards: answers would need every
-        rank."""
-        found = load_fixed_prompts(self._setup.spec, self._setup.context.loaded)
-        if found is not None and self._setup.context.strategy.voted_group is not None:
-            text = "eval.prompts are not answered while the weights are in shards"
-            self._journal.warn("prompts", text, 'use parallel.strategy = "replicated", or talk to a checkpoint')
-            return None
-        return found
 
     def _planned_rows(self) -> Callable[[int], int]:
         """Predicts how many answers fit by their prompts' tokens; with sharded weights always GENERATION_ROWS."""

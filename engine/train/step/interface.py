@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.data.batch import Batch
-from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks, assign_samples
 from engine.distributed.votes import VotedGroup
-from engine.evaluate.context import EvaluationContext
+from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.step.checkpoint_storage import CheckpointStorage
@@ -121,10 +120,10 @@ class Strategy(ABC):
         off. All ranks enter it."""
         return nullcontext()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
+    def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
         """Return the context with which rank 0 evaluates `data`; other ranks do not use what they get. If ranks share
         an evaluation, rank 0's context requests each pass of all ranks, which wait for it in `Ranks.run_on_rank0`. All
-        ranks call this."""
+        ranks call this, with another `name` for each data set."""
         return context
 
     def evaluation_cost(self, cost: Cost) -> Cost:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.data.tokens import TokenData
 from engine.device.oom import catch_oom
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
-from engine.evaluate.context import PASSES, EvaluationContext, FailedPass
+from engine.evaluate.context import PASSES, EvaluationContext, FailedPass, Questions
 from engine.model.decoder import eval_mode
 from engine.train.step.failures import gather_failures, smallest_failed
 
@@ -27,10 +26,11 @@ PIECE_CHARACTERS = 16 * 1024
 
 
 def share_evaluation(
-    context: EvaluationContext, data: TokenData, ranks: Ranks, sharded: ShardedModel | None = None
+    context: EvaluationContext, data: Questions, ranks: Ranks, sharded: ShardedModel | None = None, name: str = ""
 ) -> EvaluationContext:
     """Register handlers for the passes of an evaluation of `data` (`sharded`: the model, if its weights are sharded);
-    returns the context with which rank 0 evaluates, and whose passes are shared by all ranks. All ranks call this."""
+    returns the context with which rank 0 evaluates, and whose passes are shared by all ranks. All ranks call this,
+    with a `name` of its own for each data set."""
     on_each_rank = replace(context, all_ended=sharded.voted_group.all_true) if sharded else context
 
     def run(kind: str, parts: list[list[int]]) -> list[Any] | FailedPass:
@@ -56,9 +56,11 @@ def share_evaluation(
         oom = smallest_failed(failed)
         return FailedPass(oom.failure, oom.rank)
 
-    ranks.handlers |= {kind: partial(run, kind) for kind in PASSES}
+    ranks.handlers |= {name + kind: partial(run, kind) for kind in PASSES}
     request = ranks.request
-    return replace(on_each_rank, shares=ranks.size, run_on_all_ranks=lambda kind, parts: request(kind, parts=parts))
+    return replace(
+        on_each_rank, shares=ranks.size, run_on_all_ranks=lambda kind, parts: request(name + kind, parts=parts)
+    )
 
 
 def gather_results(ranks: Ranks, results: list[Any]) -> list[list[Any]]:

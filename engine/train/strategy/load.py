@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.budget.predict.shards import require_shards
 from engine.config.schema.run import RunSpec
-from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import ATTEMPTS, OutOfMemory, catch_oom, retry_on_oom
 from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
@@ -21,7 +20,7 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel, groups_of
 from engine.distributed.votes import VotedGroup
 from engine.distributed.weight_loading import WeightFiles, WeightFiller
-from engine.evaluate.context import EvaluationContext
+from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.decoder import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
@@ -68,8 +67,8 @@ class Replicated(Strategy):
     def sync_gradients(self) -> None:
         self._all_reduce.sum()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        return share_evaluation(context, data, self.ranks)
+    def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
+        return share_evaluation(context, data, self.ranks, name=name)
 
 
 def load_strategy(

@@ -17,9 +17,8 @@ from engine.batching.budget import cost_on_one_device
 from engine.batching.micro_batches import Cost, MicroBatch
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
-from engine.data.tokens import TokenData
 from engine.distributed.ranks import assign_samples
-from engine.evaluate.context import EvaluationContext
+from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.ulysses_attention import join_ulysses_attention
 from engine.train.step.checkpoint_storage import CheckpointStorage
 from engine.train.step.interface import Strategy
@@ -89,5 +88,5 @@ class SequenceParallel(Strategy):
     def forward_only(self) -> AbstractContextManager[None]:
         return self.inner.forward_only()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        return self.inner.join_evaluation(context, data)
+    def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
+        return self.inner.join_evaluation(context, data, name)

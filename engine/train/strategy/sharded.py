@@ -15,13 +15,12 @@ from functools import partial
 import torch
 
 from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch
-from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel
 from engine.distributed.votes import RepeatWithVotesError
-from engine.evaluate.context import EvaluationContext
+from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.step.checkpoint_storage import CheckpointGatherer
@@ -108,5 +107,5 @@ class Sharded(Strategy):
     def forward_only(self) -> AbstractContextManager[None]:
         return self.model.forward_only()
 
-    def join_evaluation(self, context: EvaluationContext, data: TokenData) -> EvaluationContext:
-        return share_evaluation(context, data, self.ranks, self.model)
+    def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
+        return share_evaluation(context, data, self.ranks, self.model, name)
