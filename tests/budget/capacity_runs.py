@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ SEED = 4
 MARGIN = 0.01
 OUT_OF_MEMORY = MemoryExhaustedError.exit_code
 STEPS, MICRO_BATCHES = 2, 2
+UNPAIRED = ("dropout", "smoothing", "packed")
+"""Parts of ways that preference learning refuses."""
+PREFERENCE_LOSSES = ("dpo", "ipo", "simpo", "orpo")
 LAYERS, WIDTHS = ("num_hidden_layers", "n_layer"), ("intermediate_size", "moe_intermediate_size")
 
 
@@ -40,9 +43,11 @@ class CapacityCase:
     rows: int
     length: int
     config: dict[str, Any]
+    preference: str = ""
+    """A loss of [preference], for pairs whose sides are `length` tokens long; empty for texts."""
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.way}, {self.rows} x {self.length}"
+        return f"{self.family}, {self.way}, {self.rows} x {self.length}" + (f", {self.preference}" if self.preference else "")
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,14 @@ def capacity_cases(count: int = CASES, seed: int = SEED) -> Iterator[CapacityCas
             way = drawn.choice(ways)
         rows, length = drawn.randint(1, 4), drawn.randrange(64, 385)
         yield CapacityCase(family, way, rows, length, _resized(FAMILIES[family], drawn))
+
+
+def preference_cases(count: int, seed: int = SEED) -> Iterator[CapacityCase]:
+    """Yield random cases of preference learning: sequences alone, and one or two pairs at once."""
+    drawn = random.Random(seed)
+    learnable = (case for case in capacity_cases(100 * count, seed) if not set(UNPAIRED) & set(case.way.split(", ")))
+    for number, case in zip(range(count), learnable, strict=False):
+        yield replace(case, rows=(1, 2, 4)[number % 3], preference=drawn.choice(PREFERENCE_LOSSES))
 
 
 def run_case(case: CapacityCase, folder: Path) -> CapacityResult:
@@ -130,16 +143,20 @@ def spec_of(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
     batch = case.rows * MICRO_BATCHES
     packed = bool(way.data.get("packing"))
     length = case.length // 2 if packed else case.length
-    samples = texts(folder, STEPS * batch * (1 + packed), length)
+    samples = (pairs if case.preference else texts)(folder, STEPS * batch * (1 + packed), length)
+    method, preference = way.method, {}
+    if case.preference:
+        method, preference, batch = {**method, "objective": "dpo"}, {"loss": case.preference}, max(1, batch // 2)
     recipe = {
         "name": "cell",
         "model": {
             "id": str(folder_of(case.config, folder / "model")), "tokenizer": "builtin:bytes", "init": "random",
             "dtype": way.dtype, **way.model,
         },
-        "method": way.method,
+        "method": method,
+        "preference": preference,
         "data": {
-            "sources": [{"name": "main", "path": str(samples)}], "max_length": 2 * length if packed else length,
+            "sources": [{"name": "main", "path": str(samples), "template": "none"}], "max_length": 2 * length if packed else length,
             **way.data,
         },
         "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": case.rows, **way.train},
@@ -156,4 +173,16 @@ def texts(folder: Path, count: int, length: int) -> Path:
     # One token is the end of the text.
     lines = ({"text": "".join(drawn.choices("abcdefgh ", k=length - 1))} for _ in range(count))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def pairs(folder: Path, count: int, length: int) -> Path:
+    """Write a file of pairs, each side of which has exactly `length` tokens for the byte tokenizer."""
+    drawn = random.Random(0)
+    path = folder / "pairs.jsonl"
+    with path.open("w") as file:
+        for number in range(count):
+            prompt, *sides = ("".join(drawn.choices("abcdefgh ", k=k)) for k in (9, length - 20, length - 20))
+            chosen, rejected = (f"{side}{number:010d}" for side in sides)
+            file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
     return path

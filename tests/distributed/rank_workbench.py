@@ -26,7 +26,9 @@ from engine.budget.predict.shards import SHARDS_SINCE
 from engine.config.files.machine import installed, older
 from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
+from engine.journal.directory import RunDirectory
 from engine.journal.writer import Journal
+from engine.train.run.preferences import learn_preferences
 from engine.train.run.setup import set_up
 from engine.train.step.budget_growth import CLEAN_STEPS, CeilingWatch
 from engine.train.step.context import TrainingSetup
@@ -37,13 +39,15 @@ from engine.train.strategy.sequence_parallel import SequenceParallel
 from engine.train.strategy.sharded import Sharded
 from tests.distributed.faults import Fault, Witness, differences
 from tests.train.fault_rig import replace_optimizer, write_model
+from tests.train.preference_rows import write_pairs
 from tests.train.run_helpers import make_spec, write_samples
 
-SAMPLES = "samples.jsonl"
+SAMPLES, PAIRS = "samples.jsonl", "pairs.jsonl"
 STEPS = 2
 MEASUREMENTS = 3
 FULL: dict[str, Any] = {"method": {"kind": "full"}}
 LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
+DPO: dict[str, Any] = {"method": {"kind": "lora", "rank": 4, "objective": "dpo"}}
 LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
 """Rungs that move memory to the host change the level that "nothing left over" is measured from."""
 
@@ -60,7 +64,8 @@ def spec_of(folder: Path, ranks: int, tables: dict[str, Any]) -> RunSpec:
     train = {"micro_batch": 2, "batch_size": 10, "max_steps": 6, "eps": 1e-4, **tables.get("train", {})}
     asked = tables.get("parallel", {"strategy": "replicated"}) if ranks > 1 else {"strategy": "single"}
     tables = {name: table for name, table in tables.items() if name != "parallel"}
-    spec = make_spec(folder / SAMPLES, memory_gib=1.0, **{**tables, "train": train})
+    samples = PAIRS if tables.get("method", {}).get("objective") == "dpo" else SAMPLES
+    spec = make_spec(folder / samples, memory_gib=1.0, **{**tables, "train": train})
     parallel = spec.profile.parallel.model_copy(update=asked)
     device = spec.profile.device.model_copy(update={"count": ranks})
     return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": device, "parallel": parallel})})
@@ -107,6 +112,7 @@ class RankWorkbench:
         steps that `steps` takes."""
         if ranks.is_rank0:
             write_samples(folder / SAMPLES)
+            write_pairs(folder / PAIRS, count=48, longest=20)
         ranks.all_gather_object("written")
         self.ranks, self.told = ranks, list[RecoveredOom]()
         self.device = Witness(capacity_bytes)
@@ -118,6 +124,7 @@ class RankWorkbench:
         if at_start:
             at_start.spring(self.device)
         self.setup: TrainingSetup = set_up(self.spec, self.device, Journal(None), self.told.append, ranks)
+        learn_preferences(self.setup, RunDirectory(folder), Journal(None))
         if torch_optimizer:
             replace_optimizer(self.setup, torch_optimizer)
         self.asked = 0, 0
