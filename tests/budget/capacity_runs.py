@@ -47,7 +47,9 @@ class CapacityCase:
     """A loss of [preference], for pairs whose sides are `length` tokens long; empty for texts."""
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.way}, {self.rows} x {self.length}" + (f", {self.preference}" if self.preference else "")
+        return f"{self.family}, {self.way}, {self.rows} x {self.length}" + (
+            f", {self.preference}" if self.preference else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def spec_of(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
         "method": method,
         "preference": preference,
         "data": {
-            "sources": [{"name": "main", "path": str(samples), "template": "none"}], "max_length": 2 * length if packed else length,
+            "sources": [{"name": "main", "path": str(samples), "template": "none"}],
+            "max_length": 2 * length if packed else length,
             **way.data,
         },
         "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": case.rows, **way.train},
@@ -182,7 +185,7 @@ def pairs(folder: Path, count: int, length: int) -> Path:
     path = folder / "pairs.jsonl"
     with path.open("w") as file:
         for number in range(count):
-            prompt, *sides = ("".join(drawn.choices("abcdefgh ", k=k)) for k in (9, length - 20, length - 20))
+            prompt, *sides = ("".join(drawn.choices("abcdefgh ", k=k)) for k in (1, length - 12, length - 12))
             chosen, rejected = (f"{side}{number:010d}" for side in sides)
             file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
     return path

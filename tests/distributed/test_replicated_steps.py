@@ -23,7 +23,9 @@ from tests.distributed.rank_workbench import (
     wrong_on_uneven_devices,
 )
 
-KINDS = {name: {**kind, "backoff": LADDER, "tied": True} for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO))}
+KINDS = {
+    name: {**kind, "backoff": LADDER, "tied": True} for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO))
+}
 PLANNED = ("full", "lora")
 FAULTS = 8
 

@@ -24,6 +24,7 @@ from engine.journal.files import write_atomically
 from engine.journal.writer import Journal
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
+from engine.train.run.preferences import learn_preferences
 from engine.train.run.run_context import RunContext, Watchdog
 from engine.train.run.run_state import RunState
 from engine.train.run.setup import set_up
@@ -34,6 +35,7 @@ from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
 from tests.present import metered
+from tests.train.preference_rows import write_pairs
 from tests.train.run_helpers import make_spec, write_samples
 
 
@@ -56,14 +58,20 @@ class Case:
     ladder: tuple[str, ...] = ("retry", "defragment", "cut", "checkpointing", "chunk_loss")
     torch_optimizer: dict[str, Any] | None = None
     """An optimizer of torch that no recipe can choose: its `kind` and its keyword arguments."""
+    preference: str = ""
+    """A loss of [preference]: the case learns from pairs."""
 
     def spec(self, folder: Path) -> RunSpec:
         """A run of this case with its files in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
+        write, longest = (write_pairs, 12) if self.preference else (write_samples, 24)
+        method = {"kind": self.method} | ({"rank": 4} if self.method == "lora" else {})
+        answers: dict[str, Any] = {"metrics": ["loss", "exact_match"], "samples": 2}
         return make_spec(
-            write_samples(folder / "samples.jsonl", count=24, longest=24),
+            write(folder / "samples.jsonl", count=24, longest=longest),
             model={"id": str(write_model(folder / "model", self.layers, self.width)), "dtype": self.dtype},
-            method={"kind": self.method} | ({"rank": 4} if self.method == "lora" else {}),
+            method={**method, "objective": "dpo"} if self.preference else method,
+            preference={"loss": self.preference} if self.preference else {},
             data={"valid_fraction": 0.25, "max_length": 32},
             train={
                 "batch_size": self.batch,
@@ -74,7 +82,7 @@ class Case:
                 "warmup_steps": 0,
                 **self.train,
             },
-            eval={"metrics": ["loss", "exact_match"], "samples": 2},
+            eval={} if self.preference else answers,
             generate={"max_new_tokens": 3},
             # Rungs that move memory to the host change the level that "not a byte more" is measured from.
             backoff={"ladder": list(self.ladder)},
@@ -260,6 +268,7 @@ def rigged(case: Case, folder: Path, disturb: Callable[[MeteredDevice], None] = 
         setup = set_up(spec, device, journal, oom_reporter(journal, device))
         device.fail_at(None)
         set_up_allocations, set_up_failures = device.allocations, journal.failures
+        learn_preferences(setup, place, journal)
         if case.torch_optimizer:
             replace_optimizer(setup, case.torch_optimizer)
         rig = Rig(setup, place, journal, writer)

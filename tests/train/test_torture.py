@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.train.fault_rig import STEP, UNITS, Case, rigged
-from tests.train.torture import CASES, OPTIMIZER_CASES, ROUNDING_CASES, SMALLER, Tally, sweep, sweep_pairs, sweep_set_up
+from tests.train.torture import (
+    CASES,
+    OPTIMIZER_CASES,
+    PAIR_CASES,
+    ROUNDING_CASES,
+    SMALLER,
+    Tally,
+    sweep,
+    sweep_pairs,
+    sweep_set_up,
+)
 
 SEED = 20261121
 FAULTS = {"step": 60, "probe": 20, "evaluation": 20, "checkpoint": 4, "whole run": 5}
@@ -41,6 +51,16 @@ def test_an_allocation_that_fails_anywhere_changes_nothing(
         tallies = [sweep(rig, unit, case.name, FAULTS[unit.name], draw) for unit in UNITS]
     tried += tallies
     assert [text for tally in tallies for text in tally.wrong] == []
+
+
+@pytest.mark.parametrize("case", PAIR_CASES, ids=named)
+def test_a_step_on_pairs_learns_the_same_whatever_fails(
+    tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
+) -> None:
+    with rigged(case, tmp_path) as rig:
+        tally = sweep(rig, STEP, case.name, 20, draw)
+    tried.append(tally)
+    assert tally.wrong == []
 
 
 @pytest.mark.parametrize("case", SMALLER, ids=named)

@@ -172,6 +172,10 @@ CASES = tuple(
     for method in ("full", "lora")
     for checkpointing in (False, True)
 )
+PAIR_CASES = (
+    Case("dpo, lora, whole pairs", "lora", preference="dpo"),
+    Case("ipo, full, one sequence at a time", "full", rows=1, preference="ipo"),
+)
 SMALLER = tuple(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora"))
 ROUNDING_CASES = tuple(
     Case(f"bf16, {name}", "full", layers=1, width=8, dtype="bfloat16", train=train, ladder=("retry", "defragment"))
@@ -198,7 +202,7 @@ OPTIMIZER_CASES = tuple(
 def jobs() -> Iterator[tuple[str, Case]]:
     """(kind of sweep, case) of the whole torture, the longest first."""
     yield from (("pairs", case) for case in SMALLER)
-    yield from (("units", case) for case in (*IMAGE_CASES, *CASES))
+    yield from (("units", case) for case in (*IMAGE_CASES, *CASES, *PAIR_CASES))
     yield from (("set-up", case) for case in CASES)
     yield from (("optimizer", case) for case in (*OPTIMIZER_CASES, *ROUNDING_CASES))
 

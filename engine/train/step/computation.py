@@ -24,7 +24,7 @@ from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
 from engine.objectives.preference import METRICS
 from engine.train.step.context import StepContext
-from engine.train.step.pairs import is_split
+from engine.train.step.pairs import PreferenceObjective, is_split
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
@@ -130,8 +130,8 @@ class StepComputation:
         began = time.perf_counter()
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: MicroBatchLoss | None = None
-        self._measure_split_pairs(step, samples, plan, tokens)
-        with closing(self._loader.batches([self._samples_of(group, samples) for group in plan])) as batches:
+        groups = [self._samples_of(group, samples) for group in plan]
+        with self._measured_pairs(step, samples, plan, tokens), closing(self._loader.batches(groups)) as batches:
             for group in plan:
                 self.phase, self.in_flight = "forward", group if group.members else None
                 if group.members:
@@ -145,14 +145,26 @@ class StepComputation:
         self._note_sums(total)
         self.busy_seconds = time.perf_counter() - began
 
-    def _measure_split_pairs(
+    @contextmanager
+    def _measured_pairs(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
-    ) -> None:
-        """In preference learning: begin the step, and compute the log-probabilities of pairs that are split."""
+    ) -> Iterator[None]:
+        """In preference learning: inside the block, the objective knows the log-probabilities of pairs that are
+        split."""
         objective = self.context.objective
         if objective is None:
+            yield
             return
-        objective.begin(tokens.targets, tokens.chosen)
+        try:
+            objective.begin(tokens.targets, tokens.chosen)
+            self._measure(step, samples, plan, objective)
+            yield
+        finally:
+            objective.end()
+
+    def _measure(
+        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], objective: PreferenceObjective
+    ) -> None:
         split = [group for group in plan if is_split(group, samples)]
         with closing(self._loader.batches([self._samples_of(group, samples) for group in split])) as batches:
             for group in split:

@@ -44,8 +44,12 @@ class PreferenceObjective:
         """Begin an attempt at a step of `pairs` pairs, whose chosen answers have `chosen_tokens` target tokens, on all
         ranks."""
         self._sft_scale = self.asked.sft_weight * pairs / max(1, chosen_tokens)
+
+    def end(self) -> None:
+        """Forget the sequences of the attempt, also one that failed."""
         self._measured.clear()
         self._weighed.clear()
+        self._reference_B = None
 
     def measure(self, batch: Batch) -> None:
         """The first pass of sequences whose pair is split."""
