@@ -128,12 +128,15 @@ def _oom_document(reader: SummaryReader, reports: list[str]) -> dict[str, Any]:
 
 def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
     from engine.journal.event_text import clean, describe_event
-    from engine.journal.oom_text import read_report, report_lines
+    from engine.journal.oom_text import report_lines, report_or_problem
 
     lines = [describe_event(event) or "" for event in reader.state.backoffs] or ["memory never ran out"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
-    newest = read_report(reader.directory.path / reports[-1]) if reports else None
-    lines += ["", *report_lines(newest)] if newest else []
+    newest = report_or_problem(reader.directory.path / reports[-1]) if reports else {}
+    if isinstance(newest, str):
+        lines += [f"the newest report: {newest}"]
+    else:
+        lines += ["", *report_lines(newest)] if newest else []
     print_line("\n".join(lines))
 
 

@@ -14,13 +14,26 @@ from engine.journal.files import read_table
 BAR_CHARACTERS = 30
 
 
+INCOMPLETE, OTHER_FORMAT = "cannot be read: it may be incomplete", "not in the format of this version's reports"
+"""Why a report is not shown."""
+
+
 def read_report(path: Path) -> dict[str, Any] | None:
     """None if the file does not exist or is damaged, also by values that cannot be shown."""
+    found = report_or_problem(path)
+    return None if isinstance(found, str) else found
+
+
+def report_or_problem(path: Path) -> dict[str, Any] | str:
+    """The report, or INCOMPLETE or OTHER_FORMAT."""
     try:
         found = read_table(path)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        return INCOMPLETE
+    try:
         report_lines(found)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, OverflowError):
-        return None
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
+        return OTHER_FORMAT
     return found
 
 

@@ -41,7 +41,7 @@ def conversation_lines(state: ChatState, model: str, width: int, against: str = 
         other = exchange.replies.get(against) if last and against else None
         body = _marked(reply.text, other.text) if other is not None else Content(visible(reply.text, keep="\n"))
         found += _wrapped(body, width)
-        found += [Content.styled(_footnote(reply, exchange), "$muted"), Content("")]
+        found += [*_wrapped(Content.styled(_footnote(reply, exchange), "$muted"), width), Content("")]
     return found
 
 
@@ -73,7 +73,7 @@ def token_lines(state: ChatState, model: str, width: int) -> list[Content]:
     found += _wrapped(Content.styled(visible(reply.prompt, keep="\n"), "$muted"), width)
     found += [Content(""), Content.styled("the answer, by likelihood", "bold"), _legend()]
     found += _wrapped(Content.assemble(*(_token(*piece) for piece in reply.pieces)), width)
-    return [*found, *_figures(reply)]
+    return [*found, *_figures(reply, width)]
 
 
 def _token(text: str, likelihood: float) -> Content:
@@ -83,18 +83,18 @@ def _token(text: str, likelihood: float) -> Content:
 
 
 def _legend() -> Content:
-    words = [(f" {least:.0%} " if least else " less ", style) for least, style in LIKELIHOODS]
+    words = [(f" {least:.0%}+ " if least else " less ", style) for least, style in LIKELIHOODS]
     return Content.assemble(*(Content.styled(text, style) if style else Content(text) for text, style in words))
 
 
-def _figures(reply: Reply) -> Iterator[Content]:
+def _figures(reply: Reply, width: int) -> Iterator[Content]:
     """The mean likelihood and the least likely tokens, so that no colour is needed."""
     if not reply.pieces:
         return
     mean = sum(likelihood for _, likelihood in reply.pieces) / len(reply.pieces)
     unlikely = sorted(reply.pieces, key=lambda piece: piece[1])[:MOST_UNLIKELY]
     named = ", ".join(f"{text!r} {likelihood:.0%}" for text, likelihood in unlikely)
-    yield Content.styled(f"mean {mean:.0%}; least likely {visible(named)}", "$muted")
+    yield from _wrapped(Content.styled(f"mean {mean:.0%}; least likely {visible(named)}", "$muted"), width)
 
 
 def _wrapped(content: Content, width: int) -> list[Content]:

@@ -28,7 +28,7 @@ from engine.launch.process import log_tail
 from tui.chat.choices import ChatTargets, Choice, choices
 from tui.chat.column import ChatColumn
 from tui.chat.lines import conversation_lines, token_lines
-from tui.keys import bindings
+from tui.keys import Key, bindings
 from tui.screens.chat_keys import CONVERSATIONS, ChatKeys
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.key_order import OrderedKeys
@@ -42,6 +42,18 @@ OPEN_ACTIONS = ("base", "difference", "tokens", "again", "undo", "prefer", "reje
                 "warmer", "colder", "wider", "narrower", "reseed", "end", "stop", "next_column", "previous_column",
                 "models")  # fmt: skip
 """Actions that need an open chat."""
+
+
+WHILE_TYPING = [
+    Key("chat", "enter", "send_typed", "send", "send what was typed"),
+    Key("chat", "escape", "leave_field", "keys", "leave the field: letters are keys then"),
+    Key("chat", "tab", "next_column", "column", "the next column"),
+    Key("chat", "ctrl+c", "stop", "stop", "end the answer that is written; if none is, the chat"),
+]
+"""The keys that are not letters of the question being typed."""
+
+IN_LIST = [Key("chat", "enter", "open", "open", "go on with this chat, or begin one with this run")]
+"""The keys of the list of chats and runs, beside those that move its cursor."""
 
 
 class ChatField(OrderedKeys, Input):
@@ -165,7 +177,10 @@ class ChatScreen(ChatKeys):
 
     def _list(self) -> None:
         self._offered = choices(self.console.runs_dir)
-        empty = [Content.styled("  no run has a result or a checkpoint yet", "$muted")]
+        empty = [
+            Content.styled("  no run has a result or a checkpoint yet", "$muted"),
+            Content.styled("  2 starts a run; A in the Library (3) talks to the model of a recipe", "$muted"),
+        ]
         self.query_one("#chats", RowList).show([choice.line for choice in self._offered] or empty)
 
     def paint(self) -> None:
@@ -218,8 +233,25 @@ class ChatScreen(ChatKeys):
         """The models, or that nothing is open."""
         return ", ".join(map(clean, self.columns)) if self.directory is not None else "choose a chat or a run"
 
+    def footer_rows(self) -> list[Key]:
+        """The keys that work now: in the field all others are letters, and in the list no chat is open."""
+        if self.directory is not None and isinstance(self.focused, ChatField):
+            return WHILE_TYPING
+        rows = super().footer_rows()
+        return rows if self.directory is not None else [*IN_LIST, *(key for key in rows if key.screen != "chat")]
+
+    def on_descendant_focus(self) -> None:
+        """Show the keys of what is in front now."""
+        self.refresh_title_and_footer()
+
+    def on_descendant_blur(self) -> None:
+        """Show the keys of what is in front now."""
+        self.refresh_title_and_footer()
+
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect now; None if the key has an effect."""
+        if action == "next_column" and self.directory is not None and len(self.columns) < 2:
+            return "there is one column: M opens another model beside it"
         if action in OPEN_ACTIONS and self.directory is None:
             return "no chat is open: Enter opens one"
         status, asked = self.state.status, bool(self.state.exchanges)
@@ -277,10 +309,14 @@ class ChatScreen(ChatKeys):
         self.set_focus(None)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Send what was typed, if it was typed into the field of questions."""
+        if event.input.id == "question":
+            self.do_send_typed()
+
+    def do_send_typed(self) -> None:
         """Ask, or obey a command with a slash."""
-        if event.input.id != "question":
-            return
-        text, event.input.value = event.value.strip(), ""
+        field = self.query_one("#question", ChatField)
+        text, field.value = field.value.strip(), ""
         command, _, rest = text.partition(" ")
         if text.startswith("/"):
             self._command(command, rest.strip())

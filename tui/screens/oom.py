@@ -15,7 +15,7 @@ from textual.content import Content
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, describe_event
 from engine.journal.events import EventTail, decode_event
-from engine.journal.oom_text import read_report, report_lines, way_text
+from engine.journal.oom_text import read_report, report_lines, report_or_problem, way_text
 from engine.journal.summary import KIND_WITHIN_BYTES
 from tui.keys import bindings
 from tui.launch.fields import format_value
@@ -114,10 +114,7 @@ def _ways(report: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _report(path: Path, bar: str, *, with_fixes: bool) -> list[Content]:
     """Return the lines of the out-of-memory report in the file `path`; a single line that says so if it cannot be read.
     `bar` is the character of which bars are drawn."""
-    report = read_report(path)
-    if report is None:
-        return [Content.styled("cannot be read: it may be incomplete", "$caution")]
-    try:
-        return [Content(line) for line in report_lines(report, bar=bar, with_fixes=with_fixes)]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return [Content.styled("not in the format of this version's reports", "$caution")]
+    report = report_or_problem(path)
+    if isinstance(report, str):
+        return [Content.styled(report, "$caution")]
+    return [Content(line) for line in report_lines(report, bar=bar, with_fixes=with_fixes)]

@@ -39,7 +39,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         seen.app.open_screen("chat", ChatTargets(("builtin:tiny",), recipe=str(empty_folder / "tiny.toml")))
         await seen.until(lambda: seen.screen.screen_name == "chat")
         await seen.press(*"hello", "enter")
-        await seen.sees("> hello", "builtin:tiny")
+        await seen.sees("> hello", "builtin:tiny", "enter send  esc keys")
         await seen.until(lambda: seen.screen.state.status == "ready" and seen.screen.state.exchanges, "an answer")
         await seen.press("escape", *["greater_than_sign"] * 15, "N", "R")
         await seen.until(lambda: seen.screen.state.exchanges[0].earlier and seen.screen.state.status == "ready")
@@ -50,6 +50,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         assert pair["rejected"][0]["content"] == seen.screen.state.exchanges[0].replies["builtin:tiny"].text
         await seen.press("k")
         await seen.sees("the prompt, as it was rendered", "least likely", "<user>hello<end><assistant>")
+        assert "enter type" in seen.text and "enter send" not in seen.text
         await seen.press("k", "w", "enter")
         assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello"
         await seen.press("b")
@@ -69,7 +70,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
 async def test_a_model_that_is_not_there_says_so(console: Opener, runs: Path) -> None:
     async with console(100, 30) as seen:
         await seen.press("7")
-        await seen.sees("no run has a result or a checkpoint yet")
+        await seen.sees("no run has a result or a checkpoint yet", "A in the Library (3)", "enter open  ? help")
         await seen.press("b")
         await seen.sees("no chat is open")
         seen.app.open_screen("chat", ChatTargets(("nothing-here",)))

@@ -29,6 +29,7 @@ async def test_the_out_of_memory_screen_shows_sentences_and_reports(console: Ope
         await pilot.sees("step 1: out of memory in backward", "step 7, attempt 1")
         await pilot.sees("63 MiB  4x5 float32  [red]layer 3[/red]")
         await pilot.sees("step-2.json", "step-3.json", "cannot be read: it may be incomplete")
+        await pilot.sees("not in the format of this version's reports")
         await pilot.press("escape")
         assert pilot.screen.screen_name == "run"
 

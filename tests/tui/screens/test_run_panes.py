@@ -20,7 +20,7 @@ async def test_at_200x50_samples_stand_beside_memory_and_events(console: Opener,
     add(run, lambda writer: writer.write("eval", step=30, metrics={"loss": 0.2}, samples=SAMPLES))
     async with console(200, 50) as pilot:
         await open_run(pilot)
-        await pilot.sees("answers of step 30", "may 10 ->", "as written", "redone with at most 25")
+        await pilot.sees("answers of step 30, and references", "may 10 ->", "as written", "redone with at most 25")
         assert "may 39 ->" not in pilot.text
         await pilot.press("tab", "tab", "tab", "end")
         assert pilot.screen.panes.choice.active == "samples"

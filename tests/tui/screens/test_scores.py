@@ -82,13 +82,13 @@ async def test_answers_of_earlier_evaluations_are_gone_through(console: Opener, 
         await pilot.press("enter")
         await pilot.until(lambda: pilot.screen.screen_name == "run" and len(pilot.screen.run_watch.state.evals) == 2)
         await pilot.press("b")
-        await pilot.sees("answers of step 8  (2 of 2", "somebody")
+        await pilot.sees("answers of step 8, and references  (2 of 2", "somebody")
         await pilot.press("right_square_bracket")
         await pilot.sees("there are no later answers")
         await pilot.press("left_square_bracket")
-        await pilot.sees("answers of step 4  (1 of 2", "nobody", "(1,2),(30,44)")
+        await pilot.sees("answers of step 4, and references  (1 of 2", "nobody", "(1,2),(30,44)")
         await pilot.press("right_square_bracket")
-        await pilot.sees("answers of step 8  (2 of 2")
+        await pilot.sees("answers of step 8, and references  (2 of 2")
 
 
 async def test_the_best_of_several_models_is_marked_and_the_gains_are_named(console: Opener, runs: Path) -> None:
