@@ -24,6 +24,7 @@ from engine.commands import (
     doctor_gpus,
     evaluate,
     export,
+    handover,
     launch,
     library,
     plan,
@@ -37,7 +38,7 @@ SECTIONS = {
     "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
     "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
     "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm"),
-    "After a run": ("eval", "chat", "merge", "sync"),
+    "After a run": ("eval", "chat", "merge", "handover", "sync"),
 }
 """The commands in the order of `tunedeck --help`; one that is not named here comes last, under "More"."""
 
@@ -112,7 +113,7 @@ _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, r
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(chat.chat, background.sync, export.merge, data.data)
+_add(chat.chat, background.sync, export.merge, handover.handover, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)

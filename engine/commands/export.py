@@ -46,14 +46,14 @@ def merge(
 
     silence_libraries()
     directory = find_result_run(run, runs)
-    _require_weights(directory, checkpoint, ["tunedeck", "merge", run, *(["--runs", str(runs)] if runs else [])])
+    require_weights(directory, checkpoint, ["tunedeck", "merge", run, *(["--runs", str(runs)] if runs else [])])
     adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
     size_bytes = merge_adapter(adapter, target, print_progress, trust_remote_code=trust_remote_code)
     print_line(f"{target} ({format_bytes(size_bytes)}) loads with from_pretrained of transformers")
 
 
-def _require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
+def require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
     """Raise UsageError if the weights to merge do not exist. `command`: the words from which the fix is made."""
     if checkpoint is None and (directory.adapter.is_dir() or directory.model.is_dir()):
         return

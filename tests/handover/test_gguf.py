@@ -1,0 +1,132 @@
+"""What a converter left out is found when its file is read back, and one that fails is told in its own words."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from engine.errors import EnvironmentProblem, UsageError
+from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
+from tests.model.samples import write_model
+
+Metadata = dict[str, Any]
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def typed(value: Any) -> bytes:
+    """A value after the number of its type, as the format has it."""
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def write_gguf(path: Path, metadata: Metadata, tensors: dict[str, tuple[int, ...]]) -> Path:
+    """A header without weights."""
+    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))]
+    parts += [text(name) + typed(value) for name, value in metadata.items()]
+    for name, shape in tensors.items():
+        parts.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 1, 0))
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(
+        tmp_path_factory.mktemp("gguf") / "model", "qwen2", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def header_of(model: Path) -> tuple[Metadata, dict[str, tuple[int, ...]]]:
+    """What a right converter writes."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with safe_open(model / "model.safetensors", framework="pt") as opened:
+        tensors = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
+    metadata = {
+        "general.architecture": "qwen2", "qwen2.block_count": 2, "qwen2.rope.freq_base": 5e5,
+        "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id, "tokenizer.chat_template": "{{ messages }}",
+    }  # fmt: skip
+    return metadata, tensors
+
+
+def test_a_whole_file_has_no_problems(model: Path, tmp_path: Path) -> None:
+    metadata, tensors = header_of(model)
+    assert problems_of_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", metadata, tensors)), model) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("qwen2.block_count", 1, "1 layers of 2"),
+        ("qwen2.rope.freq_base", 1e4, "rotary positions of base 10000.0, not 500000"),
+        ("qwen2.rope.freq_base", None, "so 10000"),
+        ("tokenizer.ggml.tokens", ["a", "b"], "a vocabulary of 2 tokens"),
+        ("tokenizer.ggml.eos_token_id", 3, "the end token 3, not 257"),
+        ("tokenizer.chat_template", None, "the chat template is missing"),
+    ],
+)
+def test_what_a_converter_left_out_is_told(model: Path, tmp_path: Path, key: str, value: Any, told: str) -> None:
+    metadata, tensors = header_of(model)
+    changed = {name: each for name, each in {**metadata, key: value}.items() if each is not None}
+    (problem,) = problems_of_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", changed, tensors)), model)
+    assert told in problem
+
+
+def test_lost_tensors_are_told(model: Path, tmp_path: Path) -> None:
+    metadata, tensors = header_of(model)
+    tensors.pop("model.layers.1.mlp.down_proj.weight")
+    (problem,) = problems_of_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", metadata, tensors)), model)
+    assert "values of" in problem
+
+
+def test_a_file_that_is_cut_off_is_told(model: Path, tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "a.gguf", *header_of(model)).read_bytes()
+    for cut in (b"", b"GGUX" + whole[4:], whole[: len(whole) // 2], whole[:-3]):
+        (tmp_path / "cut.gguf").write_bytes(cut)
+        with pytest.raises(EnvironmentProblem, match="no whole GGUF"):
+            read_gguf(tmp_path / "cut.gguf")
+
+
+def test_a_converter_that_fails_leaves_nothing_and_is_quoted(tmp_path: Path) -> None:
+    program = tmp_path / "converter"
+    program.write_text('#!/bin/sh\necho half > "$3"\necho "Model QwenForCats is not supported" >&2\nexit 1\n')
+    program.chmod(0o755)
+    with pytest.raises(EnvironmentProblem, match="QwenForCats"):
+        convert(find_converter(program), tmp_path, tmp_path / "out.gguf", "f16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converter"]
+
+
+def test_a_checkout_of_llama_cpp_is_a_converter_and_a_folder_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no converter"):
+        find_converter(tmp_path)
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    assert find_converter(tmp_path)[1:] == [str(tmp_path / "convert_hf_to_gguf.py")]
+
+
+def test_types_of_few_bits_need_llama_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    require_quantizer("q8_0")
+    with pytest.raises(EnvironmentProblem, match="llama-quantize"):
+        require_quantizer("Q4_K_M")
+    for name, copied in (("converter", '"$1" "$3"'), ("llama-quantize", '"$1" "$2"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n/bin/cp {copied}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "model").write_text("weights")
+    require_quantizer("Q4_K_M")
+    convert([str(tmp_path / "converter")], tmp_path / "model", tmp_path / "out.gguf", "Q4_K_M")
+    assert (tmp_path / "out.gguf").read_text() == "weights" and not list(tmp_path.glob(".*"))

@@ -1,0 +1,89 @@
+"""What keeps an adapter from being served as it is, each shown by an adapter that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.errors import UsageError
+from engine.handover.result import ADAPTER_WEIGHTS, read_result, reasons_to_merge, tensor_names, unknown_modules
+from engine.journal.files import read_table
+from engine.model.config import auto_class
+from tests.model.samples import load, name_base, run_spec, write_model
+from tests.nested_models import NESTED
+
+EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+
+REASONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dora": ("qwen2", {"dora": True}, "DoRA"),
+    "a norm": ("qwen2", {"also_train": ["model.norm.weight"]}, "trained in full: model.norm"),
+    "embeddings": ("qwen2", {"also_train": ["model.embed_tokens.weight"]}, "trained in full: model.embed_tokens"),
+    "a router": ("mixtral", {"targets": ["q_proj"], "also_train": ["**.gate.weight"]}, "in full: model.layers.0"),
+    "experts": ("mixtral", {"targets": EXPERTS, "rank": 2}, "adapters on experts"),
+}
+
+
+def saved_adapter(folder: Path, family: str, method: dict[str, Any], **model_keys: Any) -> Path:
+    base = write_model(folder / family, family)
+    load(run_spec(str(base), method=method, **model_keys)).save(folder / "adapter")
+    name_base(folder / "adapter", base)
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_an_adapter_that_servers_refuse_or_ignore_is_merged_and_says_why(tmp_path: Path, case: str) -> None:
+    family, method, told = REASONS[case]
+    result = read_result(run_spec(), saved_adapter(tmp_path, family, method))
+    assert len(result.merged_only) == 1 and told in result.merged_only[0]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
+def test_adapters_on_linear_layers_are_served_as_they_are(tmp_path: Path, family: str) -> None:
+    result = read_result(run_spec(), saved_adapter(tmp_path, family, {"rank": 3, "rslora": True}))
+    assert result.merged_only == () and result.rank == 3
+    assert result.base == str(tmp_path / family)
+
+
+def test_scaled_positions_are_served_merged(tmp_path: Path) -> None:
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    (told,) = read_result(run_spec(), saved_adapter(tmp_path, "llama", {}, **scaled)).merged_only
+    assert "scaled positions" in told
+
+
+def test_layers_with_ranks_of_their_own_and_large_ranks_are_served_merged(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "base", "qwen2"))
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "lm_head"], rank_pattern={"v_proj": 8}, bias="lora_only"
+    )
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    written = read_table(tmp_path / "adapter" / "adapter_config.json")
+    names = tensor_names(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    told = reasons_to_merge(written, names)
+    assert any("rank_pattern" in each for each in told) and any("biases" in each for each in told)
+    assert any("outside the layers of the language model: lm_head" in each for each in told)
+    assert "on a router" in " ".join(reasons_to_merge(written, ["base_model.model.layers.0.mlp.gate.lora_A.weight"]))
+    assert "at most 512" in " ".join(reasons_to_merge({**written, "r": 600}, names))
+
+
+def test_an_adapter_of_the_text_class_is_not_taken_for_one_of_the_nested_class(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_5", **NESTED["qwen3_5"])
+    with torch.device("meta"):
+        nested = auto_class(config).from_config(config)
+        text = AutoModelForCausalLM.from_config(config.get_text_config())
+    for model, lacking in ((nested, False), (text, True)):
+        module = next(name for name, _ in model.named_modules() if name.endswith("layers.1.self_attn.q_proj"))
+        told = unknown_modules(config, [f"base_model.model.{module}.lora_{part}.weight" for part in "AB"])
+        assert bool(told) is lacking
+    assert "Qwen3_5ForConditionalGeneration" in told[0]
+
+
+def test_a_damaged_adapter_is_told(tmp_path: Path) -> None:
+    adapter = saved_adapter(tmp_path, "qwen2", {})
+    (adapter / ADAPTER_WEIGHTS).write_bytes(b"\0" * 40)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_result(run_spec(), adapter)
