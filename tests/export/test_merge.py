@@ -21,7 +21,7 @@ from engine.export.logits import compare_logits
 from engine.export.merge import merge, merge_rounded_once
 from engine.journal.directory import RunDirectory
 from engine.model.reference import base_of_adapter
-from tests.model.samples import load, run_spec, write_model
+from tests.model.samples import batch_of, disturb, load, logits_of, name_base, run_spec, write_model
 from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 
@@ -139,6 +139,26 @@ def test_a_local_base_is_found_by_the_run_and_not_named_in_any_file(tmp_path: Pa
     shutil.copytree(place.adapter, tmp_path / "alone")
     with pytest.raises(UsageError, match="does not name its base model"):
         merge(tmp_path / "alone", tmp_path / "again", lambda text: None)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_trained_embeddings_stay_tied_to_the_head_in_several_files(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.export.merge.SHARD_SIZE", "20KB")
+    base = write_model(tmp_path / "base", family, tie_word_embeddings=True)
+    loaded = load(run_spec(str(base), method={"also_train": ["lm_head", "model.embed_tokens"]}))
+    disturb(loaded)
+    loaded.save(tmp_path / "adapter")
+    name_base(tmp_path / "adapter", base)
+    merge(tmp_path / "adapter", tmp_path / "merged", lambda text: None)
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged.set_attn_implementation(loaded.attention)
+    assert (
+        merged.config.tie_word_embeddings and merged.get_output_embeddings().weight is merged.model.embed_tokens.weight
+    )
+    torch.testing.assert_close(logits_of(merged, batch_of()), logits_of(loaded.model, batch_of()), rtol=1e-4, atol=1e-5)
 
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
