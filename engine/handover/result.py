@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from engine.budget.advise.preflight import MAX_SERVED_RANK
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.journal.files import read_table
@@ -21,9 +22,6 @@ from engine.model.config import HUB_ERRORS, auto_class
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-MAX_RANK = 512
-"""The largest rank that vLLM loads."""
-
 LAYER = re.compile(r"\.(layers|h|blocks)\.\d+\.")
 SHOWN = 3
 """Names in a sentence."""
@@ -112,8 +110,8 @@ def reasons_to_merge(config: dict[str, Any], names: Iterable[str]) -> list[str]:
     patterns = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]
     if patterns:
         reasons.append(f"layers have scales of their own ({', '.join(patterns)}), and vLLM scales all with one")
-    if int(config["r"]) > MAX_RANK:
-        reasons.append(f"rank {config['r']}: vLLM takes at most {MAX_RANK}")
+    if int(config["r"]) > MAX_SERVED_RANK:
+        reasons.append(f"rank {config['r']}: vLLM takes at most {MAX_SERVED_RANK}")
     names = sorted(names)
     adapted = [_module(name) for name in names if ".lora_" in name and "lora_magnitude_vector" not in name]
     for told, found in (

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.budget.advise.preflight import notes_on_serving
 from engine.errors import UsageError
 from engine.handover.result import ADAPTER_WEIGHTS, read_result, reasons_to_merge, tensor_names, unknown_modules
 from engine.journal.files import read_table
@@ -47,6 +48,19 @@ def test_adapters_on_linear_layers_are_served_as_they_are(tmp_path: Path, family
     result = read_result(run_spec(), saved_adapter(tmp_path, family, {"rank": 3, "rslora": True}))
     assert result.merged_only == () and result.rank == 3
     assert result.base == str(tmp_path / family)
+
+
+def test_the_plan_says_before_training_what_is_served_merged_only() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"dora": True, "rank": 600}, {}, "method.dora, method.rank = 600"),
+        ({"also_train": ["model.norm.weight"]}, {}, "method.also_train"),
+        ({"targets": EXPERTS}, {}, "experts"),
+        ({}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "model.rope_scaling"),
+    ]
+    for method, model, told in cases:
+        (note,) = notes_on_serving(run_spec(method=method, **model).recipe)
+        assert told in note
+    assert not notes_on_serving(run_spec().recipe) and not notes_on_serving(run_spec(method={"kind": "full"}).recipe)
 
 
 def test_scaled_positions_are_served_merged(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ GIB = 2**30
 OFFLOAD_KEYS = {"activation": "activations", "optimizer": "optimizer"}
 """By the first word of each offload's key: what the plan calls it on the host."""
 
+MAX_SERVED_RANK = 512
+"""The largest rank of an adapter that vLLM loads."""
+
 SHORT_ANSWER_TOKENS = 32
 """Generating no more tokens than this at each evaluation is no reason for a warning."""
 
@@ -140,6 +143,23 @@ def notes_on_model(recipe: Recipe, facts: ModelFacts) -> list[str]:
     if facts.config is None:
         return []
     return [note for note in (experts_note(facts.config, recipe), note_on_quantised(facts.config)) if note]
+
+
+def notes_on_serving(recipe: Recipe) -> list[str]:
+    """A sentence if servers will take the adapter merged only (`engine.handover.result`), as far as the recipe says."""
+    method = recipe.method
+    if method.kind != "lora":
+        return []
+    targets = method.targets if isinstance(method.targets, list) else []
+    keys = {
+        "method.dora": method.dora,
+        "method.also_train": bool(method.also_train),
+        "method.targets on experts": any("expert" in target for target in targets),
+        f"method.rank = {method.rank}": method.rank > MAX_SERVED_RANK,
+        "model.rope_scaling": recipe.model.rope_scaling is not None,
+    }
+    found = ", ".join(key for key, given in keys.items() if given)
+    return [f"vLLM and SGLang will take the result merged only, because of {found}: docs/handover.md"] if found else []
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
