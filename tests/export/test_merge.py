@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from engine.commands.export import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
@@ -164,6 +164,19 @@ def test_trained_embeddings_stay_tied_to_the_head_in_several_files(
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
+def generated(model: PreTrainedModel, forced: dict[int, int]) -> int:
+    """How many of six tokens a model generates by its own config, if it chooses `forced` at these places, and
+    elsewhere a token that ends nothing."""
+
+    def choose(ids_BS: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores_BV, -torch.inf)
+        chosen[:, forced.get(ids_BS.shape[1] - 3, 7)] = 0.0
+        return chosen
+
+    made = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, logits_processor=LogitsProcessorList([choose]))
+    return int(made.shape[1]) - 3
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_result_ends_answers_where_the_chat_template_does(tmp_path: Path, kind: str) -> None:
     base = write_model(tmp_path / "base", "qwen2", vocab_size=272)
@@ -180,4 +193,7 @@ def test_the_result_ends_answers_where_the_chat_template_does(tmp_path: Path, ki
         config = tmp_path / "result" / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(base)}))
         merge(tmp_path / "result", tmp_path / "merged", lambda text: None)
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generation_config.eos_token_id == [257, end]
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / ("merged" if kind == "lora" else "result"))
+    assert opened.generation_config.eos_token_id == [257, end]
+    # transformers' own defaults stop at the end of a turn.
+    assert generated(opened, {1: end}) == 2 and generated(opened, {}) == 6
