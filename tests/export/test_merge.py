@@ -8,12 +8,13 @@ import shlex
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
 
 from engine.commands.export import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
@@ -164,7 +165,7 @@ def test_trained_embeddings_stay_tied_to_the_head_in_several_files(
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def generated(model: PreTrainedModel, forced: dict[int, int]) -> int:
+def generated(model: Any, forced: dict[int, int]) -> int:
     """How many of six tokens a model generates by its own config, if it chooses `forced` at these places, and
     elsewhere a token that ends nothing."""
 
@@ -184,7 +185,7 @@ def test_the_result_ends_answers_where_the_chat_template_does(tmp_path: Path, ki
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(base)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
     loaded = load(run_spec(str(base), method={"kind": kind}))
     loaded.save(tmp_path / "result")
     saved = GenerationConfig.from_pretrained(tmp_path / "result")

@@ -58,7 +58,7 @@ def header_of(model: Path) -> tuple[Metadata, dict[str, tuple[int, ...]]]:
         tensors = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
     metadata = {
         "general.architecture": "qwen2", "qwen2.block_count": 2, "qwen2.rope.freq_base": 5e5,
-        "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
+        "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))),
         "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id, "tokenizer.chat_template": "{{ messages }}",
     }  # fmt: skip
     return metadata, tensors

@@ -193,7 +193,8 @@ def test_a_failed_run_hands_over_a_checkpoint_and_names_it(
 
 
 def test_one_tool_at_a_time(finished: RunDirectory) -> None:
-    for tools in ({}, {"vllm": True, "gguf": True}):
+    several: list[dict[str, Any]] = [{}, {"vllm": True, "gguf": True}]
+    for tools in several:
         with pytest.raises(UsageError) as caught:
             handover(str(finished.path), **tools)
         assert caught.value.fix == f"tunedeck handover {finished.path} --vllm"

@@ -74,7 +74,7 @@ def test_layers_with_ranks_of_their_own_and_large_ranks_are_served_merged(tmp_pa
     config = LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "lm_head"], rank_pattern={"v_proj": 8}, bias="lora_only"
     )
-    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(model, config).save_pretrained(str(tmp_path / "adapter"))
     written = read_table(tmp_path / "adapter" / "adapter_config.json")
     names = tensor_names(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     told = reasons_to_merge(written, names)
