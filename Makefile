@@ -1,6 +1,6 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
-# make check   lint, types, import contracts and the fast tests: about three minutes on two cores, a fourth the first time
+# make check   lint, types, import contracts and the fast tests
 # make test    the same with all tests: about 25 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fals
 	-n 3 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
-	@echo "make check: about three minutes on two cores, a fourth the first time. make test runs all tests."
+	@echo "make check: lint, types, import contracts and the fast tests. make test runs all tests."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not torture and not slow"
 

@@ -19,6 +19,7 @@ from engine.budget.predict.parallel_layout import on_one_device
 from engine.budget.trace.memory_config import MemoryConfig, memory_config_of
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
+from engine.data.prompts import was_trained_plain
 from engine.device.base import Device, holders_of
 from engine.device.oom import retry_on_oom
 from engine.errors import DeviceBusyError, DoesNotFitError, UnknownArchitectureError, UsageError
@@ -151,6 +152,22 @@ def _base_key(spec: RunSpec) -> tuple[Any, ...]:
     is_new = recipe.model.init == "random" or start.base.startswith(BUILTIN_PREFIX)
     seed = recipe.train.seed if is_new else None
     return start.base, start.revision, settings, seed, recipe.model.tokenizer, recipe.model.chat_template
+
+
+def without_repeated_bases(sources: Sequence[ChatSource]) -> list[ChatSource]:
+    """Without bases whose answers an earlier source gives: two checkpoints of a run were trained from one."""
+    found: list[ChatSource] = []
+    seen: set[tuple[Any, ...]] = set()
+    for source in sources:
+        recipe = source.spec.recipe
+        if source.weights is None and find_starting_weights(recipe.model).adapter is None:
+            asked = recipe.generate.model_dump_json(), str(recipe.data.template_args), was_trained_plain(source.spec)
+            key = (*_base_key(source.spec), *asked)
+            if key in seen:
+                continue
+            seen.add(key)
+        found.append(source)
+    return found
 
 
 def _has_whole_modules(loaded: LoadedModel, name: str) -> bool:

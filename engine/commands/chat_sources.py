@@ -64,8 +64,9 @@ def load_chat(
     ]
     with importing():
         from engine.chat.server import LoadedChat
-        from engine.chat.sources import ChatModel, load_sources
+        from engine.chat.sources import ChatModel, load_sources, without_repeated_bases
         from engine.device import open_device
+    sources = without_repeated_bases(sources)
     device = open_device(sources[0].spec, beside=True)
     for notice in device.notices:
         notify(notice)
@@ -107,10 +108,13 @@ def find_run_of(target: str, runs: Path | None) -> tuple[RunDirectory | None, st
         return None, None
     try:
         return find_result_run(name, runs), which or None
-    except UsageError:
-        if target.count("/") != 1 or Path(target).exists():
+    except UsageError as error:
+        if target.count("/") == 1 and not Path(target).exists():
+            return None, None
+        if not error.expected:
             raise
-        return None, None
+        models = "or a model: OWNER/NAME on the hub, or its folder"
+        raise UsageError(error.found, expected=f"{error.expected}; {models}", fix=error.fix) from error
 
 
 def _run_spec(place: RunDirectory, asked: Asked) -> RunSpec:

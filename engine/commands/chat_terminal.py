@@ -162,7 +162,7 @@ class Talk:
         elif command == "/save":
             self._save(Path(rest or "conversations.jsonl"))
         elif command.startswith("/"):
-            print_progress(HELP)
+            print_progress(HELP if command == "/help" else f"no command {visible(command)}; /help lists them")
         elif line.strip():
             images, self._images = self._images, []
             self._send("ask", text=line, images=images)

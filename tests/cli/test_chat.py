@@ -39,10 +39,9 @@ def test_a_run_its_checkpoint_and_its_base_answer_side_by_side(tunedeck: Tunedec
     assert asked.code == 0, asked.err
     answers = json.loads(asked.out)["answers"]
     assert {frozenset(answer) for answer in answers} == {frozenset(KEYS | {"model"})}
-    assert [answer["prompt"] for answer in answers] == ["3 May ->"] * 4 + ["x"] * 4
-    names = [answer["model"] for answer in answers[:4]]
-    assert names == ["one's base", "one", "one@2's base", "one@2"]
-    assert answers[0]["token_ids"] == answers[2]["token_ids"]
+    assert [answer["prompt"] for answer in answers] == ["3 May ->"] * 3 + ["x"] * 3
+    names = [answer["model"] for answer in answers[:3]]
+    assert names == ["one's base", "one", "one@2"], "both were trained from one base"
     one = tunedeck("chat", "one", "--prompt", "3 May ->", "--json")
     (alone,) = json.loads(one.out)["answers"]
     assert set(alone) == KEYS and alone["token_ids"] == answers[1]["token_ids"]
@@ -85,7 +84,7 @@ def test_what_cannot_be_asked_is_refused(tunedeck: Tunedeck, trained: Path, tmp_
     assert refused.code == 2 and "has no thinking to switch" in refused.err
     tunedeck("chat", "one", "--prompt", "x", "--set", "train.epochs=1").complains(2, "train.epochs", "generate")
     tunedeck("chat", "one", "--file", "no.txt").complains(5, "no.txt")
-    tunedeck("chat", "nothing-here", "--prompt", "x").complains(2, "nothing-here")
+    tunedeck("chat", "nothing-here", "--prompt", "x").complains(2, "nothing-here", "OWNER/NAME")
     refused = tunedeck("chat", "one", "--prompt", "x" * 30_000)
     assert refused.code == 5 and "positions" in refused.err
 
@@ -100,10 +99,10 @@ def test_a_file_of_prompts_and_a_model_that_is_no_run(tunedeck: Tunedeck, tmp_pa
 def test_a_conversation_is_undone_and_saved_as_a_data_source(
     tunedeck: Tunedeck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = "/help\nfirst\n/undo\nsecond\n/regen\n/system Be short.\nthird\n/save talk.jsonl\n/quit\n"
+    lines = "/help\n/nonsense\nfirst\n/undo\nsecond\n/regen\n/system Be short.\nthird\n/save talk.jsonl\n/quit\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     asked = tunedeck("chat", "builtin:tiny", "-p", "demo", "--set", "generate.max_new_tokens=6")
-    assert asked.code == 0, asked.err
+    assert asked.code == 0 and "no command /nonsense" in asked.err and asked.err.count("/undo   ") == 1, asked.err
     (row,) = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert row["messages"][0]["content"] == "Be short."

@@ -52,7 +52,7 @@ class DoctorScreen(TextScreen):
 
     def do_again(self) -> None:
         """Discard the findings and run `tunedeck doctor` again."""
-        self._findings, self._status = [], "asking this machine; importing torch takes a few seconds"
+        self._findings, self._status = [], "asking this machine; torch is imported for it"
         self.refill()
         self.run_worker(self._ask, thread=True, exclusive=True, exit_on_error=False)
 
