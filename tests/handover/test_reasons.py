@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.budget.advise.preflight import notes_on_serving
 from engine.errors import UsageError
+from engine.handover.lines import reasons_of_server, server_words
 from engine.handover.result import ADAPTER_WEIGHTS, read_result, reasons_to_merge, tensor_names, unknown_modules
 from engine.journal.files import read_table
 from engine.model.config import auto_class
@@ -94,6 +95,15 @@ def test_an_adapter_of_the_text_class_is_not_taken_for_one_of_the_nested_class(t
         told = unknown_modules(config, [f"base_model.model.{module}.lora_{part}.weight" for part in "AB"])
         assert bool(told) is lacking
     assert "Qwen3_5ForConditionalGeneration" in told[0]
+
+
+def test_a_base_that_is_not_here_is_named_and_not_needed(tmp_path: Path) -> None:
+    adapter = saved_adapter(tmp_path, "qwen2", {})
+    (tmp_path / "qwen2").rename(tmp_path / "elsewhere")
+    result = read_result(run_spec(), adapter)
+    assert result.base == str(tmp_path / "qwen2") and result.merged_only == () and result.ends == (257, 262)
+    assert "--lora-modules" in server_words("vllm", result, None)
+    assert "may not list" in reasons_of_server("sglang", result)[0]
 
 
 def test_a_damaged_adapter_is_told(tmp_path: Path) -> None:
