@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from engine.model.config import disable_progress_bars
-from tests.budget.capacity_runs import CASES, SEED, capacity_cases, run_case
+from tests.budget.capacity_runs import CASES, SEED, CapacityCase, capacity_cases, run_case
 
 
 def main() -> int:
@@ -28,15 +28,20 @@ def main() -> int:
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_progress_bars()
+    return show_cases(list(capacity_cases(asked.cases, asked.seed)))
+
+
+def show_cases(cases: list[CapacityCase]) -> int:
+    """Train each case and print its line. Returns 1 if one was wrong."""
     wrong = 0
-    for case in capacity_cases(asked.cases, asked.seed):
+    for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             result = run_case(case, Path(folder))
         wrong += not result.right
         word = "right" if result.right else "WRONG"
         off = 100 * (result.predicted_bytes / result.measured_bytes - 1) if result.measured_bytes else float("nan")
         print(f"{word}  +1 %: {result.with_more}  -1 %: {result.with_less}  {off:+.2f} %  {case}", flush=True)
-    print(f"{asked.cases} cases, seed {asked.seed}: {wrong} wrong")
+    print(f"{len(cases)} cases: {wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.budget.capacity_runs import CapacityCase, capacity_cases, run_case
+from tests.budget.capacity_runs import CapacityCase, capacity_cases, preference_cases, run_case
 from tests.budget.metered_step import GPT2, LLAMA, folder_of
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 
-@pytest.mark.parametrize("case", list(capacity_cases(6)), ids=str)
+@pytest.mark.parametrize("case", [*capacity_cases(6), *preference_cases(3)], ids=str)
 def test_a_run_fits_into_its_predicted_peak_and_not_into_less(case: CapacityCase, tmp_path: Path) -> None:
     result = run_case(case, tmp_path)
     assert result.right, result
