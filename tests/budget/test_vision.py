@@ -11,9 +11,11 @@ from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.inference import evaluation, generation_bytes
 from engine.budget.predict.prediction import predict
-from engine.budget.predict.static import static_bytes
+from engine.budget.predict.static import static_bytes, vision_end_gradients, vision_layer_tensors
+from engine.budget.predict.vision import vision_cost
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.polynomial import shape_of
+from engine.budget.trace.trainable import vision_trainable_by_layer
 from engine.config.schema.recipe import Generate
 from engine.config.schema.run import RunSpec
 from engine.simulate.step import simulate_step
@@ -25,6 +27,7 @@ from tests.budget.metered_step import (
     measured_step,
     run_spec,
 )
+from tests.present import present
 
 pytestmark = pytest.mark.usefixtures("quick_half_products")
 
@@ -145,6 +148,22 @@ def test_larger_images_take_more_and_no_images_take_least(tmp_path: Path) -> Non
     assert peak(image_max_pixels=None) < peak() < peak(image_max_pixels=500 * 28 * 28)
     # Samples with larger ones than a sequence holds are dropped.
     assert peak(image_max_pixels=512 * 28 * 28) == peak(image_max_pixels=5000 * 28 * 28)
+
+
+def test_gradients_add_up_from_the_last_layer_to_the_first(tmp_path: Path) -> None:
+    """A small encoder seldom decides a peak, so that the sum would not show in one."""
+    spec = with_images("qwen2_vl", "full", tmp_path, tokens=80)
+    arch = find_architecture(spec)
+    config = memory_config_of(arch, spec)
+    encoder = present(arch.vision_encoder)
+    moments = [moment.gradients for moment in vision_cost(arch, config, accumulating=False).backward]
+    made = [
+        vision_layer_tensors(encoder, config, layer).gradients
+        for layer in vision_trainable_by_layer(encoder, config.patterns)
+    ]
+    before = vision_end_gradients(encoder, config, behind=True)
+    assert min(made) > 0
+    assert moments == [0, *(before + sum(made[len(made) - done :]) for done in range(len(made) + 1))]
 
 
 def test_an_image_takes_the_tokens_its_processor_makes_of_it() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.config.load import load_run_spec
 from engine.errors import UsageError
 from engine.evaluate.run import weights_to_score
 from engine.journal.checkpoints_on_disk import find_checkpoints
@@ -24,6 +25,7 @@ from engine.journal.summary import summarise
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
 from engine.model.reference import find_run_weights
+from engine.stages.create_stage import create_or_update_stage
 from tests.events import read_events
 from tests.stages.kill_anywhere import assert_story_told_once
 from tests.stages.staged_runs import (
@@ -192,6 +194,19 @@ def test_a_stage_is_done_again_with_those_that_start_from_it(tmp_path: Path) -> 
     assert copied.count(copied[0]) == 2, "the second time is told from its start, too"
     kept = [[saved.step for saved in find_checkpoints(stage.checkpoints)] for stage in stage_directories(run)]
     assert kept == [[], [], [1]], "a stage that names checkpoint.keep keeps its checkpoints"
+
+
+def test_a_stage_that_is_begun_takes_changed_settings_and_is_else_left_as_it_is(tmp_path: Path) -> None:
+    spec = staged_spec(tmp_path, CHAIN[:1])
+    run = new_staged_run(tmp_path, spec)
+    (stage,), directory = spec.recipe.stages, stage_directory(run, 1, "one")
+    create_or_update_stage(spec, run, stage, directory)
+    written = directory.run_toml.stat()
+    create_or_update_stage(spec, run, stage, directory)
+    assert directory.run_toml.stat() == written
+    other = staged_spec(tmp_path, [{**CHAIN[0], "train": {"learning_rate": 5e-4}}])
+    create_or_update_stage(other, run, other.recipe.stages[0], directory)
+    assert load_run_spec(directory.run_toml, own=True).recipe.train.learning_rate == 5e-4
 
 
 def test_plan_json_has_a_plan_for_each_stage(undisturbed: RunDirectory) -> None:
