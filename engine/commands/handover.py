@@ -57,7 +57,7 @@ def handover(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Prepare a run's result for vLLM, SGLang, Ollama or llama.cpp, and print the line that serves it."""
+    """Prepare a run's result for the tool that serves it. Prints the line, and what is merged and why."""
     given = {"vllm": vllm, "sglang": sglang, "ollama": ollama, "gguf": gguf}
     chosen = [name for name, asked in given.items() if asked]
     if len(chosen) != 1:

@@ -19,6 +19,9 @@ COMMANDS = {
     "logs": "log last", "tail": "log last -f", "follow": "watch last", "attach": "watch last", "kill": "stop last",
     "cancel": "stop last", "info": "show last", "continue": "resume last", "evaluate": "eval last",
     "test": "eval last", "generate": "chat last", "talk": "chat last", "infer": "chat last",
+    "serve": "handover last --vllm", "deploy": "handover last --vllm", "vllm": "handover last --vllm",
+    "sglang": "handover last --sglang", "ollama": "handover last --ollama", "gguf": "handover last --gguf",
+    "convert": "handover last --gguf",
     "push": "show last", "upload": "show last", "publish": "show last", "export": "show last", "delete": "rm last",
     "remove": "rm last", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
     "config": "recipes list",
@@ -107,7 +110,7 @@ def _called_with(meant: list[str], given: list[str]) -> list[str]:
         return ["show", given[0]]  # not the name of a repository
     if meant[:2] == ["recipes", "new"]:
         return [*meant[:2], *given]
-    return [meant[0], *given, *(word for word in meant[2:] if word == "-f" and "-f" not in given)]
+    return [meant[0], *given, *(word for word in meant[2:] if word.startswith("-") and word not in given)]
 
 
 def _other_option(message: str, words: list[str]) -> list[str] | None:

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.commands.handover import handover
+from engine.commands.wrong_usage import right_command
 from engine.config.load import load_run_spec
 from engine.errors import UsageError
 from engine.handover.answers import Greedy, Reference, compare, make_reference
@@ -198,3 +199,16 @@ def test_one_tool_at_a_time(finished: RunDirectory) -> None:
         with pytest.raises(UsageError) as caught:
             handover(str(finished.path), **tools)
         assert caught.value.fix == f"tunedeck handover {finished.path} --vllm"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("serve last", "handover last --vllm"),
+        ("gguf", "handover last --gguf"),
+        ("convert my-run --gguf --outtype q8_0", "handover my-run --gguf --outtype q8_0"),
+    ],
+)
+def test_words_of_other_tools_lead_to_handover(typed: str, meant: str) -> None:
+    words = typed.split()
+    assert right_command(f"No such command '{words[0]}'.", words) == f"tunedeck {meant}"
