@@ -17,6 +17,7 @@ from tui import keys
 from tui.arguments import Flags, parse
 from tui.screens.table import SCREENS
 from tui.theme import STATES, THEMES
+from tui.widgets.row_list import RowList
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -239,6 +240,33 @@ async def test_without_colour_nothing_is_coloured(console: Opener, runs: Path, m
             if colour is not None and not colour.is_default
         }
         assert colours == set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("key", ["1", "3"])
+@pytest.mark.parametrize("has_colours", [False, True], ids=["NO_COLOR", "16 colours"])
+async def test_the_row_under_the_cursor_is_seen(
+    has_colours: bool, key: str, console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("one", "two"):
+        make_run(runs, name)
+    async with console(80, 24, theme="ansi") as pilot:
+        await pilot.press(key)
+        await pilot.sees(*(("one", "two") if key == "1" else ("demo-2", "shipped")))
+        here, below = (_look_of_row(pilot, offset) for offset in (0, 1))
+        assert here != below
+        assert has_colours or (here[0] and not below[0]), "reversed"
+
+
+def _look_of_row(pilot: ConsolePilot, offset: int) -> tuple[bool, str, str]:
+    """(reversed, colour, background) of the row so many rows below the cursor in the list that has the focus."""
+    rows = pilot.app.focused
+    assert isinstance(rows, RowList)
+    strip = pilot.app.screen._compositor.render_strips()[rows.region.y + rows.cursor - rows.top + offset]
+    style = next(segment.style for segment in _as_written(pilot, strip) if segment.text.strip() and segment.style)
+    return bool(style.reverse), str(style.color), str(style.bgcolor)
 
 
 @pytest.mark.asyncio

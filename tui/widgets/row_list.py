@@ -109,7 +109,9 @@ class RowList(TextLines):
     def line_style(self, y: int) -> Style:
         """The cursor's style for the row under the cursor, the widget's style for all others."""
         if self.top + y == self.cursor and self._lines:
-            return self.get_visual_style("row-list--cursor")
+            style = self.get_visual_style("row-list--cursor")  # which leaves "reverse" out
+            reverse = self.get_component_styles("row-list--cursor").text_style.reverse
+            return style + Style(reverse=True) if reverse else style
         return self.visual_style
 
     def action_move(self, rows: int) -> None:
