@@ -28,6 +28,7 @@ from engine.export.logits import compare_logits, logits_on_prompts
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 from engine.model.result_files import save_generation_config
+from engine.model.token_rows import grow_for
 
 SHARD_SIZE = "5GB"
 """Largest file of a merged model, as the hub recommends."""
@@ -75,8 +76,9 @@ def _merge(
     # An adapter trained with scaled positions lies beside the config that its base needs.
     config = str(adapter) if (adapter / "config.json").is_file() else base
     model = _base(base, revision, config, trust_remote_code)
-    wrapped = PeftModel.from_pretrained(model, str(adapter))
     tokenizer = AutoTokenizer.from_pretrained(str(adapter))
+    grow_for(model, adapter)
+    wrapped = PeftModel.from_pretrained(model, str(adapter))
     before = logits_on_prompts(wrapped, tokenizer)
     notify("merging")
     merged = merge_rounded_once(wrapped)

@@ -127,9 +127,9 @@ class _AdaptedLinear(torch.autograd.Function):
         x_wanted, dropped_wanted = ctx.needs_input_grad[:2]
         scaling, dtype = ctx.scaling, inputs_TI.dtype
         grad_TO = gradients[0].reshape(-1, b_OR.shape[0])
-        grad_b_OR = _weight_gradient(grad_TO, low_rank_TR, b_OR.dtype).mul_(scaling)
+        grad_b_OR = weight_gradient(grad_TO, low_rank_TR, b_OR.dtype).mul_(scaling)
         grad_TR = grad_TO @ b_OR.to(dtype)
-        grad_a_RI = _weight_gradient(grad_TR, inputs_TI, a_RI.dtype).mul_(scaling)
+        grad_a_RI = weight_gradient(grad_TR, inputs_TI, a_RI.dtype).mul_(scaling)
         grad_x_TI = grad_TO @ _weight_OI(ctx.base) if x_wanted else None
         if dropped_wanted:
             grad_dropped = (grad_TR @ a_RI.to(dtype)).mul_(scaling).view(ctx.shape)
@@ -220,7 +220,7 @@ class _ProductWithAll(torch.autograd.Function):
         ctx.gradients.x_TI = ctx.gradients.low_rank_TG = None
         x_TI, *weights_RI = ctx.saved_tensors
         grad_TG = gradients[-1]
-        grads_a_GI = _weight_gradient(grad_TG, x_TI, weights_RI[0].dtype)
+        grads_a_GI = weight_gradient(grad_TG, x_TI, weights_RI[0].dtype)
         grads_a_RI = grads_a_GI.split([len(weight) for weight in weights_RI])
         if not ctx.needs_input_grad[0]:
             return None, None, *grads_a_RI
@@ -258,7 +258,7 @@ class _SharingLinear(torch.autograd.Function):
         low_rank_TG, b_OR = ctx.saved_tensors
         sums, own = ctx.gradients, ctx.own
         grad_TO = gradients[0].reshape(-1, b_OR.shape[0])
-        grad_b_OR = _weight_gradient(grad_TO, low_rank_TG[:, own], b_OR.dtype).mul_(ctx.scaling)
+        grad_b_OR = weight_gradient(grad_TO, low_rank_TG[:, own], b_OR.dtype).mul_(ctx.scaling)
         begun_TG = begun_x = None
         if sums.low_rank_TG is None:
             begun_TG = sums.low_rank_TG = torch.zeros_like(low_rank_TG)
@@ -280,7 +280,7 @@ def _joined(weights_RI: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return joined_GI
 
 
-def _weight_gradient(grad_TO: Tensor, inputs_TI: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(grad_TO: Tensor, inputs_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """grad_TO^T · inputs_TI: CUDA can return its fp32 sum unrounded; a CPU rounds to the inputs' dtype first."""
     if grad_TO.is_cuda and dtype == torch.float32 != grad_TO.dtype:
         return torch.mm(grad_TO.t(), inputs_TI, out_dtype=torch.float32)

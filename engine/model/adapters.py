@@ -25,6 +25,7 @@ from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
+from engine.model.token_rows import row_targets
 from engine.model.trained import language_model, outside_text, select
 
 
@@ -130,9 +131,12 @@ def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] = ()) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with new adapters; parameters that match the globs `in_full` are trained in full. UsageError: a
-    pattern that matches nothing, or modules that cannot be trained this way."""
+def add_adapters(
+    model: PreTrainedModel, method: Method, in_full: Sequence[str] = (), token_ids: list[int] | None = None
+) -> tuple[PeftModel, Coverage]:
+    """Wrap `model` with new adapters; parameters that match the globs `in_full` are trained in full, and of embedding
+    and head the rows `token_ids`. UsageError: a pattern that matches nothing, or modules that cannot be trained this
+    way."""
     linears = linear_layers(model)
     experts = fused_experts(model)
     impossible = layers_without_adapter(model, linears)
@@ -141,6 +145,7 @@ def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] 
     if expert_names:
         _refuse_on_experts(method)
     whole = whole_modules(model, in_full)
+    rows = row_targets(model, token_ids, whole) if token_ids else {}
     config = LoraConfig(
         r=method.rank,
         lora_alpha=method.effective_alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
@@ -148,6 +153,7 @@ def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] 
         target_modules=[name for name in chosen if name not in experts],
         target_parameters=expert_names or None,
         modules_to_save=whole or None,
+        trainable_token_indices=rows or None,
         use_dora=method.dora,
         use_rslora=method.rslora,
         bias="none",
@@ -158,7 +164,8 @@ def add_adapters(model: PreTrainedModel, method: Method, in_full: Sequence[str] 
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "float32")
     set_adapter_dtype(wrapped, method)
     _expect_on(wrapped, [name for name in chosen if name not in experts])
-    return wrapped, replace(coverage_of(wrapped, linears, experts, config.modules_to_save or []), impossible=impossible)
+    in_full = [*(config.modules_to_save or []), *(f"{len(ids)} rows of {name}" for name, ids in rows.items())]
+    return wrapped, replace(coverage_of(wrapped, linears, experts, in_full), impossible=impossible)
 
 
 def _refuse_on_experts(method: Method) -> None:
@@ -206,7 +213,7 @@ def set_adapter_dtype(model: PeftModel, method: Method) -> None:
     """Convert the matrices A and B to method.adapter_dtype; peft does so only if the base is in half precision."""
     dtype = torch.float32 if method.adapter_dtype == "float32" else torch.bfloat16
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or ".trainable_tokens_delta." in name:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.model.decoder import OutputHead
+from engine.model.token_rows import HeadRows, add_gradients, put_logits
 
 
 def liger_applies(head: OutputHead, device: Device) -> bool:
@@ -45,7 +46,9 @@ def chunked_loss(
         if not torch.is_grad_enabled():  # else _LinearLoss would compute the head's gradient needlessly
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         apply: Callable[..., Tensor] = _LinearLoss.apply
-        return apply(hidden_NH, weight_VH, bias_V, targets_N, settings, weights_N)
+        rows = head.rows
+        rows_KH, ids_K = (None, None) if rows is None else (rows.rows_KH, rows.ids_K)
+        return apply(hidden_NH, weight_VH, bias_V, targets_N, settings, weights_N, rows_KH, ids_K)
     total = hidden_NH.new_zeros((), dtype=torch.float32)
     for hidden_CH, targets_C, weights_C in _chunks(hidden_NH, targets_N, settings, weights_N):
         arguments = (head, hidden_CH, targets_C, settings, weights_C)
@@ -92,8 +95,10 @@ class _Gradients:
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
+    rows_KH: Tensor | None = None
+    """Of trained rows of a frozen head, in fp32."""
 
-    def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
+    def add(self, start: int, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor, rows: HeadRows | None) -> None:
         """Add one chunk's part; the chunk begins at token `start`."""
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0, dtype=torch.float32)
@@ -104,6 +109,9 @@ class _Gradients:
             self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
         elif self.weight_VH is not None:
             self.weight_VH += grad_CV.t() @ hidden_CH
+        if rows is not None:
+            part_CH = None if self.hidden_NH is None else self.hidden_NH[start : start + len(grad_CV)]
+            add_gradients(part_CH, self.rows_KH, grad_CV, hidden_CH, weight_VH, rows)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -119,13 +127,19 @@ class _LinearLoss(torch.autograd.Function):
         targets_N: Tensor,
         settings: LossSettings,
         weights_N: Tensor | None,
+        rows_KH: Tensor | None,
+        ids_K: Tensor | None,
     ) -> Tensor:
+        rows = None if rows_KH is None or ids_K is None else HeadRows(ids_K, rows_KH)
+        needs_rows = ctx.needs_input_grad[6]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         ctx.gradients = gradients = _Gradients(
             torch.empty_like(hidden_NH) if needs_hidden else None,
             torch.zeros_like(weight_VH) if needs_weight else None,
             torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None,
+            torch.zeros_like(rows_KH, dtype=torch.float32) if needs_rows and rows_KH is not None else None,
         )
+        ctx.rows_dtype = None if rows_KH is None else rows_KH.dtype
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         start = 0
@@ -135,15 +149,17 @@ class _LinearLoss(torch.autograd.Function):
             bias_in = None if bias_V is None else bias_V.to(hidden_NH.dtype)
             for hidden_CH, targets_C, weights_C in _chunks(hidden_NH, targets_N, settings, weights_N):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
+                if rows is not None:
+                    put_logits(logits_CV, hidden_CH, rows, bias_in)
                 compute = _losses_and_gradient_by_liger if settings.liger else _losses_and_gradient
-                losses_C, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad[:3]))
+                losses_C, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad))
                 del logits_CV
                 total += weighted_sum(losses_C, weights_C)
                 del losses_C
                 if grad_CV is not None:
                     if weights_C is not None:
                         grad_CV *= weights_C[:, None]
-                    gradients.add(start, grad_CV, hidden_CH, weight_in)
+                    gradients.add(start, grad_CV, hidden_CH, weight_in, rows)
                 # Free this chunk's logits before the next chunk's are computed.
                 del grad_CV
                 start += len(targets_C)
@@ -154,11 +170,12 @@ class _LinearLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the chunked loss frees its gradients in backward; run the forward pass again")
-        for gradient in (gradients.hidden_NH, gradients.weight_VH, gradients.bias_V):
+        for gradient in (gradients.hidden_NH, gradients.weight_VH, gradients.bias_V, gradients.rows_KH):
             if gradient is not None:
                 gradient.mul_(upstream[0])
         grad_bias_V = None if gradients.bias_V is None else gradients.bias_V.to(ctx.bias_dtype)
-        return gradients.hidden_NH, gradients.weight_VH, grad_bias_V, None, None, None
+        grad_rows_KH = None if gradients.rows_KH is None else gradients.rows_KH.to(ctx.rows_dtype)
+        return gradients.hidden_NH, gradients.weight_VH, grad_bias_V, None, None, None, grad_rows_KH, None
 
 
 def _losses_and_gradient(

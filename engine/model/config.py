@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.budget.architecture.classes import no_class
 from engine.budget.architecture.families import own_code
-from engine.budget.architecture.lookup import builtin_config
+from engine.budget.architecture.lookup import builtin_config, with_added_tokens
 from engine.budget.architecture.support import refuse_unsafe_packing
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
@@ -211,11 +211,12 @@ def layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
-    """The base model's config.json (for an earlier run, its base's), without the recipe's rotary scaling."""
+    """The base model's config.json (for an earlier run, its base's) with the rows of added tokens, without the recipe's
+    rotary scaling."""
     start = find_starting_weights(spec.recipe.model)
     if start.base.startswith(BUILTIN_PREFIX):
-        return builtin_config(start.base)
-    return load_config(start, spec.limits.trust_remote_code).to_dict()
+        return with_added_tokens(builtin_config(start.base), spec.recipe.model)
+    return with_added_tokens(load_config(start, spec.limits.trust_remote_code).to_dict(), spec.recipe.model)
 
 
 def check_packing(spec: RunSpec) -> None:

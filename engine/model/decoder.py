@@ -23,6 +23,7 @@ from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
 from engine.model.loaded import LoadedModel
 from engine.model.positions import flash_options, separate_documents, takes_starts
+from engine.model.token_rows import HeadRows, head_rows
 from engine.model.trained import decoder_of, language_model
 
 LOGIT_MULTIPLIERS = {
@@ -57,8 +58,14 @@ class OutputHead:
 
     @property
     def linear(self) -> nn.Linear | None:
-        """None if the head is quantised or has an adapter or another wrapper."""
-        return self.project if type(self.project) is nn.Linear else None
+        """None if the head is quantised or has an adapter or another wrapper; the base's for one with trained rows."""
+        base, _ = head_rows(self.project)
+        return base if type(base) is nn.Linear else None
+
+    @property
+    def rows(self) -> HeadRows | None:
+        """Rows of added tokens, which are trained and stand in place of the linear layer's."""
+        return head_rows(self.project)[1]
 
     @property
     def vocabulary(self) -> int:

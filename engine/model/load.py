@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.trace.memory_config import memory_config_of
@@ -43,6 +44,14 @@ from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.positions import expect_scaled, fix_frequencies, scale_positions
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import StartingWeights, find_starting_weights
+from engine.model.token_rows import (
+    expect_rows_of,
+    expect_trained_ends,
+    fill_empty_rows,
+    grow_embedding,
+    replace_row_forward,
+    token_ids,
+)
 from engine.model.tokenizer import check_vocabulary
 from engine.model.trained import decoder_of, freeze_parameters, outside_text
 
@@ -107,8 +116,12 @@ def load_model(
     settings = choose_settings(spec, start, load_config(start, spec.limits.trust_remote_code), device)
     with seeded(spec.recipe.train.seed, device):
         base = _load_base(spec, settings, device, place or device.torch_device)
+        ids = token_ids(tokenizer, added_tokens(spec.recipe.model))
+        if ids:
+            grow_embedding(base, max(tokenizer.get_vocab().values()) + 1)
+            fill_empty_rows(base, ids)
         check_vocabulary(tokenizer, embedding_rows(base))
-        loaded = assemble(spec, settings, base, device)
+        loaded = assemble(spec, settings, base, device, ids)
     loaded.tokenizer = tokenizer
     if device.torch_device.type == "cuda" and keyed_dropouts(loaded.model):
         problem = use_kernel(device.torch_device)
@@ -119,8 +132,11 @@ def load_model(
     return loaded
 
 
-def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, device: Device) -> LoadedModel:
-    """Add adapters to `base` or freeze it; set dropout and gradient checkpointing. The result has no tokenizer yet.
+def assemble(
+    spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, device: Device, token_ids: list[int] | None = None
+) -> LoadedModel:
+    """Add adapters to `base`, with rows for the added tokens `token_ids`, or freeze it; set dropout and gradient
+    checkpointing. The result has no tokenizer yet.
 
     UsageError: patterns that match nothing, rotary scaling that the model does not compute, or an adapter that cannot
     be trained further.
@@ -131,11 +147,12 @@ def assemble(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel, devi
         expect_scaled(base, recipe.model.rope_scaling)
     notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
     notices += _linear_attention(settings.config, spec.profile.device.kind)
-    trained, coverage = _apply_method(spec, settings.start, base)
+    trained, coverage = _apply_method(spec, settings.start, base, token_ids or [])
     if settings.start.adapter is None:
         notices += uncovered(coverage, str(base.config.get_text_config().model_type), recipe.method)
     key_dropout(trained, calls=has_dropout(settings.config))
     compute_in_input_dtype(trained)
+    replace_row_forward(trained)
     loaded = LoadedModel(
         model=trained,
         kind="adapter" if recipe.method.kind == "lora" else "model",
@@ -304,7 +321,9 @@ def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsA
     )
 
 
-def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel) -> tuple[Any, Coverage]:
+def _apply_method(
+    spec: RunSpec, start: StartingWeights, model: PreTrainedModel, token_ids: list[int]
+) -> tuple[Any, Coverage]:
     method, freezes = spec.recipe.method, spec.recipe.freezes_router
     routers = router_parameters(model)
     if method.kind == "full":
@@ -316,19 +335,23 @@ def _apply_method(spec: RunSpec, start: StartingWeights, model: PreTrainedModel)
         names = dict(model.named_parameters())
         unseen = () if image_key(spec.recipe) else outside_text(model) & names.keys()
         freeze_parameters(model, method, [*(routers if freezes else ()), *unseen])
+        if token_ids:
+            expect_trained_ends(model)
         return model, _coverage_of_full(model)
     model.requires_grad_(False)
     if start.adapter is not None:
-        return _continued(spec, start.adapter, model)
+        return _continued(spec, start.adapter, model, token_ids)
     in_full = [*method.also_train, *([] if freezes else routers)]
-    return add_adapters(model, method, in_full)
+    return add_adapters(model, method, in_full, token_ids)
 
 
-def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel) -> tuple[Any, Coverage]:
+def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel, token_ids: list[int]) -> tuple[Any, Coverage]:
     try:
-        return continue_adapter(model, adapter, spec.recipe.method)
+        wrapped, coverage = continue_adapter(model, adapter, spec.recipe.method)
     except HUB_ERRORS as error:
         raise loading_error(error, adapter, "adapter") from error
+    expect_rows_of(wrapped, adapter, token_ids)
+    return wrapped, coverage
 
 
 def _coverage_of_full(model: PreTrainedModel) -> Coverage:

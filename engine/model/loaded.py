@@ -107,7 +107,8 @@ class LoadedModel:
     def adapter_is_all(self) -> bool:
         """Whether everything that is trained belongs to the adapter, so that `adapter_off` gives the base model."""
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        of_adapter = all(any(part in name for part in (".lora_", ".modules_to_save.")) for name in names)
+        parts = (".lora_", ".modules_to_save.", ".token_adapter.")
+        of_adapter = all(any(part in name for part in parts) for name in names)
         return isinstance(self.model, PeftModel) and of_adapter
 
     @contextmanager
@@ -235,9 +236,9 @@ class LoadedModel:
     def _save_base(self, model: PeftModel, folder: Path) -> Hashes:
         clean = {}
         for name, tensor in model.get_base_model().state_dict().items():
-            if ".lora_" in name or ".modules_to_save." in name:
+            if ".lora_" in name or ".modules_to_save." in name or ".trainable_tokens_" in name:
                 continue
-            clean[_unwrapped(name).replace(".original_module.", ".")] = tensor
+            clean[_unwrapped(name.replace(".token_adapter.", ".")).replace(".original_module.", ".")] = tensor
         self.base.config.save_pretrained(folder)
         return _write_weights(self._on_host(clean), folder)
 
@@ -282,7 +283,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def plain_name(name: str) -> str:
     """A parameter's dotted name without the parts that peft's wrappers add."""
     bare = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
-    return _unwrapped(bare.replace(f".{ADAPTER}.", "."))
+    return _unwrapped(bare.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}"))
 
 
 def _unwrapped(name: str) -> str:

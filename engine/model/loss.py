@@ -345,6 +345,8 @@ def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
         return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
     if head.linear is None:
         return "the head carries an adapter or is quantised, which no fused kernel handles"
+    if head.rows is not None:
+        return "the head has rows of added tokens, which torch's kernel cannot train"
     if head.softcap is not None:
         return "this model caps its logits, which torch's kernel cannot"
     if label_smoothing:

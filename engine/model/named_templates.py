@@ -3,6 +3,7 @@ their families use. A name fits where the vocabulary has its tokens, so that eac
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -71,9 +72,10 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     missing = [token for token in NAMED[name].tokens if token not in vocabulary]
     if missing:
         fitting = [other for other, each in NAMED.items() if all(token in vocabulary for token in each.tokens)]
+        added = f"--set 'model.add_tokens={json.dumps(missing)}'"
         raise UsageError(
             f'model.chat_template = "{name}": the tokenizer has no token {" or ".join(missing)}',
             expected=f"a template whose tokens it has: {', '.join(fitting)}",
-            fix=f"add --set model.chat_template={fitting[0]}",
+            fix=f"add --set model.chat_template={fitting[0]}, or {added} to train them",
         )
     return NAMED[name].text

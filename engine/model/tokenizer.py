@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.models.auto import processing_auto
 
+from engine.budget.architecture.lookup import added_tokens
+from engine.budget.architecture.token_rows import BYTE_SPECIALS
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.machine import install_command, path_of
@@ -161,10 +163,6 @@ def _described(processor: Any, config: PreTrainedConfig, tokenizer: PreTrainedTo
 
 BUILTIN_BYTES = "builtin:bytes"
 
-BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
-"""Special tokens of the byte tokenizer, ids 256 to 263: a vocabulary of 264 is a multiple of 8, which matrix units need
-for full speed. profiles/models/builtin-tiny.toml relies on 256 and 257 for bos and eos."""
-
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 BYTE_CHAT_TEMPLATE = (
@@ -189,11 +187,28 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
         raise UsageError(f"no built-in tokenizer {source!r}", expected=BUILTIN_BYTES, fix="set model.tokenizer to it")
     else:
         tokenizer = _pretrained(source, model.revision if source == model.id else None, trust_remote_code)
+    _add_tokens(tokenizer, added_tokens(model), model.chat_template)
     if model.chat_template is not None:
         name = model.chat_template
         tokenizer.chat_template = named_template(name, tokenizer) if name in NAMED else _template_text(name)
     give_pad_token(tokenizer)
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str], template: str | None) -> None:
+    """Add those of `tokens` that the vocabulary lacks. What the chat template writes becomes a special token, which
+    can end an answer and is left out of texts."""
+    if template is None:
+        written = str(tokenizer.chat_template or "")
+    elif template in NAMED:
+        written = NAMED[template].text + "".join(NAMED[template].tokens)
+    else:
+        written = _template_text(template)
+    vocabulary = tokenizer.get_vocab()
+    for special in (True, False):
+        new = [token for token in tokens if token not in vocabulary and (token in written) == special]
+        made = [AddedToken(token, special=special, normalized=False) for token in new]
+        tokenizer.add_tokens(made, special_tokens=special)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from engine.budget.architecture.lookup import find_config
+from engine.budget.architecture.lookup import added_tokens, find_config, with_added_tokens
 from engine.budget.trace.memory_config import resolved_dtype
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
@@ -25,8 +25,10 @@ from engine.model.decoder import find_head
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.expert_balance import expert_balance
 from engine.model.load import LoadedModel, assemble, choose_settings
+from engine.model.loaded import embedding_rows
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
+from engine.model.token_rows import grow_embedding
 from engine.simulate.batch import StepShape, batch_of
 from engine.simulate.device import SimulatedDevice, simulated_dropout
 from engine.simulate.images import RowImages
@@ -88,7 +90,7 @@ class SimulatedRun(Generic[Recorder]):
     def static_components(self) -> dict[str, int]:
         """Return the device bytes that remain allocated throughout a step, by component."""
         trainable = self.loaded.trainable()
-        adapters = [parameter for name, parameter in trainable if "lora_" in name]
+        adapters = [parameter for name, parameter in trainable if "lora_" in name or "trainable_tokens" in name]
         return {
             "weights": bytes_of(self.loaded.model.parameters()) - bytes_of(adapters),
             "adapters": bytes_of(adapters),
@@ -200,7 +202,19 @@ def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None
     settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
     options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
     with torch.device("meta"):
-        return assemble(spec, settings, auto_class(config).from_config(settings.config, **options), device)
+        base = auto_class(config).from_config(settings.config, **options)
+        ids = _grow(base, spec)
+        return assemble(spec, settings, base, device, ids)
+
+
+def _grow(base: PreTrainedModel, spec: RunSpec) -> list[int]:
+    """Give a model on the meta device the rows of added tokens; returns ids that stand for theirs."""
+    tokens = added_tokens(spec.recipe.model)
+    if not tokens:
+        return []
+    facts = with_added_tokens({"vocab_size": embedding_rows(base)}, spec.recipe.model)
+    grow_embedding(base, int(facts["vocab_size"]))
+    return list(range(embedding_rows(base) - len(tokens), embedding_rows(base)))
 
 
 def leave_meta(model: torch.nn.Module) -> None:
@@ -209,10 +223,27 @@ def leave_meta(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
+    shared = _modules_met_again(model)
+    for parent, name, _ in shared:  # torch would replace their tensors twice, and refuses
+        parent._modules[name] = None
     model.to_empty(device="cpu")
+    for parent, name, module in shared:
+        parent._modules[name] = module
     for (module, name), *others in places.values():
         for other, its_name in others:
             setattr(other, its_name, getattr(module, name))
+
+
+def _modules_met_again(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """(parent, name, module) of every further place of a module that has several: peft's rows of a tied embedding."""
+    seen: set[int] = set()
+    found = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if id(child) in seen:
+                found.append((parent, name, child))
+            seen.add(id(child))
+    return found
 
 
 @contextmanager

@@ -110,6 +110,7 @@ CASES: dict[str, Case] = {
     "model.revision": Case(plan, "", "v9", ("model.id=walk/model",)),
     "model.adapter": Case(accepted, "", "./no-such-folder", LORA),
     "model.chat_template": Case(data, "", "{% for m in messages %}{{ m.content }}{% endfor %}"),
+    "model.add_tokens": Case(plan, "[]", '["<a>"]', LORA),
     "model.dtype": Case(plan, "float32", "bfloat16"),
     "model.attention": Case(plan, "sdpa", "eager"),
     "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",), refused=True),

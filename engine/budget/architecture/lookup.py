@@ -23,6 +23,7 @@ from engine.budget.architecture.assembled import (
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.model_folder import refuse_without_config
 from engine.budget.architecture.parameters import parameter_count
+from engine.budget.architecture.token_rows import rows_with, with_rows
 from engine.config.files.caches import find_snapshot
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, split_run_reference
 from engine.config.load import load_run_spec
@@ -73,7 +74,8 @@ def find_facts(model: Model) -> ModelFacts:
     """The facts of the model that a recipe names, from what is on this machine. Raises nothing: see
     `ModelFacts.reason`."""
     try:
-        return ModelFacts.of_config(find_config(model.id, model.revision), scaling_of(model.id))
+        config = with_added_tokens(find_config(model.id, model.revision), model)
+        return ModelFacts.of_config(config, scaling_of(model.id))
     except TunedeckError as error:
         return ModelFacts(None, None, error)
 
@@ -81,6 +83,8 @@ def find_facts(model: Model) -> ModelFacts:
 def find_architecture(spec: RunSpec) -> Architecture:
     """Raises ConfigNotHereError when no config is on this machine, UsageError: unknown family or missing folder."""
     model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
+    if added_tokens(spec.recipe.model):
+        return from_config(with_added_tokens(find_config(model, revision), spec.recipe.model))
     if model.startswith(ASSEMBLED_PREFIX):
         return from_config(find_config(model, revision))
     file = _config_file(model, revision)
@@ -157,6 +161,25 @@ def scaling_of(model: str) -> RopeScaling | None:
     """The rotary scaling that "run:RUN" was trained with, its own or that of the run it started from; None for other
     names. Raises UsageError if there is no such run."""
     return next((start.rope_scaling for start in _starts(model) if start.rope_scaling is not None), None)
+
+
+def added_tokens(model: Model) -> list[str]:
+    """The tokens of `add_tokens`, with those of the runs that the model or its adapter goes on from. UsageError: there
+    is no such run."""
+    chain = [model, *_starts(model.id), *_starts(model.adapter or "")]
+    return list(dict.fromkeys(token for each in chain for token in each.add_tokens))
+
+
+def with_added_tokens(config: dict[str, Any], model: Model) -> dict[str, Any]:
+    """The config of a model once its embedding has the added tokens. Raises UsageError if there is no such run."""
+    wanted = added_tokens(model)
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) and "vocab_size" in text else config).get("vocab_size")
+    if not wanted or not isinstance(rows, int):
+        return config
+    chain = [model, *_starts(model.id)]
+    tokenizer = next((each.tokenizer for each in chain if each.tokenizer is not None), chain[-1].id)
+    return with_rows(config, rows_with(set(wanted), rows, tokenizer, chain[-1].revision))
 
 
 def _starts(model: str) -> Iterator[Model]:

@@ -23,9 +23,10 @@ from engine.budget.architecture.parameters import (
 from engine.budget.architecture.vision_encoder import VisionEncoder
 from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
-from engine.budget.trace.operations import FLOAT
+from engine.budget.trace.operations import FLOAT, INDEX
 from engine.budget.trace.trainable import (
     Trainable,
+    tables_with_rows,
     trainable_by_layer,
     trainable_outer,
     trainable_vision_ends,
@@ -96,6 +97,11 @@ def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
     parameters, trained = outer_parameters(arch), trainable_outer(arch, patterns)
     outer = _tensors(parameters, Trainable(trained), config).plus(Tensors(weights=BLOCK_BYTES * arch.buffers))
     gradients = {p.name: round_to_blocks(p.elements * config.base_bytes) for p in parameters if p.name in trained}
+    tables = tables_with_rows(arch, config)
+    rows = token_row_tensors(arch, config) if tables else Tensors()
+    outer = outer.plus(rows, len(tables))
+    if HEAD in tables:
+        gradients[HEAD] = rows.gradients
     vision = vision_tensors(arch.vision_encoder, config) if arch.vision_encoder else Tensors()
     return StaticBytes(
         embedding_gradient=gradients.get(parameters[0].name, 0),
@@ -103,6 +109,17 @@ def _static_bytes(arch: Architecture, config: MemoryConfig) -> StaticBytes:
         vision=vision,
         total=layers.plus(outer).plus(vision),
     )
+
+
+def token_row_tensors(arch: Architecture, config: MemoryConfig) -> Tensors:
+    """Bytes of the rows of added tokens in one table: the trained ones, those of the base that peft keeps beside them
+    (widened with the adapter), and their ids."""
+    shape, dtype = (config.token_rows, arch.hidden), config.adapter_dtype or ""
+    ids = round_to_blocks(INDEX * config.token_rows) * (2 if arch.tied else 1)  # of each layer that has them
+    weights = round_to_blocks(prod(shape) * max(config.base_bytes, config.adapter_bytes)) + ids
+    learning = [(shape, dtype)]
+    adapters = round_to_blocks(prod(shape) * config.adapter_bytes)
+    return Tensors(weights, adapters, adapters, state_bytes(shape, dtype, config), widened_bytes(learning, config))
 
 
 @lru_cache(maxsize=256)
@@ -211,7 +228,8 @@ def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
         beside = frozenset[str]().union(*[trainable.adapted for trainable in found])
         full += [p.shape for p in parts if p.name in trained]
         adapted += [p for p in parts if p.name in beside]
-    sides = [(side, config.rank) for p in adapted for side in p.shape]
+    sides: list[tuple[int, ...]] = [(side, config.rank) for p in adapted for side in p.shape]
+    sides += [(config.token_rows, arch.hidden)] * len(tables_with_rows(arch, config))
     return {(shape, config.dtype) for shape in full} | {(shape, config.adapter_dtype or "") for shape in sides}
 
 

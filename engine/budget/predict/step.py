@@ -14,7 +14,7 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import head_step, layer_backward, layer_forward
 from engine.budget.predict.parallel_layout import SINGLE_DEVICE, ParallelLayout, shards, static_of_a_rank
 from engine.budget.predict.recompute import recomputing_stack
-from engine.budget.predict.static import layer_tensors, static_bytes
+from engine.budget.predict.static import layer_tensors, static_bytes, token_row_tensors
 from engine.budget.predict.vision import vision_cost
 from engine.budget.trace.layer import LayerKind, layer_stack, sees_images_both_ways
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
@@ -32,6 +32,7 @@ from engine.budget.trace.polynomial import (
     highest,
     highest_value,
 )
+from engine.budget.trace.trainable import tables_with_rows
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class _Step:
         self.held = self.everything if accumulating else 0
         # A tied table gets gradients from head and embedding; autograd keeps the head's until the embedding's exists.
         self.waiting = self.static.embedding_gradient if arch.tied else 0
+        if arch.tied and tables_with_rows(arch, config):
+            self.waiting += token_row_tensors(arch, config).gradients
         self.routers = router_statistics(arch, config)
 
     def _prefetched(self, layers: int) -> BytesPolynomial:

@@ -21,7 +21,7 @@ from engine.budget.trace.operations import (
     scale,
 )
 from engine.budget.trace.polynomial import BYTE, CHUNK, NO_BYTES, SEVERAL, TARGET, TOKEN
-from engine.budget.trace.trainable import trainable_outer
+from engine.budget.trace.trainable import tables_with_rows, trainable_outer
 
 
 class Head:
@@ -33,6 +33,9 @@ class Head:
         outer = outer_parameters(arch)
         self.norm_name = next(p.name for p in outer if p.name.endswith(("norm.weight", "ln_f.weight")))
         self.table_name = "lm_head.weight" if not arch.tied else outer[0].name
+        # Rows of the head are trained, of added tokens.
+        self.rows = bool(tables_with_rows(arch, config))
+        self.row_bytes = round_to_blocks(config.token_rows * arch.hidden * FLOAT) if self.rows else 0
         self.weight = round_to_blocks(arch.vocab * arch.hidden * config.base_bytes)
 
     def forward(self, handed: list[TracedTensor]) -> TracedTensor:
@@ -74,6 +77,8 @@ class Head:
             logits = half_linear(
                 trace, hidden, self.arch.vocab, self.arch.vocab * self.arch.hidden, trained, row=TARGET
             )
+        elif self.rows:
+            logits = self.with_rows(hidden)
         else:
             logits = linear(trace, hidden, self.arch.vocab, self.weight, trained, row=TARGET)
         logits = cast(trace, logits, FLOAT)
@@ -83,6 +88,17 @@ class Head:
             logits = scale(trace, logits)
         return negative_log_likelihood(trace, saves_output(trace, logits))
 
+    def with_rows(self, hidden: TracedTensor) -> TracedTensor:
+        """The frozen head's product with some of its logits replaced: saves its input, as a trained head does."""
+        trace, size, rows = self.trace, hidden.size, self.row_bytes
+
+        def back(gradient: Storage) -> list[Storage | None]:
+            made = trace.allocate(size) if hidden.node is not None else None
+            trace.leaf_gradient(rows)
+            return [made]
+
+        return trace.result(self.arch.vocab * TARGET, hidden.itemsize, [hidden], back, trace.save(hidden), trains=True)
+
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
         """`engine.model.chunked`: forward computes logits and the gradients of hidden states and head, chunk by chunk;
         these gradients are kept until backward. Liger's kernel needs less: it makes no copy in fp32."""
@@ -91,6 +107,8 @@ class Head:
         saved = [trace.allocate(size)] if trace.learning else []
         if trained and trace.learning:
             saved.append(trace.allocate(self.weight * BYTE))
+        if self.rows and trace.learning:
+            saved.append(trace.allocate(self.row_bytes * BYTE))
         narrow = self.config.base_bytes
         capped = 2 if self.arch.logit_softcap is not None else 0  # the capped logits, and the derivative of the cap
         logits = narrow if narrow < FLOAT or capped else 0  # 0: fp32 logits are overwritten in place
@@ -100,11 +118,11 @@ class Head:
         del logits_and_work
 
         def back(gradient: Storage) -> list[Storage | None]:
-            if trained:
+            if trained or self.rows:
                 trace.adopt_gradient(saved.pop())
             return [saved.pop()]
 
-        return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained)
+        return trace.result(NO_BYTES, FLOAT, [hidden], back, trains=trained or self.rows)
 
     def fused(self, hidden: TracedTensor) -> TracedTensor:
         """torch's `linear_cross_entropy`: logits in the hidden states' dtype, chunk by chunk, in forward and again in

@@ -258,7 +258,7 @@ def layer_stack(arch: Architecture, config: MemoryConfig) -> LayerStack:
     trainable = trainable_by_layer(arch, config.patterns)
     slides = arch.sliding_layers or (False,) * arch.layers
     always_masked = config.packed or sees_images_both_ways(arch, config)
-    follows = vision_learns(arch, config) or embedding_learns(arch, config.patterns)
+    follows = vision_learns(arch, config) or embedding_learns(arch, config)
     layers = []
     for each, sliding in zip(trainable, slides, strict=True):
         masked = always_masked or (sliding and config.window_reached)

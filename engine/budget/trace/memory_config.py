@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.budget.architecture.facts import Architecture
+from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.parameters import VISION_MODULES
 from engine.config.attention import FLASH_KERNELS, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
 from engine.config.check.data_rules import image_key
@@ -55,6 +56,8 @@ class MemoryConfig:
     """None without LoRA."""
     rank: int
     patterns: Patterns
+    token_rows: int
+    """Rows of embedding and head that are trained beside LoRA, of added tokens; 0 without."""
     dora: bool
     dropout: bool
     checkpointing: bool
@@ -143,6 +146,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         adapter_dtype=method.adapter_dtype if lora else None,
         rank=method.rank if lora else 0,
         patterns=patterns_of(arch, recipe),
+        token_rows=len(added_tokens(recipe.model)) if lora else 0,
         dora=lora and method.dora,
         dropout=lora and method.dropout > 0,
         checkpointing=train.gradient_checkpointing is not False,

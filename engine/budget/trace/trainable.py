@@ -20,7 +20,7 @@ from engine.budget.architecture.parameters import (
     vision_layer_prefix,
 )
 from engine.budget.architecture.vision_encoder import VisionEncoder
-from engine.budget.trace.memory_config import Patterns
+from engine.budget.trace.memory_config import MemoryConfig, Patterns
 from engine.config.name_patterns import compile_patterns
 
 ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
@@ -103,9 +103,21 @@ def _trained_test(patterns: Patterns) -> Callable[..., bool]:
     return lambda *names: any(map(meant, names)) and not any(map(frozen, names))
 
 
-def embedding_learns(arch: Architecture, patterns: Patterns) -> bool:
-    """Whether the first layer's input needs a gradient because a token or position embedding is trained."""
-    trained = trainable_outer(arch, patterns)
+def tables_with_rows(arch: Architecture, config: MemoryConfig) -> tuple[str, ...]:
+    """The embedding, and the head unless it is tied, if rows of them are trained beside LoRA; without those that are
+    trained in full."""
+    if not config.token_rows:
+        return ()
+    trained, table = trainable_outer(arch, config.patterns), outer_parameters(arch)[0].name
+    return tuple(name for name in ([table] if arch.tied else [table, HEAD]) if name not in trained)
+
+
+def embedding_learns(arch: Architecture, config: MemoryConfig) -> bool:
+    """Whether the first layer's input needs a gradient because a token or position embedding is trained, or rows of
+    it."""
+    trained = trainable_outer(arch, config.patterns)
+    if tables_with_rows(arch, config):
+        return True
     if not trained:
         return False
     tables = [p.name for p in outer_parameters(arch) if p.shape[-1] == arch.hidden and len(p.shape) == 2]

@@ -81,6 +81,13 @@ def _pairs_across_ranks(spec: RunSpec, shared: bool, beside: str) -> str | None:
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (_images_in_shards, "sharding of a model that is trained on images"),
     (
+        lambda spec: _when(
+            bool(spec.recipe.model.add_tokens) and spec.profile.parallel.strategy == "sharded",
+            'model.add_tokens beside parallel.strategy = "sharded"',
+        ),
+        "sharding of an embedding that grows",
+    ),
+    (
         lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
         "sharding of 4-bit weights",
     ),

@@ -200,6 +200,29 @@ def groups_do_something(recipe: Recipe) -> Problems:
             )
 
 
+def added_tokens_can_be_trained(recipe: Recipe) -> Problems:
+    tokens, place = recipe.model.add_tokens, ("model", "add_tokens")
+    if len(set(tokens)) < len(tokens) or any(not token or token != token.strip() for token in tokens):
+        yield Problem(
+            place, "a token that is empty, there twice, or with spaces around it", "each token once, without spaces"
+        )
+    if tokens and recipe.model.quantize != "none":
+        yield Problem(
+            place,
+            f"added tokens with quantize = {quoted(recipe.model.quantize)}",
+            'quantize = "none" is needed: the embedding of a base in 4 bits does not grow',
+            (("model", "quantize"),),
+        )
+    for index, stage in enumerate(recipe.stages):
+        if tokens and stage.kind == "assemble":
+            yield Problem(
+                place,
+                f"added tokens with the stage {stage.name}, which assembles a mixture",
+                "experts with the vocabulary of their base are needed",
+                (("stages", index, "kind"),),
+            )
+
+
 def fields_of_the_method(recipe: Recipe) -> Problems:
     method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
     only: dict[str, list[str]] = {"lora": ["dora", "rslora", "also_train"], "full": ["train_only"]}
@@ -337,6 +360,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     momentum_is_sgd,
     state_has_a_dtype,
     groups_do_something,
+    added_tokens_can_be_trained,
     fields_of_the_method,
     adapters_somewhere,
     quantised_base_is_frozen,

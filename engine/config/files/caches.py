@@ -119,7 +119,8 @@ def lengths_record(recipe: Recipe) -> Path | None:
             files += [state for name in ("", *TOKENIZER_FILES) if (state := _state(Path(text, name)))]
     settings = data.model_dump(exclude={"validation", "workers", "shuffle", "sources"})
     sources = [source.model_dump(exclude={"weight"}) for source in data.sources if source.enabled]
-    model_settings = [model.id, model.tokenizer, model.revision, model.chat_template]
+    model_settings: list[Any] = [model.id, model.tokenizer, model.revision, model.chat_template]
+    model_settings += [model.add_tokens] if model.add_tokens else []
     parts = [VERSION, recipe.train.seed, settings, sources, model_settings, files]
     name = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder() / "lengths" / f"{name}.json"

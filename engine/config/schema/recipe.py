@@ -45,6 +45,8 @@ class Model(Table):
     chat_template: str | None = None
     """A chat template used instead of the tokenizer's: "chatml", "llama3", "gemma", "phi3", "mistral" or "plain", where
     the vocabulary has its tokens (plain needs none); else Jinja text, or a path ending in .jinja."""
+    add_tokens: list[str] = []
+    """Tokens whose rows of embedding and head are trained, the only ones with LoRA; those missing are added."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the base weights. auto: bfloat16 where the device has it, else float16 on CUDA, float32 on a CPU."""
     attention: AttentionChoice = "auto"
@@ -214,8 +216,7 @@ class Moe(Table):
     """Weight of the auxiliary loss that balances the experts, computed per sequence and layer over the whole step. By
     default the model's router_aux_loss_coef if the router is trained, else 0."""
     watch_experts: bool = True
-    """Count how many tokens each expert gets: in step events, in experts/ at evaluations, with warnings of experts that
-    get almost none."""
+    """Count each expert's tokens: in step events, in experts/ at evaluations, with warnings where it has few."""
 
 
 class Generate(Table):
@@ -307,8 +308,7 @@ class Stage(Table):
     experts_per_token: Count | None = None
     """assemble: experts each token is routed to; by default 2."""
     shared: list[str] = []
-    """assemble: globs on parameters that are taken from the first expert where the experts differ; others are
-    averaged."""
+    """assemble: globs on parameters taken from the first expert where the experts differ; others are averaged."""
     router: Literal["random", "hidden"] | None = None
     """assemble: initial router weights. random (the default), or hidden: the direction of each expert's own data in
     the hidden states of the recipe's model."""

@@ -120,7 +120,7 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """
     trainable = context.loaded.trainable()
     on_host = context.guard.host_state.on
-    adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name)
+    adapters = bytes_of(parameter for name, parameter in trainable if "lora_" in name or "trainable_tokens" in name)
     components = {
         "weights": bytes_of(tensor for _, tensor in context.loaded.local_parameters()) - adapters,
         "adapters": adapters,

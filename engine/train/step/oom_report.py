@@ -34,7 +34,7 @@ def memory_breakdown(loaded: LoadedModel, guard: StepGuard, device: Device) -> M
     learning = loaded.trainable()
     state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
     gradients = [(f"gradient of {name}", p.grad) for name, p in learning if p.grad is not None]
-    adapters = [p for name, p in learning if "lora_" in name]
+    adapters = [p for name, p in learning if "lora_" in name or "trainable_tokens" in name]
     components = {
         "weights": bytes_of(p for _, p in named) - bytes_of(adapters),
         "adapters": bytes_of(adapters),
