@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from engine.train.step.pairs import plan_pairs
 from engine.train.step.transaction import StepOutcome, StepTransaction
 from tests.present import metered
 from tests.train.preference_rows import write_pairs
-from tests.train.run_helpers import Event, Workshop, make_spec, new_run, of_kind, train
+from tests.train.run_helpers import Event, Workshop, losses, make_spec, new_run, of_kind, train
+from tests.train.test_resume import started_until_step
 
 STEPS, BATCH = 30, 4
 TRAIN: dict[str, Any] = {
@@ -314,3 +316,21 @@ def test_a_reference_is_computed_once_and_survives_a_kill(tmp_path: Path, base: 
     with Objective(spec, place.path):
         pass
     assert {piece: piece.read_text() for piece in pieces} == first
+
+
+@pytest.mark.parametrize(("method", "rows"), [(LORA, 4), (FULL, 1)], ids=["lora", "full, a sequence at a time"])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, base: Path, method: dict[str, Any], rows: int) -> None:
+    """With an adapter the reference is the model that is resumed, with its adapter off; in full fine-tuning its
+    log-probabilities are those of the start, not of the checkpoint."""
+    steps = {**TRAIN, "max_steps": 12, "micro_batch": rows}
+    spec = spec_of(base, method, {}, train=steps, checkpoint={"every_steps": 5, "every_minutes": 0})
+    undisturbed, killed = (new_run(tmp_path / name, spec) for name in ("undisturbed", "killed"))
+    code, events = train(undisturbed)
+    process = started_until_step(killed, 7)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    code_resumed, resumed = train(killed, resume=True)
+    assert code == code_resumed == 0 and of_kind(resumed, "resumed")
+    assert losses(resumed) == losses(events)
+    expected, found = (weights_of(base, place, method) for place in (undisturbed, killed))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
