@@ -7,14 +7,11 @@ process that started it, in the session that was asked for, and /proc shows its 
 it starts in turn is forked in the same way.
 
 How: a server (`python fork_server.py`) is a child of the process that starts others, the owner. For each start it forks
-twice and the process between ends, while the owner is the "subreaper" (prctl(2)) of all below it: so the kernel makes
-the second process a child of the owner. That process first forks a server of its own, which has imported the same and
-run nothing.
+twice and the process between ends, while the owner is the "subreaper" (prctl(2)) of all below it: so the second process
+is a child of the owner. It first forks a server of its own, which has imported the same and run nothing.
 
 A new interpreter is started all the same where the fork would differ: other variables that are read at import (all but
-those of `READ_LATE`), other resource limits, another user. `fresh_interpreters` does so for whole tests: those of
-imports, of the first start and of `sys.modules`. Forked processes share a hash seed, and end without taking the
-interpreter down.
+those of `READ_LATE`), other resource limits, another user. `fresh_interpreters` does so for whole tests.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ READ_LATE = (
     "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PWD", "OLDPWD",
 )  # fmt: skip
-"""How the names of variables begin that no package reads at its import, or that change the speed alone. There is no
-GPU here."""
+"""How the names of variables begin that no package reads at its import, or that change the speed alone, on a CPU."""
 
 PRELOADED = (
     "peft", "safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
@@ -70,7 +66,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Start:
-    """What a forked process becomes. Its standard streams, working directory and other files are passed beside it."""
+    """What a forked process becomes. Its streams, working directory and other files are passed beside it."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -117,14 +113,11 @@ class Server:
         return int(pid)
 
     def close(self) -> None:
-        """End the server."""
         self._connection.close()
 
 
 @dataclass
 class _Here:
-    """What this process knows."""
-
     server: Server | None = None
     fresh: bool = False
     shown: bytes | ctypes.Array[ctypes.c_char] = b""
@@ -142,7 +135,6 @@ def install() -> None:
 
 @contextlib.contextmanager
 def fresh_interpreters() -> Iterator[None]:
-    """Start new interpreters within the block."""
     _here.fresh = True
     try:
         yield
@@ -151,7 +143,6 @@ def fresh_interpreters() -> Iterator[None]:
 
 
 def close() -> None:
-    """End this process's server, if it has one."""
     if _here.server is not None:
         _here.server.close()
         _here.server = None
@@ -191,8 +182,7 @@ def _start(
 
 
 def program(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The program of a command of Python, `tunedeck.py` or `-m` and a module, and the words after it; None for a
-    program that is not started by forking."""
+    """(`tunedeck.py`, or `-m` and a module; the words after it), None for what is not started by forking."""
     rest = list(words[1:])
     while rest and rest[0] in ("-P", "-u"):
         del rest[0]
@@ -273,8 +263,7 @@ def serve(owner: socket.socket) -> Start:
 
 
 def _become(start: Start, received: list[int]) -> Start:
-    """Make this process what exec(2) and the start of Python would make of it. Returns what it shall run; in the server
-    that this process forks for itself, what that one's processes shall run."""
+    """Make this process what exec(2) and the start of Python would. Returns what it, or its own server's, shall run."""
     if start.new_session:
         os.setsid()
     elif start.group >= 0:
@@ -384,8 +373,8 @@ def run(start: Start, path: list[str]) -> None:
 
 
 def leave(ending: SystemExit) -> NoReturn:
-    """End this process as Python does, without freeing its objects: that would copy all pages that it shares with the
-    server, which takes six times as long as all else of a short command."""
+    """End as Python does, without freeing objects: that would copy all pages shared with the server, and takes six
+    times as long as all else of a short command."""
     vars(threading)["_shutdown"]()
     vars(atexit)["_run_exitfuncs"]()
     code = 0 if ending.code is None else ending.code

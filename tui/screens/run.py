@@ -1,8 +1,7 @@
 """Run: one run, running or ended: its state, loss, figures, memory, events and log; keys to checkpoint, pause, stop.
 
 The screen only reads the run directory and writes requests into it. The engine answers a request with an event, so
-the screen never shows a state that the engine has not recorded. Below 80x24 one pane is shown at a time, and above it
-always the run's state.
+the screen never shows a state that the engine has not recorded.
 
 Try: `tunedeck`, then Enter on a run.
 """
@@ -54,14 +53,12 @@ READ_SECONDS = 0.04
 CATCH_UP_SECONDS = 0.02
 """The interval while a long journal is being read."""
 
-
 PANE_ACTIONS = (
     "next_pane", "previous_pane", "enlarge", "filter", "next_metric", "previous_metric", "log_axis", "smooth",
     "zoom_in", "zoom_out", "grid", "cursor_left", "cursor_right", "cursor_far_left", "cursor_far_right", "export_plot",
     "copy", "next_kind",
 )  # fmt: skip
 """Actions on panes, which have no effect while the scores are shown instead."""
-
 
 PLOT_ACTIONS = ("cursor_left", "cursor_right", "cursor_far_left", "cursor_far_right", "export_plot")
 """Actions on the plot of one metric, which have no effect while the grid of all is shown instead."""
@@ -77,15 +74,13 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
     def __init__(self) -> None:
         super().__init__()
         self._unpainted = False
-        """Whether something was read that is not painted yet."""
         self._painted = ("", float("-inf"))
         """Status and time of the latest repaint of all but the curve."""
         self._plotted = ((-1, -1), float("-inf"))
         """Version of the data and time of the latest repaint of the curve."""
         self._samples_back = 0
-        """Evaluations between the newest answers and those that the scores show."""
+        """Evaluations after the one whose answers the scores show."""
         self._metric_unread = False
-        """Whether the latest poll read values of a plotted metric other than the loss."""
 
     def set_argument(self, argument: object) -> None:
         """Take the run directory to show."""
@@ -95,8 +90,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
 
     @property
     def directory(self) -> RunDirectory:
-        """The directory of the run, to which requests are sent. For a staged run this is the whole run's directory,
-        even while the panes show one stage."""
+        """To which requests are sent: of a staged run the whole one, even while the panes show one stage."""
         return self._whole.directory
 
     @property
@@ -106,7 +100,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
 
     @property
     def status(self) -> str:
-        """The run's status; empty until it has been read."""
+        """Empty until it has been read."""
         return self._whole.summary.status if self._whole.summary is not None else ""
 
     @property
@@ -135,7 +129,6 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
 
     @property
     def scores(self) -> ScoresPane:
-        """The widget with scores and generated answers, which takes the place of the panes while it is open."""
         return self.query_one(ScoresPane)
 
     @property
@@ -145,7 +138,6 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
 
     @property
     def panes(self) -> RunPanes:
-        """The widget with all panes of the run."""
         return self.query_one(RunPanes)
 
     def poll(self) -> float:
@@ -162,8 +154,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         return CATCH_UP_SECONDS if catches_up else POLL_SECONDS
 
     def _read(self) -> bool:
-        """Read what was added to the journal of the run, and of the stage that is looked at; returns whether anything
-        changed."""
+        """Read the journals of the run and of the stage that is looked at; returns whether anything changed."""
         changed = self._whole.read_more(seconds=READ_SECONDS)
         if self.run_watch is self._whole:
             return changed
@@ -181,7 +172,6 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         self.refresh_title_and_footer()
 
     def _paint_chain(self) -> None:
-        """Show the chain of a staged run above everything else."""
         chain, line = chain_of(self._whole), self.query_one("#chain", TextLines)
         line.display = bool(chain)
         if chain:
@@ -189,7 +179,6 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
             line.show([chain_line(chain, self.looked_at, self.size.width, ascii_only=ascii_only)])
 
     def _plot(self) -> None:
-        """Repaint the curve if there is new data, at most once every PLOT_SECONDS."""
         drawn, at = self._plotted
         self._metric_unread = self.panes.read_metric(self.run_watch, seconds=READ_SECONDS)
         version = (self.run_watch.version, self.panes.metric_version)
@@ -198,8 +187,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
             self.panes.plot_run(self.run_watch)
 
     def title_detail(self) -> str:
-        """The run's name for the title bar; for a staged run, also the name of the stage that the panes show, unless
-        that is the present one."""
+        """The run's name; of a staged run also the stage that the panes show, unless that is the present one."""
         whole = self.run_watch is self._whole
         return clean(self.directory.name if whole else f"{self.directory.name}/{self.looked_at}")
 
@@ -210,12 +198,10 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         return " ".join(part for part in (self.status, loss, clean(self.directory.name)) if part)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Show the panes that fit the new size."""
         super().on_resize(event)
         self._arrange()
 
     def _arrange(self) -> None:
-        """Show the panes that fit the screen's size, and paint them when their sizes are known."""
         one = self.has_class("-one-pane")
         self.panes.show_panes("one" if one else "all" if self.has_class("-roomy") else "regular")
         self.call_after_refresh(self._paint)
@@ -250,21 +236,18 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         return None
 
     def _other_stage(self, by: int) -> tuple[str, str | None]:
-        """Return the name of the stage `by` places after the one that the panes show, and the reason why it cannot be
-        shown; the reason is None if it can."""
+        """(name of the stage `by` places after the one that the panes show, why it cannot be shown or None)."""
         name, refusal = stage_beside(chain_of(self._whole), self.looked_at, by)
         if refusal is None and find_stage(self.directory, name) is None:
             refusal = f"stage {name} has not begun"
         return name, refusal
 
     def _no_other_answers(self, by: int) -> str | None:
-        """Why there are no answers `by` evaluations before those that are shown; None if there are."""
         is_there = 0 <= self._samples_back + by < len(sample_history(self.run_watch))
         return None if is_there else f"there are no {'earlier' if by > 0 else 'later'} answers"
 
     def do_next_stage(self) -> None:
-        """Show the next stage of a staged run in the panes; while the scores are open, the answers of the next
-        evaluation."""
+        """Show the next stage of a staged run; while the scores are open, the next evaluation's answers."""
         if self.scores.is_open:
             self._samples_back -= 1
             self._paint()
@@ -272,8 +255,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         self._look_into(self._other_stage(1)[0])
 
     def do_previous_stage(self) -> None:
-        """Show the previous stage of a staged run in the panes; while the scores are open, the answers of the
-        evaluation before."""
+        """Show the previous stage of a staged run; while the scores are open, the answers of the one before."""
         if self.scores.is_open:
             self._samples_back += 1
             self._paint()
@@ -281,8 +263,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         self._look_into(self._other_stage(-1)[0])
 
     def _look_into(self, name: str) -> None:
-        """Show the stage `name` in all panes. For the stage that runs, or ran last, the panes show the run as a whole
-        again, and so follow it to the next stage."""
+        """For the stage that runs, or ran last, the panes show the whole run again, and follow it to the next."""
         stage = find_stage(self.directory, name)
         if stage is None:
             return
@@ -387,8 +368,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         self._arrange()
 
     def step_back(self) -> bool:
-        """Close the scores, else remove the cursor, else show all panes again, else remove the filter; returns False
-        if there is none of these."""
+        """Close the scores, else remove the cursor, else show all panes, else remove the filter; False if none is."""
         if self.scores.is_open:
             self.do_scores()
         elif self.panes.plot.cursor.x is not None:
