@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -29,7 +30,14 @@ from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, split_run_refer
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model, RopeScaling
 from engine.config.schema.run import RunSpec
-from engine.errors import ConfigNotHereError, EnvironmentProblem, TunedeckError, UnknownArchitectureError, UsageError
+from engine.errors import (
+    ConfigNotHereError,
+    EnvironmentProblem,
+    SpecError,
+    TunedeckError,
+    UnknownArchitectureError,
+    UsageError,
+)
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run
 
@@ -166,7 +174,10 @@ def scaling_of(model: str) -> RopeScaling | None:
 def added_tokens(model: Model) -> list[str]:
     """The tokens of `add_tokens`, with those of the runs that the model or its adapter goes on from. UsageError: there
     is no such run."""
-    chain = [model, *_starts(model.id), *_starts(model.adapter or "")]
+    chain = [model]
+    for start in (model.id, model.adapter or ""):
+        with suppress(SpecError):  # a plan refuses a run.toml that is damaged; weights can be continued without it
+            chain += _starts(start)
     return list(dict.fromkeys(token for each in chain for token in each.add_tokens))
 
 
