@@ -153,8 +153,8 @@ def _kept_in(place: RunDirectory, spec: RunSpec, identity: str, tokens: str) -> 
     return Kept(KeptAnswers(answers), KeptLosses(losses))
 
 
-SCORING_KEYS = ("evaluate.", "generate.", "data.validation.")
-"""Beginnings of the keys that `--set` may change when a run is scored: none of them changes what was trained."""
+SCORING_KEYS = ("evaluate.", "generate.", "data.validation.", "data.validation=")
+"""Beginnings of the settings that `--set` may change when a run is scored: none of them changes what was trained."""
 
 
 def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
@@ -168,6 +168,8 @@ def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
         )
     if not overrides:
         return spec
+    if any(text.strip().startswith("data.validation=") for text in overrides):
+        overrides = ["data.valid_fraction=0", *overrides]  # these data instead of what was held out
     # A stage's run spec is called RUN/STAGE, which is no name that a run may be given.
     changed = override(spec, overrides, name=spec.name.replace("/", "-")).spec
     return changed.model_copy(update={"limits": spec.limits, "name": spec.name})

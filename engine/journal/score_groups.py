@@ -226,11 +226,28 @@ def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain],
 def _nothing_to_compare(
     directories: Sequence[RunDirectory], found: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> UsageError:
-    names = list(dict.fromkeys(name for one in found for each in one for name in each.metrics))
-    runs = " ".join(directory.name for directory in directories)
+    runs, names = (
+        " ".join(directory.name for directory in directories),
+        {n for one in found for e in one for n in e.metrics},
+    )
     base = " --base" if against == BASE else ""
+    unscored = [
+        directory.name for directory, one in zip(directories, found, strict=True) if not _scored_by(one, metric)
+    ]
+    if against == BASE and not any(each.step == 0 and metric in each.metrics for one in found for each in one):
+        unscored = ["the base", *unscored]
+    if unscored or metric not in names:
+        asked = (
+            "" if metric in names or metric in ("loss", "perplexity") else f""" --set 'evaluate.metrics=["{metric}"]'"""
+        )
+        return UsageError(
+            f"{metric} of {' and '.join(unscored) or against} is not known",
+            expected=f"one of: {', '.join(sorted(names))}" if names and metric not in names else "scores of both",
+            fix=f"tunedeck eval {runs if base or not unscored else ' '.join(unscored)}{base}{asked}",
+        )
     return UsageError(
-        f"{metric} of {against} and of another run is not known on the same samples",
-        expected=f"one of: {', '.join(names)}" if names and metric not in names else "scores of both",
-        fix=f"tunedeck eval {runs}{base}, with {metric} from evaluate.metrics",
+        f"{metric} of {against} and of another run is not known on the same samples: their validation data differ, "
+        "perhaps by train.seed alone",
+        expected="scores on the same samples",
+        fix=f"""tunedeck eval {runs}{base} --set 'data.validation=[{{name="held", path="FILE"}}]'""",
     )

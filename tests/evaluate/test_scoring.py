@@ -168,6 +168,14 @@ def test_a_run_is_not_scored_with_other_training_settings(trained: RunDirectory)
         score_run(trained, None, lambda text: None, overrides=["train.seed=1"])
 
 
+def test_a_run_is_scored_on_a_file_that_it_did_not_hold_out(trained: RunDirectory, tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n')
+    other = f'data.validation=[{{name="held", path="{held}"}}]'
+    ((_, scores),) = score_run(trained, None, lambda text: None, overrides=[other])
+    assert scores.count == 2
+
+
 def test_a_users_own_scorer_gets_all_answers_and_references(trained: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def lengths(answers, references):\n    return {'pairs': len(list(zip(answers, references)))}\n")

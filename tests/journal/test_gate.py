@@ -62,3 +62,19 @@ def test_the_command_ends_with_code_8(tmp_path: Path, tunedeck: Tunedeck) -> Non
     assert done.code == 8 and [each["run"] for each in json.loads(done.out)["failed"]] == [b.name]
     assert tunedeck("compare", a.name, b.name, "--against", b.name, "--fail-if", "exact_match < -1%").code == 0
     tunedeck("compare", a.name, b.name, "--fail-if", "rouge < 0").complains(2, "rouge")
+
+
+def test_scores_that_are_not_there_or_of_other_samples_are_told_apart(tmp_path: Path) -> None:
+    a, b = finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.4)
+    asked = [parse_condition("exact_match < -1%")]
+    scored(a, 10, [1.0] * 40, metric="exact_match")
+    with pytest.raises(UsageError, match=f"exact_match of {b.name} is not known") as error:
+        failures([a, b], asked, a.name)
+    assert error.value.fix == f"tunedeck eval {b.name}"
+    scored(b, 10, [1.0] * 30, metric="exact_match")
+    with pytest.raises(UsageError, match="validation data differ") as error:
+        failures([a, b], asked, a.name)
+    assert "--set 'data.validation=" in str(error.value.fix)
+    with pytest.raises(UsageError, match="exact_match of the base is not known") as error:
+        failures([a, b], asked, "base")
+    assert error.value.fix == f"tunedeck eval {a.name} {b.name} --base"
