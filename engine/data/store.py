@@ -1,5 +1,5 @@
-"""The cache of token columns on disk: found by fingerprint, streamed to a temporary folder, renamed when complete,
-memory-mapped when read.
+"""The tokenisation cache: token columns on disk, found by fingerprint, streamed to a temporary folder, renamed when
+complete, memory-mapped when read.
 
 An entry is a folder with .npy files, `drops.json` and `manifest.json` (size and CRC-32 of each file). Its name hashes
 contents, never where they lie: the same data has the same name on every machine.

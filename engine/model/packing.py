@@ -1,5 +1,5 @@
 """What training on text relies on, tried on the model as loaded: tokens do not see those behind them, and a document
-keeps apart from the one packed before it."""
+keeps apart from the one packed before it. Packing itself is `engine.data.order.pack`."""
 
 from __future__ import annotations
 

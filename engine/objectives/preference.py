@@ -64,8 +64,8 @@ class SequenceLoss(NamedTuple):
 
 
 def dpo(pairs: Pairs, asked: Preference) -> Tensor:
-    """-log σ(β·margin), with label smoothing ε the mean over both orders of the pair (Rafailov et al. 2023, eq. 7;
-    conservative DPO: Mitchell 2023)."""
+    """The DPO loss: -log σ(β·margin), with label smoothing ε the mean over both orders of the pair (Rafailov et al.
+    2023, eq. 7; conservative DPO: Mitchell 2023)."""
     scaled, smoothing = asked.beta * pairs.margin, asked.label_smoothing
     return -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
 

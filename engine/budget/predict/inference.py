@@ -1,4 +1,4 @@
-"""Memory of the passes without gradients in a training run: evaluation, and generation with its key-value cache.
+"""Memory of passes without gradients in a training run: evaluation, and generation with its key-value (KV) cache.
 
 Optimizer state stays on the device during these passes; gradients do not exist. Evaluation uses micro-batches of
 training's size. With sequence parallelism, rank 0 evaluates alone, on whole sequences.

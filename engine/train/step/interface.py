@@ -93,9 +93,9 @@ class Strategy(ABC):
         torch._foreach_mul_(self._gradients(), factor)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip gradients to the L2 norm `max_norm` over all parameters, or not at all if that is 0; returns the norm
-        before clipping. Waits for the device once. A sharded model raises PeerFailedError if another rank failed
-        before."""
+        """Gradient clipping: clip to the L2 norm `max_norm` over all parameters, or not at all if that is 0; returns
+        the norm before clipping. Waits for the device once. A sharded model raises PeerFailedError if another rank
+        failed before."""
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)

@@ -1,5 +1,5 @@
-"""The backoff ladder: rungs tried in order until one offers a remedy for an allocation failure; and the memory settings
-that remedies change."""
+"""The backoff ladder: rungs tried in order until one offers a remedy for an out-of-memory error; and the memory
+settings that remedies change."""
 
 from __future__ import annotations
 

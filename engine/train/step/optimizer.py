@@ -42,7 +42,7 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """Share of the peak rate at optimizer step `step` (from 1). It is that of `step` - 1 finished steps, as in
-        transformers' schedulers: with warm-up the first step has rate 0."""
+        transformers' schedulers: with warm-up (warmup) the first step has rate 0."""
         done = step - 1
         if done < self.warmup_steps:
             return done / max(1, self.warmup_steps)
