@@ -34,7 +34,16 @@ from engine.data.documents import Documents, unpacked
 from engine.data.folders import data_of_folder, separator_of, without_long_records
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.json_rows import SKIP_FIX, JsonRows
-from engine.data.records import Screened, SourceRows, describe_source, find_json_error, no_rows, split_name
+from engine.data.records import (
+    Screened,
+    SourceRows,
+    conversion,
+    describe_source,
+    find_json_error,
+    find_not_utf8,
+    no_rows,
+    split_name,
+)
 from engine.data.store import hash_file, hash_files, hash_text, make_cache_folder
 from engine.errors import DataError, EnvironmentProblem
 
@@ -289,11 +298,19 @@ def absolute_slice(source: Source, count: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
+TEXT_LOADERS = ("json", "csv", "text")
+
+
 def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: BaseException) -> DataError:
     """The error to show; for JSON that does not parse it names file and line."""
     broken = find_json_error({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) == "json"})
+    odd = find_not_utf8({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) in TEXT_LOADERS})
     if broken is not None:
-        return DataError(f"source {source.name}: {broken}", fix=SKIP_FIX)
+        return DataError(
+            f"source {source.name}: {broken}", fix=f"{conversion(odd[0])}; or {SKIP_FIX}" if odd else SKIP_FIX
+        )
+    if odd is not None:
+        return DataError(f"source {source.name}: {odd[0]}:{odd[1]}: not UTF-8 text", fix=conversion(odd[0]))
     if "corresponds to no data" in str(error):
         return no_rows(source)
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.config.files.caches import cache_folder
 from engine.config.files.data_files import COMPRESSION_SUFFIXES
-from engine.data.records import open_unpacked
+from engine.data.records import conversion, open_unpacked
 from engine.data.store import make_cache_folder
 from engine.errors import DataError
 
@@ -56,7 +56,7 @@ class Documents:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self._files[number]} is not UTF-8 text (byte {start + error.start:,})",
-                fix=f"convert it: iconv -f latin1 -t utf-8 {self._files[number].name} > utf8.txt",
+                fix=conversion(self._files[number]),
             ) from error
         return {"text": text, "starts": bool(starts), "ends": bool(ends)}
 

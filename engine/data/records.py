@@ -8,8 +8,10 @@ import io
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +93,9 @@ SHOWN = 60
 """Characters of a broken line that are shown."""
 
 
+UNPACKING_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+
+
 def find_json_error(files: Mapping[Path, Path]) -> str | None:
     """`FILE:LINE: the problem` of the first file that does not parse; None when all of them do. `files` maps each to
     the one that is read in its place."""
@@ -98,11 +103,30 @@ def find_json_error(files: Mapping[Path, Path]) -> str | None:
         try:
             problem = _document_problem(reads) if file.name.lower().removesuffix(".gz").endswith(".json") else None
             problem = _line_problem(reads) if problem is None else problem
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        except UNPACKING_ERRORS as error:
             return f"{file}: {error}"
         if problem:
             return f"{file}:{problem}"
     return None
+
+
+def find_not_utf8(files: Mapping[Path, Path]) -> tuple[Path, int] | None:
+    """(file, line from 1) of the first text that is not UTF-8; None also for what cannot be unpacked. `files` as for
+    `find_json_error`."""
+    for file, reads in files.items():
+        with suppress(*UNPACKING_ERRORS), open_unpacked(reads) as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    return file, number
+    return None
+
+
+def conversion(file: Path) -> str:
+    """What to do about a file that is not UTF-8. Latin-1 is a guess; what is in it then shows in `tunedeck data`."""
+    made = f"{file.name.partition('.')[0]}-utf8{''.join(file.suffixes)}"
+    return f"convert it: iconv -f latin1 -t utf-8 {shlex.quote(str(file))} > {shlex.quote(made)}"
 
 
 def find_json_lines(files: Mapping[Path, Path], rows: Sequence[int]) -> dict[int, str]:

@@ -113,6 +113,7 @@ def test_generated_dates_are_disjoint_repeatable_and_obey_slices() -> None:
         ("a.jsonl", b'{"text": "ok"}\n\n[1, 2]\n', "a.jsonl:3: an object was expected, found list"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl:2: not JSON (not UTF-8 text)"),
         ("a.json", b'[\n{"text": "ok"},\n{"text" "x"}\n]', "a.json:3: not JSON"),
+        ("a.csv", b"text\nok\ncaf\xe9\n", "a.csv:3: not UTF-8 text"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"\n\n", "holds no rows"),
         ("a.csv", b"", "is empty"),
@@ -120,6 +121,7 @@ def test_generated_dates_are_disjoint_repeatable_and_obey_slices() -> None:
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.arrow", b"nonsense", "cannot be read"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
+        ("a.csv.gz", b"not gzip", "a.csv.gz"),
         ("a.bin", b"x", "suffix of no known format"),
     ],
 )
