@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, Source
+from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
-from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
+from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat, image_pair
 from engine.data.preferences import PreferenceRecord, sides_of
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
@@ -43,6 +43,7 @@ IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
 IMAGE_NEEDS = {
     "image-chat": "messages or conversations, beside image or images, or with images in their turns; "
     "or image + prompt + completion",
+    "image-preference": "chosen, rejected and perhaps prompt, beside image or images, or with images in their turns",
     "detection": "image + boxes, and labels where there are any",
 }
 """Columns of formats with images, for messages; used only where a source names its format."""
@@ -112,7 +113,7 @@ class Format:
             return _instruction(values, self.chat)
         if self.name == "prompt-completion":
             return self._pair(values)
-        if self.name == "preference":
+        if self.name in PREFERENCE_FORMATS:
             return self._preference(values)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
@@ -124,9 +125,10 @@ class Format:
         if isinstance(sides, Dropped):
             return sides
         prompt, *answers = sides
-        chosen, rejected = (self._pair({**values, "prompt": prompt, "completion": answer}) for answer in answers)
+        side = image_pair if self.has_images else self._pair
+        chosen, rejected = (side({**values, "prompt": prompt, "completion": answer}) for answer in answers)
         if isinstance(chosen, Dropped) or isinstance(rejected, Dropped):
-            return next(side for side in (chosen, rejected) if isinstance(side, Dropped))
+            return next(each for each in (chosen, rejected) if isinstance(each, Dropped))
         return PreferenceRecord(chosen, rejected)
 
     def _pair(self, values: dict[str, Any]) -> Record | Dropped:
@@ -196,7 +198,9 @@ def _check_template(format_name: str, source: Source) -> None:
 
 def _with_images(columns: Sequence[str], source: Source) -> Format:
     """Raises DataError if columns are missing."""
-    names: tuple[str, ...] = ("image", "images", "boxes", "labels", "messages", "conversations", "prompt", "completion")
+    names: tuple[str, ...] = (
+        "image", "images", "boxes", "labels", "messages", "conversations", "prompt", "completion", "chosen", "rejected",
+    )  # fmt: skip
     mapped = _mapped_columns(columns, source, set(names))
     fields = {name: mapped.get(name, name) for name in names if mapped.get(name, name).partition(".")[0] in columns}
     images = {name: column for name, column in fields.items() if name in ("image", "images")}
@@ -204,6 +208,11 @@ def _with_images(columns: Sequence[str], source: Source) -> Format:
         if {"image", "boxes"} <= set(fields):
             chosen = {name: column for name, column in fields.items() if name in ("image", "boxes", "labels")}
             return Format("detection", chosen, source.name, True, BoxFormat.of(source), _image_root(source))
+        raise _unclear(columns, source, [])
+    if source.format == "image-preference":
+        if {"chosen", "rejected"} <= set(fields):
+            named = {name: column for name, column in fields.items() if name in ("prompt", "chosen", "rejected")}
+            return Format("image-preference", {**images, **named}, source.name, True, None, _image_root(source))
         raise _unclear(columns, source, [])
     for needed in IMAGE_CHATS:
         # The turns of a conversation may name their images themselves.
@@ -287,7 +296,7 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
 def preference_notice(columns: Sequence[str], source: Source, format_: Format) -> str | None:
     """What is said of a source whose rows hold preferences; None if they do not."""
     used = ", ".join(format_.fields.values())
-    if format_.name == "preference":
+    if format_.name in PREFERENCE_FORMATS:
         return None
     if {"chosen", "rejected"} <= set(columns):
         return (

@@ -98,6 +98,15 @@ def image_chat(values: dict[str, Any]) -> Record | Dropped:
     return _with_images(record, list(given)) if isinstance(record, ChatRecord) else record
 
 
+def image_pair(values: dict[str, Any]) -> Record | Dropped:
+    """The conversation of one side of a preference: `prompt` and `completion`, each a text or messages, and the row's
+    images."""
+    prompt, answer = values["prompt"], values["completion"]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    turns += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
+    return image_chat({"messages": turns, "image": values.get("image"), "images": values.get("images")})
+
+
 def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dropped:
     """Dropped without exactly one image, without boxes or with malformed ones, or without one label per box."""
     images = references([values.get("image")])

@@ -166,6 +166,8 @@ def references_of(record: Record | DetectionRecord | PreferenceRecord | Dropped)
     """The images of a record, in order; empty for a record without images or a dropped row."""
     if isinstance(record, DetectionRecord):
         return (record.image,)
+    if isinstance(record, PreferenceRecord):
+        return references_of(record.chosen)  # both sides have the row's
     return record.images if isinstance(record, ChatRecord) else ()
 
 

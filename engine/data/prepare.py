@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.files.caches import cache_folder, lengths_record, record_longest
-from engine.config.schema.data import Source
+from engine.config.schema.data import PREFERENCE_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
@@ -303,7 +303,7 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, in_pairs: bool) -> _O
     )
     plain = tokeniser.version == 1 and source.template == "auto"
     made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
-    if (made.name == "preference") != in_pairs:
+    if (made.name in PREFERENCE_FORMATS) != in_pairs:
         raise other_objective(source, rows, in_pairs)
     return _Opened(source, rows, made)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config.files.document import Place, Problem, Problems
 from engine.config.files.text import quoted
+from engine.config.schema.data import PREFERENCE_FORMATS
 from engine.config.schema.preference import Preference
 from engine.config.schema.recipe import Recipe
 
@@ -68,11 +69,11 @@ def pairs_are_learned_as_they_are(recipe: Recipe) -> Problems:
         )
     for kind in ("sources", "validation"):
         for number, source in enumerate(getattr(recipe.data, kind)):
-            if source.format not in ("auto", "preference"):
+            if source.format not in ("auto", *PREFERENCE_FORMATS):
                 yield Problem(
                     ("data", kind, number, "format"),
                     f"{quoted(source.format)} with {DPO}",
-                    '"preference": rows with chosen and rejected, and perhaps a prompt',
+                    '"preference", or "image-preference": rows with chosen and rejected, and perhaps a prompt',
                     (("method", "objective"),),
                 )
 
