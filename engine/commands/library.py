@@ -28,6 +28,13 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing 
 FromOption = Annotated[
     str | None, typer.Option("--from", metavar="NAME|FILE", help="Copy this recipe.", show_default=False)
 ]
+FileArgument = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A TOML file; a recipe also from another tool's YAML.", show_default=False),
+]
+DevicesOption = Annotated[
+    int, typer.Option("--devices", min=1, help="With another tool's file: on how many devices it trained.")
+]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables of keys, as in the documentation.")]
 
 
@@ -53,15 +60,6 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     def export(name: NameArgument, to: ToOption = None, force: ForceOption = False) -> None:
         _export(kind, name, to, force)
 
-    @group.command("import", help=f"Check someone's {kind} and copy it into your own folder.")
-    def import_(
-        file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)], force: ForceOption = False
-    ) -> None:
-        from engine.config.files.write import import_spec_file
-
-        target = import_spec_file(kind, file, force=force)
-        print_line(f"imported {target.stem}: {target}")
-
     @group.command(help="Print the JSON Schema, for editors. With --markdown a table of all keys.")
     def schema(as_markdown: MarkdownOption = False) -> None:
         from engine.commands.schema_text import schema_markdown
@@ -72,8 +70,35 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
         else:
             print_json(SPEC_TABLES[kind].model_json_schema(by_alias=True))
 
+    _add_import(group, kind)
     _add_new(group, kind)
     return group
+
+
+def _add_import(group: typer.Typer, kind: SpecKind) -> None:
+    if kind == "recipe":
+
+        @group.command("import", help="Check and copy someone's recipe, or another tool's YAML.")
+        def import_recipe(file: FileArgument, devices: DevicesOption = 1, force: ForceOption = False) -> None:
+            if file.suffix.lower() in (".yml", ".yaml"):
+                from engine.commands.imported import import_configuration_file
+
+                import_configuration_file(file, devices=devices, force=force)
+            else:
+                _import(kind, file, force)
+
+    else:
+
+        @group.command("import", help="Check someone's profile and copy it into your own folder.")
+        def import_profile(file: FileArgument, force: ForceOption = False) -> None:
+            _import(kind, file, force)
+
+
+def _import(kind: SpecKind, file: Path, force: bool) -> None:
+    from engine.config.files.write import import_spec_file
+
+    target = import_spec_file(kind, file, force=force)
+    print_line(f"imported {target.stem}: {target}")
 
 
 def _add_new(group: typer.Typer, kind: SpecKind) -> None:

@@ -93,7 +93,8 @@ USAGE: dict[str, Wrong] = {
         "plan -p mine -r ./profiles/hardware/mine.toml", 2, ('"profile", a file for -p',), "plan -p mine -r my.toml"
     ),
     "YAML as a recipe": Wrong(
-        "plan -p mine -r ./axolotl.yml", 2, ("YAML of another tool", "tunedeck recipes new"), "plan -p mine -r my.toml"
+        "plan -p mine -r ./axolotl.yml", 2, ("YAML of another tool", "tunedeck recipes import"),
+        "plan -p mine -r my.toml",
     ),
     "keys of another tool": Wrong(
         "plan -p mine -r theirs.toml", 2, ("train.micro_batch = 4", "method.rank = 8"), "plan -p mine -r my.toml"

@@ -93,10 +93,10 @@ ROWS = {
     "--config without -p": Row(own_files, "plan --config r.toml", ("-r r.toml -p mine",), ("on profile mine",)),
     "--config with -p": Row(own_files, "plan --config r.toml -p demo", ("-p demo",), ("on profile demo",)),
     "YAML as a recipe": Row(
-        own_files, "plan -p mine -r axolotl.yml", ("YAML of another tool",), ("wrote profiles/recipes",)
+        own_files, "plan -p mine -r axolotl.yml", ("YAML of another tool",), ("imported axolotl",)
     ),
     "YAML by its path": Row(
-        own_files, "plan -p mine -r ./axolotl.yml", ("YAML of another tool",), ("wrote profiles/recipes",)
+        own_files, "plan -p mine -r ./axolotl.yml", ("YAML of another tool",), ("imported axolotl",)
     ),
     "preference pairs": Row(preferences, "data -r r.toml", ("preferences", "imitates answers"), ("16 sequences",)),
     "preferred conversations": Row(chosen_conversations, "data -r r.toml", ("preferences",), ("16 sequences",)),

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml  # type: ignore[import-untyped]  # it has no types
+import yaml
 
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import write_profile, write_recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]  # it has no types
+import yaml
 from safetensors.torch import load_file
 
 from engine.journal.directory import RunDirectory

@@ -36,7 +36,7 @@ RUN = (
 )  # fmt: skip
 """Beginnings of commands that are run."""
 
-NOT_RUN = ("--exact", "capitals.toml", "--runs /shared", "doctor --gpus", "--harness")
+NOT_RUN = ("--exact", "capitals.toml", "--runs /shared", "doctor --gpus", "--harness", "axolotl.yml")
 """Words that make a command one that is only parsed and planned: it takes long, or needs what is not there."""
 
 SHORT_RUN = (

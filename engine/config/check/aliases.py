@@ -36,15 +36,23 @@ OPTIMIZERS = {
     "adamw_hf": "adamw",
     "adam": "adamw",
     "torch.optim.AdamW": "adamw",
+    "adamw_apex_fused": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "bitsandbytes.optim.PagedAdamW": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw_8bit": "adamw_8bit",
     "adamw8bit": "adamw_8bit",
+    "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
+    "torch.optim.SGD": "sgd",
 }
 SCHEDULERS = {
     "cosine_with_min_lr": "cosine",
     "constant_with_warmup": "constant",
     "cosine_annealing": "cosine",
     "linear_with_warmup": "linear",
+    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
 }
 FORMATS = {
     "completion": "text",
@@ -90,6 +98,9 @@ CHOICE_ALIASES: dict[str, dict[str, str]] = {
 }
 """Each of our keys has a table from other tools' names of its choices to ours."""
 
+PREFERENCE_NAMES = {"sigmoid": "dpo"}
+"""TRL's and LLaMA-Factory's name of a preference loss to ours."""
+
 
 def _dtype_if(name: str) -> Callable[[Any], Any]:
     return lambda theirs: name if theirs is True else "auto" if theirs is False else DTYPES.get(str(theirs), theirs)
@@ -108,7 +119,10 @@ def _positive_or_none(theirs: Any) -> Any:
 
 
 def _as_list(theirs: Any) -> Any:
-    return theirs if isinstance(theirs, list) or theirs in ("all-linear", "attention") else [theirs]
+    """LLaMA-Factory separates names by commas."""
+    if isinstance(theirs, list) or theirs in ("all-linear", "attention"):
+        return theirs
+    return [word.strip() for word in theirs.split(",")] if isinstance(theirs, str) else [theirs]
 
 
 def _negated(theirs: Any) -> bool:
@@ -126,6 +140,20 @@ KEY_ALIASES: dict[str, Alias] = {
     "cosine_min_lr": Alias(AXOLOTL, "train.min_learning_rate"),
     "optim": Alias(HF, "train.optimizer", _choice(OPTIMIZERS)),
     "adam_epsilon": Alias(HF, "train.eps"),
+    "adam_eps": Alias(AXOLOTL, "train.eps"),
+    "eta_min": Alias(AXOLOTL, "train.min_learning_rate"),
+    "activation_offloading": Alias(AXOLOTL, "train.activation_offload", bool),
+    "liger_fused_linear_cross_entropy": Alias(AXOLOTL, "train.loss", lambda theirs: "fused" if theirs else "auto"),
+    "pref_loss": Alias(FACTORY, "preference.loss", _choice(PREFERENCE_NAMES)),
+    "loss_type": Alias(TRL, "preference.loss", _choice(PREFERENCE_NAMES)),
+    "pref_beta": Alias(FACTORY, "preference.beta"),
+    "rl_beta": Alias(AXOLOTL, "preference.beta"),
+    "dpo_beta": Alias(AXOLOTL, "preference.beta"),
+    "orpo_alpha": Alias(AXOLOTL, "preference.beta"),
+    "beta": Alias(TRL, "preference.beta"),
+    "pref_ftx": Alias(FACTORY, "preference.sft_weight"),
+    "rpo_alpha": Alias(TRL, "preference.sft_weight"),
+    "simpo_gamma": Alias(FACTORY, "preference.margin"),
     "max_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
     "clip_grad_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
     "gradient_clipping": Alias(AXOLOTL, "train.max_grad_norm"),
@@ -160,6 +188,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "use_rslora": Alias(PEFT, "method.rslora"),
     "use_dora": Alias(PEFT, "method.dora"),
     "peft_use_dora": Alias(AXOLOTL, "method.dora"),
+    "peft_use_rslora": Alias(AXOLOTL, "method.rslora"),
     "finetuning_type": Alias(FACTORY, "method.kind"),
     "full_finetuning": Alias(UNSLOTH, "method.kind", lambda theirs: "full" if theirs else "lora"),
     "use_peft": Alias(TRL, "method.kind", lambda theirs: "lora" if theirs else "full"),
@@ -171,11 +200,15 @@ KEY_ALIASES: dict[str, Alias] = {
     "tokenizer_name": Alias(HF, "model.tokenizer"),
     "tokenizer_name_or_path": Alias(TRL, "model.tokenizer"),
     "model_revision": Alias(TRL, "model.revision"),
+    "revision_of_model": Alias(AXOLOTL, "model.revision"),
     "adapter_name_or_path": Alias(FACTORY, "model.adapter"),
     "lora_model_dir": Alias(AXOLOTL, "model.adapter"),
     "torch_dtype": Alias(HF, "model.dtype", _choice(DTYPES)),
     "bf16": Alias(HF, "model.dtype", _dtype_if("bfloat16")),
     "fp16": Alias(HF, "model.dtype", _dtype_if("float16")),
+    "bfloat16": Alias(AXOLOTL, "model.dtype", _dtype_if("bfloat16")),
+    "float16": Alias(AXOLOTL, "model.dtype", _dtype_if("float16")),
+    "pure_bf16": Alias(FACTORY, "model.dtype", _dtype_if("bfloat16")),
     "attn_implementation": Alias(HF, "model.attention", _choice(ATTENTION)),
     "flash_attention": Alias(AXOLOTL, "model.attention", lambda theirs: "flash" if theirs else "auto"),
     "flash_attn": Alias(FACTORY, "model.attention", _choice({**ATTENTION, "disabled": "eager"})),
@@ -208,6 +241,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "validation_file": Alias(HF, "data.validation.NAME.path"),
     "dataset_text_field": Alias(TRL, "data.sources.NAME.columns.text"),
     "save_steps": Alias(HF, "checkpoint.every_steps"),
+    "keep_last_n_checkpoints": Alias(TORCHTUNE, "checkpoint.keep"),
     "save_total_limit": Alias(HF, "checkpoint.keep"),
     "metric_for_best_model": Alias(HF, "checkpoint.best_metric", lambda theirs: str(theirs).removeprefix("eval_")),
     "load_best_model_at_end": Alias(HF, "checkpoint.result", lambda theirs: "best" if theirs else "last"),
@@ -216,6 +250,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "early_stopping_patience": Alias(HF, "eval.early_stopping_patience"),
     "report_to": Alias(HF, "trackers.use", lambda theirs: [] if theirs == "none" else _as_list(theirs)),
     "wandb_project": Alias(AXOLOTL, "trackers.project"),
+    "trackio_project_name": Alias(AXOLOTL, "trackers.project"),
 }
 """Another tool's key (lower case, '-' as '_') to ours. Keys that are spelt like ours need no row."""
 
@@ -244,7 +279,7 @@ def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] |
     if folded in BETAS:
         return HF, f"train.betas = {quoted([siblings.get(BETAS[0], 0.9), siblings.get(BETAS[1], 0.999)])}"
     if folded in DEEPSPEED:
-        return "DeepSpeed", f'parallel.strategy = "sharded", parallel.shard = {quoted(_shard(value))} in the profile'
+        return "DeepSpeed", f'parallel.strategy = "sharded", parallel.shard = {quoted(shard_of(value))} in the profile'
     row = KEY_ALIASES.get(folded)
     if row is None:
         return None
@@ -252,7 +287,7 @@ def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] |
     return row.tool, row.key if ours is None or isinstance(ours, dict) else f"{row.key} = {quoted(ours)}"
 
 
-def _shard(value: Any) -> str:
+def shard_of(value: Any) -> str:
     """What is sharded: "gradients" for ZeRO stage 2, else "parameters" (stage 3, also where none is named)."""
     if isinstance(value, dict):
         inner = value.get("zero_optimization", value)
@@ -264,13 +299,13 @@ def _shard(value: Any) -> str:
 def _batch(siblings: Siblings) -> str:
     """Keys "train.micro_batch = …, train.batch_size = …" from a batch size per device and gradient accumulation
     (1 if not given); without a batch size, how to compute train.batch_size."""
-    rows = _first_number(siblings, PER_DEVICE)
-    accumulation = _first_number(siblings, ACCUMULATION)
+    rows = first_number(siblings, PER_DEVICE)
+    accumulation = first_number(siblings, ACCUMULATION)
     if rows is None:
         return f"train.batch_size = {accumulation or 'accumulation'} x the sequences of one forward pass x devices"
     return f"train.micro_batch = {rows}, train.batch_size = {rows * (accumulation or 1)} (times the devices)"
 
 
-def _first_number(siblings: Siblings, keys: tuple[str, ...]) -> int | None:
+def first_number(siblings: Siblings, keys: tuple[str, ...]) -> int | None:
     values = (siblings.get(key) for key in keys)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)

@@ -20,6 +20,7 @@ from engine.config.check.aliases import (
     translate_key,
 )
 from engine.config.check.hardware_rules import problems_of_profile
+from engine.config.check.no_counterpart import NO_COUNTERPART
 from engine.config.check.overrides import resolve_key
 from engine.config.check.rules import problems_of_recipe
 from engine.config.files.document import INTEGER_RANGE, Place, Problem, key_text, merge_tables, value_at
@@ -213,6 +214,8 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
         )
     if answer := translate_key(key, value, _scalars(data)):
         return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
+    if reason := NO_COUNTERPART.get(key.lower().replace("-", "_")):
+        return Problem(place, "unknown key, another tool's name", reason)
     if meant := closest_match(key, known):
         return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")
     if homes := keys_named(model, key):

@@ -215,7 +215,7 @@ def _line_of(rendered: str) -> int:
 def read_document(path: str | Path) -> Document:
     """Read and parse one TOML file. Raises SpecError with file and line for anything that is not TOML."""
     label = visible(str(path))
-    raw = _read_bytes(Path(path), label)
+    raw = read_bytes(Path(path), label)
     document = _parsed(raw, label)
     return replace(document, data=_copied(document.data), where=dict(document.where))
 
@@ -223,7 +223,7 @@ def read_document(path: str | Path) -> Document:
 @lru_cache(maxsize=64)
 def _parsed(raw: bytes, label: str) -> Document:
     """Cached: the console resolves the same files at every keystroke, and parsing takes longer than planning."""
-    return parse_document(_decode(raw, label), label, hashlib.sha256(raw).hexdigest())
+    return parse_document(decode_utf8(raw, label), label, hashlib.sha256(raw).hexdigest())
 
 
 def _copied(node: Any, room: int = MAX_DEPTH) -> Any:
@@ -252,7 +252,7 @@ def parse_document(text: str, label: str, sha256: str = "") -> Document:
     return Document(label, data, where, sha256)
 
 
-def _read_bytes(path: Path, label: str) -> bytes:
+def read_bytes(path: Path, label: str) -> bytes:
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -271,7 +271,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _decode(raw: bytes, label: str) -> str:
+def decode_utf8(raw: bytes, label: str) -> str:
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SpecError([f"{label}:1: UTF-16 text; TOML files are UTF-8"], fix="save the file as UTF-8")
     try:

@@ -106,7 +106,8 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
 def _other_format(text: str) -> SpecError:
     return SpecError(
         [f"{visible(text)} is YAML of another tool, and recipes are TOML"],
-        fix="tunedeck recipes new my-recipe; copy its values there: recipes check names our key for each",
+        fix=f"tunedeck recipes import {shlex.quote(visible(text))}; it reads Axolotl's, LLaMA-Factory's, TRL's and "
+        "torchtune's",
     )
 
 
@@ -179,11 +180,11 @@ def absolute_path(key: str, text: str, base: Path) -> str:
     """Make `text` absolute if it is a file path; built-ins, runs, hub models and URLs are returned unchanged."""
     if text.startswith(NON_FILE_PREFIXES) or "://" in text or not text.strip():
         return text
+    if key == "chat_template" and not _is_template_file(text):
+        return text  # Jinja text, which may be longer than a path can be
     path = os.path.normpath(base / path_of(text))
-    if key in PATH_KEYS:
+    if key in PATH_KEYS or key == "chat_template":
         return path
-    if key == "chat_template":
-        return path if _is_template_file(text) else text
     looks_local = text.startswith(("./", "../", "/", "~")) or text in (".", "..")
     return path if looks_local or os.path.isdir(path) else text
 
@@ -202,11 +203,11 @@ def unshareable_paths(data: dict[str, Any]) -> list[Problem]:
     return [
         Problem(place, f"{quoted(text)} {reason}", "a path below the recipe's own folder is allowed in a shared file")
         for place, text in path_values(data)
-        if (place[-1] != "chat_template" or _is_template_file(text)) and (reason := _reach(text))
+        if (place[-1] != "chat_template" or _is_template_file(text)) and (reason := reach(text))
     ]
 
 
-def _reach(text: str) -> str:
+def reach(text: str) -> str:
     """Why a path of a shared file names something outside the recipe's own folder; empty if it does not."""
     bare = text.removeprefix(RUN_PREFIX)
     scheme, separator, _ = bare.lower().partition("://")

@@ -1,0 +1,172 @@
+"""Imports another tool's configuration: a recipe that passes the check, and an account of every key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.config.check.aliases import FACTORY
+from engine.config.check.check import check_table
+from engine.config.files.document import Place, Problem, key_text
+from engine.config.files.find import KIND_FOLDERS, reach, unshareable_paths, user_folder
+from engine.config.files.machine import working_directory
+from engine.config.files.text import quoted, visible
+from engine.config.files.write import write_new_file
+from engine.config.imports.dataset_info import find_beside, read_dataset_info
+from engine.config.imports.draft import Draft
+from engine.config.imports.tools import DEFAULTS, READERS, tool_of
+from engine.config.imports.yaml_file import read_yaml
+from engine.config.schema.recipe import Recipe
+from engine.errors import SpecError, UsageError
+
+ENDINGS = (".yml", ".yaml")
+ORDER = ("model", "method", "preference", "data", "train", "checkpoint", "eval", "parallel", "trackers")
+
+
+def import_configuration(source: Path, *, devices: int = 1, force: bool = False) -> tuple[Draft, Path]:
+    """Read `source`, write the recipe into the user's folder; returns the account and the recipe's path.
+
+    Raises SpecError for a file that is no such configuration or trains in a way that does not exist here, UsageError
+    for a symbolic link and, without `force`, for a name that exists already.
+    """
+    if source.is_symlink():
+        raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
+    draft = draft_of(source, devices=devices)
+    name = name_for(source)
+    target = user_folder() / KIND_FOLDERS["recipe"] / f"{name}.toml"
+    return draft, write_new_file(target, recipe_text(draft, source.name).encode(), force=force)
+
+
+def name_for(source: Path) -> str:
+    return re.sub("[^a-z0-9._-]+", "-", source.stem.lower()).strip("-._")[:80] or "imported"
+
+
+def draft_of(source: Path, *, devices: int = 1) -> Draft:
+    label = visible(str(source))
+    data, text = read_yaml(source)
+    tool = tool_of(data, label)
+    info = read_dataset_info(source, str(data.get("dataset_dir") or "data"), working_directory())
+    draft = Draft(tool, dict(data), devices, dataset_info=info, text=text)
+    if tool == FACTORY and isinstance(named := data.get("train_dataset"), str) and named.endswith(ENDINGS):
+        beside = find_beside(source, named, working_directory())
+        draft.dataset_info = read_yaml(beside)[0] if beside else {}
+    try:
+        READERS[tool](draft)
+        draft.take_batch()
+        draft.take_rest()
+    except SpecError as error:
+        problems = [problem if problem.startswith(label) else f"{label}: {problem}" for problem in error.problems]
+        raise SpecError(problems, fix=error.fix) from None
+    _settle(draft)
+    for ours, value in DEFAULTS[tool].items():
+        if ours == "train.epochs" and draft.get("train.max_steps") is not None:
+            continue
+        if not (ours in ("method.rank", "method.dropout") and draft.get("method.kind") == "full"):
+            draft.default(ours, value)
+    _drop_refused(draft, label)
+    draft.settle_account(data)
+    return draft
+
+
+def _settle(draft: Draft) -> None:
+    """What follows from several keys at once."""
+    model = draft.get("model.id")
+    if isinstance(model, str) and (reason := reach(model.removeprefix("./"))):
+        draft.blanks["model.id"] = f"{quoted(model)} {reason}: write the model's hub id, or its folder here"
+        draft.set("model.id", Path(model).name or "model", draft.origin["model.id"])
+    if not draft.get("data.sources"):
+        draft.blanks["data.sources"] = "the file names no data set: write where yours is"
+        draft.set("data.sources", [{"name": "main", "path": "data/train.jsonl"}], "a placeholder")
+    by_steps = "max_steps_per_epoch" not in draft.origin.get("train.max_steps", "max_steps_per_epoch")
+    if by_steps and draft.get("train.epochs") is not None:
+        draft.leave(draft.origin.pop("train.epochs"), "a number of steps is given, which counts there")
+        del draft.recipe["train"]["epochs"]
+    if draft.get("method.kind") == "full":
+        for key in ("rank", "alpha", "dropout", "targets", "exclude", "also_train", "rslora", "dora"):
+            if draft.recipe["method"].pop(key, None) is not None:
+                draft.leave(draft.origin.pop(f"method.{key}"), "no adapter is trained")
+        if draft.recipe.get("model", {}).get("quantize") == "nf4":
+            draft.refuse(draft.origin["model.quantize"], True, "weights in 4 bits cannot be trained in full")
+    if draft.unbounded_length:
+        draft.notes.append("that file cuts at no length; here data.max_length is 2048 tokens, and longer text is split")
+    if draft.get("method.objective") == "dpo":
+        for source in draft.get("data.sources"):
+            source["format"] = "preference"
+    has_validation = bool(draft.get("data.valid_fraction") or draft.get("data.validation"))
+    if not has_validation:
+        for ours in ("eval.every_steps", "eval.early_stopping_patience", "checkpoint.result"):
+            if draft.get(ours) not in (None, "last"):
+                table, key = ours.split(".")
+                del draft.recipe[table][key]
+                draft.leave(draft.origin.pop(ours), "nothing is held out to evaluate on")
+
+
+def _drop_refused(draft: Draft, label: str) -> None:
+    """Leave out each value that the check refuses, with its reason; refuse the file where that is model or data."""
+    draft.recipe = {key: draft.recipe[key] for key in ORDER if draft.recipe.get(key)}
+    for _ in range(20):
+        _, problems = check_table(Recipe, {"schema": 1, "kind": "recipe", "name": "imported", **draft.recipe})
+        problems += unshareable_paths(draft.recipe)
+        if not problems:
+            return
+        for problem in problems:
+            _drop(draft, problem, label)
+    raise SpecError([f"{label}: its values contradict each other"], fix="nothing was imported")
+
+
+def _drop(draft: Draft, problem: Problem, label: str) -> None:
+    place = next((one for one in (problem.place, *problem.beside) if one[:2] in _droppable(draft)), None)
+    words = f"{key_text(problem.place, draft.recipe)}: {problem.found}; {problem.allowed}"
+    if place is None:
+        raise SpecError([f"{label}: {words}"], fix="nothing was imported")
+    table, key = str(place[0]), str(place[1])
+    value = draft.recipe[table].pop(key)
+    draft.leave(
+        draft.origin.pop(f"{table}.{key}", f"{table}.{key}"), f"{quoted(value)}: {problem.found}; {problem.allowed}"
+    )
+
+
+def _droppable(draft: Draft) -> set[Place]:
+    fixed: set[Place] = {
+        ("model", "id"),
+        ("data", "sources"),
+        ("data", "validation"),
+        ("method", "kind"),
+        ("method", "objective"),
+    }
+    there: set[Place] = {(table, key) for table, keys in draft.recipe.items() for key in keys}
+    return there - fixed
+
+
+def recipe_text(draft: Draft, file: str) -> str:
+    """The recipe as TOML, headed by what was left out and what is to be filled in."""
+    import tomlkit
+
+    document = tomlkit.document()
+    document.add(tomlkit.comment(visible(f"Imported from {draft.tool}'s {file}.")))
+    for title, rows in (("To fill in", draft.blanks), ("Left out", draft.left_out)):
+        for key, reason in rows.items():
+            document.add(tomlkit.comment(visible(f"{title}: {key}: {reason}")[:300]))
+    document["schema"] = 1
+    document["kind"] = "recipe"
+    document["title"] = visible(f"From {draft.tool}'s {file}")[:100]
+    for table, keys in draft.recipe.items():
+        document[table] = _toml_table(tomlkit, keys)
+    return tomlkit.dumps(document)
+
+
+def _toml_table(tomlkit: Any, keys: dict[str, Any]) -> Any:
+    made = tomlkit.table()
+    nested = {
+        key: value for key, value in keys.items() if value and isinstance(value, list) and isinstance(value[0], dict)
+    }
+    for key, value in keys.items():
+        if key not in nested:
+            made[key] = value
+    for key, entries in nested.items():
+        array = tomlkit.aot()
+        for entry in entries:
+            array.append(_toml_table(tomlkit, entry))
+        made[key] = array
+    return made

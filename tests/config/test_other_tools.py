@@ -1,0 +1,299 @@
+"""Configurations of other tools, written for these tests, as recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from typer.testing import CliRunner, Result
+
+from engine.cli import app
+from engine.config.imports.convert import draft_of, recipe_text
+from engine.config.imports.draft import globs_of
+from engine.errors import SpecError, TunedeckError
+
+AXOLOTL = """\
+base_model: org/base
+load_in_8bit: false
+load_in_4bit: true
+adapter: qlora
+datasets:
+  - path: org/rows
+    type: alpaca
+    split: train[:10%]
+  - path: ./mine/talks.jsonl
+    type: chat_template
+    field_messages: conversations
+    message_property_mapping: {role: from, content: value}
+val_set_size: 0.05
+sequence_len: 1024
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: 'model.layers.[\\d]+.(self_attn|mlp).(q|up)_proj'
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: true
+warmup_steps: 0.1
+wandb_project:
+saves_per_epoch: 1
+"""
+FACTORY = """\
+model_name_or_path: org/base
+trust_remote_code: true
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+pref_beta: 0.2
+pref_loss: sigmoid
+dataset: pairs, more
+template: llama3
+cutoff_len: 4096
+max_samples: 500
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+bf16: true
+deepspeed: ds/ds_z2_config.json
+"""
+FACTORY_V1 = """\
+model: org/base
+peft_config: {name: lora, r: 8, lora_alpha: 16, target_modules: all}
+quant_config: {name: bnb, quantization_bit: 4}
+dist_config: {name: fsdp2, dcp_path: null}
+train_dataset: data/rows.yaml
+micro_batch_size: 2
+cutoff_len: 512
+max_steps: 10
+"""
+TRL = """\
+model_name_or_path: org/base
+dataset_name: org/pairs
+dataset_train_split: train_prefs
+dataset_test_split: test_prefs
+eval_strategy: steps
+eval_steps: 50
+beta: 0.05
+loss_type: sigmoid
+torch_dtype: bfloat16
+learning_rate: 5.0e-7
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+per_device_train_batch_size: 4
+num_train_epochs: 1
+max_steps: -1
+"""
+TORCHTUNE = """\
+# tune download org/Base-8B --output-dir /tmp/Base-8B
+output_dir: /tmp/out
+model:
+  _component_: torchtune.models.llama3.lora_llama3_8b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 8
+  lora_alpha: 16
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/t.model, max_seq_len: null}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Base-8B/}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: True}
+batch_size: 2
+gradient_accumulation_steps: 8
+optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 3e-4}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+epochs: 1
+clip_grad_norm: null
+dtype: bf16
+device: cuda
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDECK_CONFIG", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    info = {"pairs": {"file_name": "pairs.json", "ranking": True}, "more": {"hf_hub_url": "org/more", "ranking": True}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data/rows.yaml").write_text("rows:\n  path: data/rows.json\n  source: local\n  converter: alpaca\n")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def imported(text: str, *options: str) -> tuple[dict[str, Any], str]:
+    """The tables of the recipe, which passes the check, and what the command printed."""
+    Path("theirs.yml").write_text(text)
+    done = run("recipes", "import", "theirs.yml", *options)
+    assert done.exit_code == 0, done.exception
+    assert run("recipes", "check", "theirs").exit_code == 0
+    return tomli.loads(Path("config/profiles/recipes/theirs.toml").read_text()), done.stdout
+
+
+def refused(text: str) -> str:
+    Path("theirs.yml").write_text(text)
+    error = run("recipes", "import", "theirs.yml").exception
+    assert isinstance(error, TunedeckError) and error.exit_code == 2
+    assert not Path("config/profiles/recipes/theirs.toml").exists()
+    return error.render()
+
+
+def test_axolotl() -> None:
+    recipe, said = imported(AXOLOTL, "--devices", "2")
+    assert recipe["model"] == {"id": "org/base", "quantize": "nf4", "dtype": "auto"}
+    assert recipe["method"]["targets"] == [
+        f"model.layers.*.{block}.{name}_proj" for block in ("self_attn", "mlp") for name in ("q", "up")
+    ]
+    assert recipe["data"]["sources"] == [
+        {"name": "rows", "hub": "org/rows", "split": "train[:10%]", "format": "alpaca"},
+        {"name": "talks.jsonl", "path": "mine/talks.jsonl", "format": "sharegpt"},
+    ]
+    train = recipe["train"]
+    assert (train["batch_size"], train["learning_rate"], train["warmup_ratio"]) == (16, 2e-4, 0.1)
+    assert train["optimizer"] == "adamw_8bit" and recipe["data"]["packing"] is True
+    assert "saves_per_epoch  (evaluations and checkpoints are set in steps" in said
+    assert "empty in that file:\n  wandb_project" in said
+    assert said.endswith("next: tunedeck plan -r theirs\n")
+
+
+def test_llama_factory_with_its_list_of_data_sets() -> None:
+    recipe, said = imported(FACTORY)
+    assert recipe["method"] == {"objective": "dpo", "kind": "lora", "targets": ["q_proj", "v_proj"], "rank": 8}
+    assert recipe["preference"] == {"beta": 0.2, "loss": "dpo"}
+    assert recipe["data"]["sources"] == [
+        {"name": "pairs", "path": "data/pairs.json", "format": "preference", "limit": 500},
+        {"name": "more", "hub": "org/more", "format": "preference", "limit": 500},
+    ]
+    assert recipe["parallel"] == {"strategy": "sharded", "shard": "gradients"}
+    assert recipe["train"]["learning_rate"] == 5e-5 and "train.learning_rate = 5e-05  (LLaMA-Factory's default)" in said
+    assert "trust_remote_code  (remote code is allowed by --trust-remote-code" in said
+    assert "add --devices N" in said
+
+
+def test_llama_factory_v1() -> None:
+    recipe, _ = imported(FACTORY_V1)
+    assert recipe["model"] == {"id": "org/base", "quantize": "nf4"}
+    assert recipe["method"] == {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear"}
+    assert recipe["data"]["sources"] == [{"name": "rows", "path": "data/rows.json", "format": "alpaca"}]
+    assert recipe["train"] == {"batch_size": 2, "max_steps": 10, "scheduler": "constant", "learning_rate": 1e-4}
+
+
+def test_trl() -> None:
+    recipe, said = imported(TRL)
+    assert recipe["method"] == {"objective": "dpo", "kind": "full"}
+    assert recipe["preference"] == {"beta": 0.05, "loss": "dpo"}
+    assert recipe["train"]["min_learning_rate"] == pytest.approx(5e-8)
+    assert recipe["data"]["validation"][0]["split"] == "test_prefs"
+    assert "max_steps" not in recipe["train"] and recipe["eval"]["every_steps"] == 50
+    assert "for ORPO set" in said
+
+
+def test_torchtune_takes_the_hub_id_of_its_comment() -> None:
+    recipe, said = imported(TORCHTUNE)
+    assert recipe["model"] == {"id": "org/Base-8B", "dtype": "bfloat16"}
+    assert recipe["method"]["targets"] == ["o_proj", "q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    assert recipe["data"]["sources"] == [{"name": "alpaca-cleaned", "hub": "yahma/alpaca-cleaned", "format": "alpaca"}]
+    assert recipe["train"] == {
+        "batch_size": 16, "optimizer": "adamw", "scheduler": "cosine", "epochs": 1, "learning_rate": 3e-4,
+        "warmup_steps": 100, "weight_decay": 0.01, "max_grad_norm": 0.0,
+    }  # fmt: skip
+    assert recipe["data"]["loss_on"] == "all" and "cuts at no length" in said
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, FACTORY, FACTORY_V1, TRL, TORCHTUNE])
+def test_every_key_of_the_file_is_accounted_for(text: str) -> None:
+    _, said = imported(text)
+    keys = [line.partition(":")[0] for line in text.splitlines() if line[0].isalpha()]
+    assert keys and [key for key in keys if key not in said] == []
+
+
+def test_blanks_are_listed_and_the_next_step_is_to_fill_them_in() -> None:
+    text = AXOLOTL.replace("org/rows", "/home/someone/rows.jsonl") + "new_feature: 7\n"
+    recipe, said = imported(text)
+    assert recipe["data"]["sources"][0]["path"] == "data/rows.jsonl"
+    listed = said.partition("to fill in:\n")[2]
+    assert "is an absolute path" in listed and "new_feature" in listed and "next: fill in" in listed
+    head = Path("config/profiles/recipes/theirs.toml").read_text().partition("schema")[0]
+    assert "# To fill in: new_feature" in head and "# Left out: tf32" in head
+
+
+def test_a_value_that_our_key_refuses_is_left_out_with_the_reason() -> None:
+    _, said = imported(AXOLOTL.replace("lr_scheduler: cosine", "lr_scheduler: rex"))
+    assert 'lr_scheduler  ("rex": ' in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb: 2\n", "no tool's configuration is recognised by its keys"),
+        ("- 1\n", "no keys with values"),
+        ("distributed_type: FSDP\nnum_processes: 2\n", "a launch configuration of Accelerate"),
+        (AXOLOTL + "rl: grpo\n", "training on rewards"),
+        (AXOLOTL + "qat: {weight_dtype: int4}\n", "quantisation-aware"),
+        (AXOLOTL + "seed: 1\nseed: 2\n", "seed is given twice"),
+        (AXOLOTL + "a: !!python/object/apply:os.system ['true']\n", "a tag"),
+        (AXOLOTL + "a: &x [1]\nb: [*x, *x]\n", "an alias"),
+        (AXOLOTL + "a: " + "[" * 500 + "]" * 500, "nested too deeply"),
+        (AXOLOTL + "a: [1\n", "not YAML"),
+        (AXOLOTL + "a: 2024-99-99\n", "not YAML"),
+        (FACTORY.replace("stage: dpo", "stage: kto"), "training on rewards"),
+        (TRL + "num_generations: 8\n", "training on rewards"),
+        (AXOLOTL.replace("adapter: qlora", ""), "cannot be trained in full"),
+    ],
+)
+def test_refusals(text: str, words: str) -> None:
+    assert words in refused(text)
+
+
+def test_a_link_is_refused_and_a_second_import_needs_force() -> None:
+    imported(AXOLOTL)
+    assert "exists" in str(run("recipes", "import", "theirs.yml").exception)
+    assert run("recipes", "import", "theirs.yml", "--force").exit_code == 0
+    Path("link.yml").symlink_to("theirs.yml")
+    assert "symbolic link" in str(run("recipes", "import", "link.yml").exception)
+
+
+def test_a_list_of_data_sets_outside_the_folder_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/theirs.yml").write_text(FACTORY + "dataset_dir: ../data\n")
+    assert "dataset.pairs" in draft_of(tmp_path / "in/theirs.yml").blanks
+
+
+def test_what_a_file_says_cannot_break_out_of_the_comments(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yml").write_text(AXOLOTL + 'evil: "x\\n[limits]\\ny = 1"\n"odd\\n[limits]": 1\n')
+    text = recipe_text(draft_of(tmp_path / "theirs.yml"), "theirs.yml\n[limits]")
+    assert "limits" not in tomli.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "globs"),
+    [
+        (r"^model.layers.\d+.(a|b)$", ["model.layers.*.a", "model.layers.*.b"]),
+        (r"x.(wrapped.)?(mlp|attn).y", ["x.wrapped.mlp.y", "x.wrapped.attn.y", "x.mlp.y", "x.attn.y"]),
+        (r"^model.language_model.*", ["model.language_model"]),
+        (r"layers.4[4-9]+.gate", []),
+        (r"a{2}", []),
+    ],
+)
+def test_simple_expressions_become_globs(pattern: str, globs: list[str]) -> None:
+    assert globs_of(pattern) == globs
+
+
+def test_a_template_longer_than_a_path_can_be_is_planned() -> None:
+    template = "{% for m in messages %}" + "{{ m.content }}" * 300 + "{% endfor %}"
+    recipe, _ = imported(TRL + f'chat_template: "{template}"\n')
+    assert recipe["model"]["chat_template"] == template
+    with pytest.raises(SpecError):
+        draft_of(Path("nothing.yml"))
