@@ -15,7 +15,7 @@ from engine.config.files.text import quoted, visible
 from engine.config.files.write import write_new_file
 from engine.config.imports.dataset_info import find_beside, read_dataset_info
 from engine.config.imports.draft import Draft
-from engine.config.imports.tools import DEFAULTS, READERS, tool_of
+from engine.config.imports.tools import DEFAULTS, READERS, require_shapes, tool_of
 from engine.config.imports.yaml_file import read_yaml
 from engine.config.schema.recipe import Recipe
 from engine.errors import SpecError, UsageError
@@ -52,6 +52,7 @@ def draft_of(source: Path, *, devices: int = 1) -> Draft:
         beside = find_beside(source, named, working_directory())
         draft.dataset_info = read_yaml(beside)[0] if beside else {}
     try:
+        require_shapes(draft)
         READERS[tool](draft)
         draft.take_batch()
         draft.take_rest()

@@ -38,6 +38,35 @@ def tool_of(data: dict[str, Any], label: str) -> str:
     raise SpecError([f"{label}: no tool's configuration is recognised by its keys ({shown}); {RECOGNISED}"])
 
 
+TABLES = ("dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs")
+LISTS = ("datasets", "test_datasets", "pretraining_dataset", "dataset_splits")
+WORDS = ("stage", "rl", "adapter", "finetuning_type")
+
+
+def require_shapes(draft: Draft) -> None:
+    """Raises SpecError where a key whose inside is read has no such inside."""
+    for key, value in draft.theirs.items():
+        if value is None:
+            continue
+        if key in TABLES and not isinstance(value, dict):
+            draft.refuse(key, value, "keys with values are needed")
+        if key in WORDS and not isinstance(value, (str, bool)):
+            draft.refuse(key, value, "a word is needed")
+        if key in LISTS and not (isinstance(value, list) or (key == "pretraining_dataset" and _is_entry(value))):
+            draft.refuse(key, value, "a list is needed")
+        entries = value if key in LISTS and isinstance(value, list) else []
+        inner = value.get("datasets") if key == "dataset_mixture" else None
+        if inner is not None and not isinstance(inner, list):
+            draft.refuse(f"{key}.datasets", inner, "a list is needed")
+        for entry in [*entries, *(inner or [])]:
+            if not (_is_entry(entry) and (isinstance(entry, dict) or key in ("dataset_splits", "pretraining_dataset"))):
+                draft.refuse(key, entry, "an entry with keys is needed")
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, (dict, str))
+
+
 def read_axolotl(draft: Draft) -> None:
     _refuse_rewards(draft, "rl", draft.theirs.get("rl"))
     rl = draft.take("rl")

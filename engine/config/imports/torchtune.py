@@ -114,7 +114,10 @@ def _model_id(draft: Draft, folder: str) -> None:
 
 
 def _targets(draft: Draft, model: dict[str, Any], builder: str) -> None:
-    names = {"o_proj" if name == "output_proj" else str(name) for name in model.pop("lora_attn_modules", None) or []}
+    given = model.pop("lora_attn_modules", None) or []
+    if not isinstance(given, list):
+        draft.refuse("model.lora_attn_modules", given, "a list is needed")
+    names = {"o_proj" if name == "output_proj" else str(name) for name in given}
     mlp, head = model.pop("apply_lora_to_mlp", False), model.pop("apply_lora_to_output", False)
     fused = "phi" in builder
     if mlp and (fused or names >= ALL_ATTENTION):
