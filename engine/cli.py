@@ -28,6 +28,7 @@ from engine.commands import (
     launch,
     library,
     plan,
+    push,
     queue,
     runs,
     train,
@@ -38,7 +39,7 @@ SECTIONS = {
     "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
     "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
     "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm"),
-    "After a run": ("eval", "chat", "merge", "handover", "sync"),
+    "After a run": ("eval", "chat", "merge", "handover", "push", "sync"),
 }
 """The commands in the order of `tunedeck --help`; one that is not named here comes last, under "More"."""
 
@@ -113,7 +114,7 @@ _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, r
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(chat.chat, background.sync, export.merge, handover.handover, data.data)
+_add(chat.chat, background.sync, export.merge, handover.handover, push.push, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(doctor.doctor)

@@ -70,7 +70,7 @@ def handover(
     from engine.config.load import load_run_spec
 
     spec = load_run_spec(directory.run_toml, own=True)
-    which = checkpoint or _best_of_failed(directory)
+    which = checkpoint or best_of_failed(directory)
     require_weights(directory, which, ["tunedeck", "handover", run, f"--{chosen[0]}"])
     with importing():
         from engine.handover.prepare import Order, prepare
@@ -92,7 +92,7 @@ def handover(
         raise done.failure
 
 
-def _best_of_failed(directory: RunDirectory) -> str | None:
+def best_of_failed(directory: RunDirectory) -> str | None:
     """Without a result, the best checkpoint, else the newest; None with a result, or without any checkpoint."""
     if directory.adapter.is_dir() or directory.model.is_dir():
         return None

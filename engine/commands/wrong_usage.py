@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "handover last --vllm", "deploy": "handover last --vllm", "vllm": "handover last --vllm",
     "sglang": "handover last --sglang", "ollama": "handover last --ollama", "gguf": "handover last --gguf",
     "convert": "handover last --gguf",
-    "push": "show last", "upload": "show last", "publish": "show last", "export": "show last", "delete": "rm last",
+    "upload": "push last OWNER/NAME", "publish": "push last OWNER/NAME", "export": "show last", "delete": "rm last",
     "remove": "rm last", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
     "config": "recipes list",
     "profile": "profiles list", "recipe": "recipes list", "estimate": "plan",
@@ -48,10 +48,7 @@ NEAR_ENOUGH = 0.75
 
 
 WHAT_EXISTS = {
-    **dict.fromkeys(
-        ("push", "upload", "publish", "export"),
-        "show prints the result's folder, and hf upload REPO FOLDER sends it",
-    ),
+    "export": "show prints the result's folder, and push sends it to the hub",
     "dpo": 'train, with method.objective = "dpo" in the recipe (docs/preferences.md)',
 }
 """Said beside the command that is nearest to something that does not exist."""
@@ -108,6 +105,8 @@ def _called_with(meant: list[str], given: list[str]) -> list[str]:
         return meant
     if meant[0] == "show":
         return ["show", given[0]]  # not the name of a repository
+    if meant[0] == "push":
+        return [*meant[:1], *given, *meant[1 + len(given) :]]
     if meant[:2] == ["recipes", "new"]:
         return [*meant[:2], *given]
     return [meant[0], *given, *(word for word in meant[2:] if word.startswith("-") and word not in given)]

@@ -78,7 +78,7 @@ def prepare(result: Result, order: Order, notify: Notify, *, check: bool) -> Han
     done = Handover(order.consumer, form, reasons, folder=str(result.folder), end_tokens=ends)
     model = None if form == "adapter" else result.folder
     if form == "merged":
-        model = _merged(result, order, notify)
+        model = merged_model(result, order, notify)
         done.folder = str(model)
     try:
         if servers:
@@ -91,7 +91,7 @@ def prepare(result: Result, order: Order, notify: Notify, *, check: bool) -> Han
     return done
 
 
-def _merged(result: Result, order: Order, notify: Notify) -> Path:
+def merged_model(result: Result, order: Order, notify: Notify) -> Path:
     """The merged model in `out`, written now unless it is there, of the same weights."""
     target, record = order.out / "merged", order.out / RECORD
     fingerprint = result.fingerprint()

@@ -83,7 +83,7 @@ def read_result(spec: RunSpec, folder: Path, *, trust_remote_code: bool = False)
         reasons = reasons_to_merge(config, names)
         if (folder / "config.json").is_file():
             reasons.append("it was trained with scaled positions, which the config of its base does not have")
-        elif not reasons and (opened := _config_of(base, revision, trust_remote_code)) is not None:
+        elif not reasons and (opened := config_of(base, revision, trust_remote_code)) is not None:
             reasons += unknown_modules(opened, names, trust_remote_code)
     return Result(
         name=spec.name.replace("/", "-"),
@@ -158,7 +158,7 @@ def tensor_names(file: Path) -> list[str]:
         raise UsageError(f"{file} cannot be read: {error}", fix="copy the adapter again") from error
 
 
-def _config_of(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig | None:
+def config_of(base: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig | None:
     """None if it is neither on this machine nor to be had: a server on another machine may have it."""
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
