@@ -133,7 +133,7 @@ def _metadata(spec: RunSpec, facts: Facts, scores: list[Score]) -> ModelCardData
         for score in scores
     ]
     return ModelCardData(
-        model_name=facts.repo.rpartition("/")[2],
+        model_name=facts.repo.rpartition("/")[2] if results else None,
         base_model=facts.origin.hub_id,
         datasets=list(dict.fromkeys(source.hub for source in sources if source.enabled and source.hub)) or None,
         library_name="peft" if facts.form == "adapter" else "transformers",
@@ -175,7 +175,9 @@ def _use(result: Result, spec: RunSpec, facts: Facts) -> str:
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({repo})")
     if facts.form == "adapter":
         lines.insert(0, "from peft import PeftModel")
-        lines.append(f"model = {model_class}.from_pretrained({json.dumps(facts.origin.hub_id or 'PATH OF THE BASE')})")
+        base = json.dumps(facts.origin.hub_id or "PATH OF THE BASE")
+        revision = f", revision={json.dumps(facts.origin.revision)}" if facts.origin.revision else ""
+        lines.append(f"model = {model_class}.from_pretrained({base}{revision})")
         if spec.recipe.model.add_tokens:
             lines.append("model.resize_token_embeddings(len(tokenizer))")
         lines.append(f"model = PeftModel.from_pretrained(model, {repo})")
@@ -225,7 +227,7 @@ def _training(recipe: Recipe, events: list[Event], facts: Facts) -> list[tuple[s
         ("Epochs", f"{started['epochs']:g}" if started.get("epochs") else ""),
         ("Learning rate", f"{train.peak_learning_rate:g}, {train.scheduler}{warm_up}"),
         ("Optimizer", f"{train.optimizer}, weight decay {train.weight_decay:g}"),
-        ("Dtype", recipe.model.dtype),
+        ("Dtype", recipe.model.dtype if recipe.model.dtype != "auto" else ""),
         ("Seed", str(train.seed)),
     ]  # fmt: skip
 

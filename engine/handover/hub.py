@@ -115,7 +115,8 @@ def pack(
     if form == "adapter" and here is not None:
         notes.append("the adapter's base is a folder of this machine: others need a copy of it, or push --merged")
     if form == "merged":
-        order = Order("push", directory.path / "handover", merged=True, trust_remote_code=trust_remote_code)
+        out = directory.path / "handover" / (f"checkpoint-{which}" if which else "")
+        order = Order("push", out, merged=True, trust_remote_code=trust_remote_code)
         folder = merged_model(result, order, notify)
     items, origin = collect(folder), origin_of(spec.recipe.model)
     if has_card_of_others(api, place):

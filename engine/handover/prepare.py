@@ -99,9 +99,8 @@ def merged_model(result: Result, order: Order, notify: Notify) -> Path:
         if _recorded(record) == fingerprint:
             notify(f"{target} was merged from these weights before")
             return target
-        raise UsageError(
-            f"{target} was merged from other weights", fix=f"remove it, or name another folder: --out {order.out}-2"
-        )
+        other = "" if order.consumer == "push" else f", or name another folder: --out {order.out}-2"
+        raise UsageError(f"{target} was merged from other weights", fix=f"remove it{other}")
     merge(result.folder, target, notify, trust_remote_code=order.trust_remote_code)
     record.write_text(json.dumps({WEIGHTS: fingerprint}) + "\n", "utf-8")
     return target

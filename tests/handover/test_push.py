@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -131,6 +132,8 @@ def test_an_adapter_arrives_private_and_opens_with_peft(
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, AutoModelForCausalLM.from_pretrained(base)(input_ids=ids).logits)
     assert AutoTokenizer.from_pretrained(arrived).chat_template == CHAT
+    code = re.findall(r"```python\n(.*?)```", (arrived / "README.md").read_text(), re.DOTALL)[0]
+    exec(code.replace("me/capitals", str(arrived)).replace("PATH OF THE BASE", base), {})  # the card's own words
     assert GenerationConfig.from_pretrained(arrived).eos_token_id is not None
 
 
@@ -143,6 +146,9 @@ def test_merged_replaces_the_adapter_and_opens_with_transformers(
     sent = hub.repositories["me/it"]
     assert "adapter_config.json" not in sent.files and "model.safetensors" in sent.files
     no_secret_in(sent, finished)
+    assert tunedeck("push", "last", "me/it", "--merged", "--yes", "--checkpoint", "2").code == 0
+    assert (finished.path / "handover" / "checkpoint-2" / "merged").is_dir() and len(sent.commits) == 4
+    assert tunedeck("push", "last", "me/it", "--merged", "--yes").code == 0
     opened = AutoModelForCausalLM.from_pretrained(sent.write(tmp_path / "arrived"))
     ours = AutoModelForCausalLM.from_pretrained(finished.path / "handover" / "merged")
     assert all(torch.equal(one, other) for one, other in zip(opened.parameters(), ours.parameters(), strict=True))
