@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2, by version
+from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, UsageError
@@ -33,7 +31,7 @@ from engine.journal.checkpoints_on_disk import best_step, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table
 from engine.journal.summary import summarise
-from engine.model.config import auto_class
+from engine.model.config import HUB_ERRORS, auto_class
 from engine.model.reference import ADAPTER_CONFIG, BASE_FOLDER
 
 CARD = "README.md"
@@ -244,7 +242,7 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise EnvironmentProblem("there is no token for the hub on this machine", fix=LOG_IN) from error
     except HFValidationError as error:
         raise UsageError(f"{repo!r} is no name of a repository", expected="OWNER/NAME or NAME") from error
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (*HUB_ERRORS, RuntimeError) as error:
         raise _refusal(error, repo) from error
 
 
@@ -252,7 +250,7 @@ def _refusal(error: BaseException, repo: str) -> EnvironmentProblem:
     cause = error if isinstance(error, HfHubHTTPError) else error.__cause__
     if not isinstance(cause, HfHubHTTPError):
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        broken = isinstance(error, HTTPError | OSError)
+        broken = not isinstance(error, RuntimeError | ValueError)
         return EnvironmentProblem(
             f"the hub does not answer, or the connection broke: {first}" if broken else f"{repo} was not sent: {error}",
             fix=f"look at the network (tunedeck doctor), then {AGAIN}" if broken else AGAIN,
@@ -267,17 +265,15 @@ def _refusal(error: BaseException, repo: str) -> EnvironmentProblem:
 
 
 def connect(repo: str) -> tuple[HfApi, str]:
-    """The client, and the repository as OWNER/NAME. Raises EnvironmentProblem without a token or a network, UsageError
-    for a name that the hub does not allow."""
+    """The client, and the repository as OWNER/NAME. Raises EnvironmentProblem without a token or a network."""
     api = HfApi()
     with hub_errors(repo):
-        validate_repo_id(repo)
         user = api.whoami()
     return api, repo if "/" in repo else f"{user['name']}/{repo}"
 
 
 def look_at(api: HfApi, repo: str, *, public: bool) -> Place:
-    """Raises UsageError for a public repository without `public`."""
+    """Raises UsageError for a public repository without `public`, and for a name that the hub does not allow."""
     with hub_errors(repo):
         try:
             info = api.model_info(repo)

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml  # type: ignore[import-untyped]
+from huggingface_hub import metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 TOKEN = "hf_" + "aTokenThatOnlyThisServerKnows" * 2
@@ -69,12 +70,16 @@ def serving() -> Iterator[Hub]:
         thread.join()
 
 
+def metadata_of(card: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "README.md")
+        file.write_text(card)
+        return metadata_load(file) or {}
+
+
 def problems_of_card(text: str) -> list[str]:
     """What the hub refuses in a card's metadata."""
-    found = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-    if found is None:
-        return ["no metadata"]
-    metadata = yaml.safe_load(found[1])
+    metadata = metadata_of(text)
     problems = [
         f"{key} must be a name of the hub"
         for key in ("base_model", "datasets")

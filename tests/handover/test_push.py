@@ -14,11 +14,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -32,7 +31,7 @@ from tests.cli.conftest import Tunedeck
 from tests.cli.conftest import tunedeck as _tunedeck
 from tests.cli.outcome import assert_block
 from tests.docs.blocks import ROOT
-from tests.handover.hub_server import TOKEN, Hub, Repository, serving
+from tests.handover.hub_server import TOKEN, Hub, Repository, metadata_of, serving
 from tests.handover.test_prepare import CHAT
 from tests.journal.waiting import until
 from tests.model.samples import write_model
@@ -161,7 +160,7 @@ def test_the_card_says_what_was_trained(hub: Hub, finished: RunDirectory, tunede
     name_base(finished)
     assert tunedeck("push", "last", "me/it", "--yes").code == 0
     text = hub.repositories["me/it"].files["README.md"].decode()
-    told: dict[str, Any] = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
+    told = metadata_of(text)
     assert (told["base_model"], told["license"], told["library_name"]) == (BASE, "apache-2.0", "peft")
     assert (told["base_model_relation"], told["pipeline_tag"]) == ("adapter", "text-generation")
     assert told["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.75
