@@ -39,7 +39,7 @@ def push(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Send a run's result to the Hugging Face hub, with a model card. Lists the files, and asks first."""
+    """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first."""
     words = ["tunedeck", "push", run, repo]
     if not yes and (as_json or not sys.stdin.isatty()):
         raise UsageError("push asks before it sends, and nobody can answer here", fix=shlex.join([*words, "--yes"]))
