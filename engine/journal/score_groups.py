@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from engine.config.schema.data import Evaluate
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations, values_of
@@ -226,24 +227,17 @@ def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain],
 def _nothing_to_compare(
     directories: Sequence[RunDirectory], found: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> UsageError:
-    runs, names = (
-        " ".join(directory.name for directory in directories),
-        {n for one in found for e in one for n in e.metrics},
-    )
+    runs = " ".join(directory.name for directory in directories)
+    names = sorted({name for one in found for each in one for name in each.metrics})
     base = " --base" if against == BASE else ""
-    unscored = [
-        directory.name for directory, one in zip(directories, found, strict=True) if not _scored_by(one, metric)
-    ]
-    if against == BASE and not any(each.step == 0 and metric in each.metrics for one in found for each in one):
-        unscored = ["the base", *unscored]
-    if unscored or metric not in names:
-        asked = (
-            "" if metric in names or metric in ("loss", "perplexity") else f""" --set 'evaluate.metrics=["{metric}"]'"""
-        )
+    unscored = [place.name for place, one in zip(directories, found, strict=True) if not _scored_by(one, metric)]
+    lacks_base = base and not any(each.step == 0 and metric in each.metrics for one in found for each in one)
+    if unscored or lacks_base:
+        lacking = ["the base", *unscored] if lacks_base else unscored
         return UsageError(
-            f"{metric} of {' and '.join(unscored) or against} is not known",
-            expected=f"one of: {', '.join(sorted(names))}" if names and metric not in names else "scores of both",
-            fix=f"tunedeck eval {runs if base or not unscored else ' '.join(unscored)}{base}{asked}",
+            f"{metric} of {' and '.join(lacking)} is not known",
+            expected=f"one of: {', '.join(names)}" if names and metric not in names else "scores of both",
+            fix=f"tunedeck eval {runs if base else ' '.join(unscored)}{base}{_asked_for(metric)}",
         )
     return UsageError(
         f"{metric} of {against} and of another run is not known on the same samples: their validation data differ, "
@@ -251,3 +245,11 @@ def _nothing_to_compare(
         expected="scores on the same samples",
         fix=f"""tunedeck eval {runs}{base} --set 'data.validation=[{{name="held", path="FILE"}}]'""",
     )
+
+
+def _asked_for(metric: str) -> str:
+    """The options of `tunedeck eval` by which it computes the metric."""
+    if "/" in metric:
+        return f" --harness {metric.partition('/')[0]}"
+    settable = get_args(get_args(Evaluate.model_fields["metrics"].annotation)[0])
+    return f""" --set 'evaluate.metrics=["{metric}"]'""" if metric in settable and metric != "loss" else ""

@@ -51,15 +51,21 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 '''
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A LoRA run on a Qwen2 whose own config does not list the end of the template's turns."""
-    folder = tmp_path_factory.mktemp("handover")
-    base = write_model(folder / "base", "qwen2", vocab_size=272)
+def write_chat_base(folder: Path) -> Path:
+    """A Qwen2 whose own config does not list the end of the template's turns."""
+    base = write_model(folder, "qwen2", vocab_size=272)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(base)
+    return base
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A LoRA run on a Qwen2 whose own config does not list the end of the template's turns."""
+    folder = tmp_path_factory.mktemp("handover")
+    base = write_chat_base(folder / "base")
     spec = make_spec(
         write_samples(folder / "samples.jsonl"),
         model={"id": str(base), "tokenizer": None, "init": "pretrained"},

@@ -32,9 +32,8 @@ from tests.cli.conftest import tunedeck as _tunedeck
 from tests.cli.outcome import assert_block
 from tests.docs.blocks import ROOT
 from tests.handover.hub_server import TOKEN, Hub, Repository, metadata_of, serving
-from tests.handover.test_prepare import CHAT
+from tests.handover.test_prepare import CHAT, write_chat_base
 from tests.journal.waiting import until
-from tests.model.samples import write_model
 from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 tunedeck = _tunedeck
@@ -47,11 +46,7 @@ ADAPTER = {*LARGE, "adapter_config.json", "tokenizer_config.json", "generation_c
 def made(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A LoRA run on a base in a folder, with a score of each of four samples."""
     folder = tmp_path_factory.mktemp("push")
-    base = write_model(folder / "base", "qwen2", vocab_size=272)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(base)
+    base = write_chat_base(folder / "base")
     spec = make_spec(
         write_samples(folder / "samples.jsonl"),
         model={"id": str(base), "tokenizer": None, "init": "pretrained"},

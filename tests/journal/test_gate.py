@@ -70,11 +70,11 @@ def test_scores_that_are_not_there_or_of_other_samples_are_told_apart(tmp_path: 
     scored(a, 10, [1.0] * 40, metric="exact_match")
     with pytest.raises(UsageError, match=f"exact_match of {b.name} is not known") as error:
         failures([a, b], asked, a.name)
-    assert error.value.fix == f"tunedeck eval {b.name}"
+    assert error.value.fix == f"""tunedeck eval {b.name} --set 'evaluate.metrics=["exact_match"]'"""
     scored(b, 10, [1.0] * 30, metric="exact_match")
     with pytest.raises(UsageError, match="validation data differ") as error:
         failures([a, b], asked, a.name)
     assert "--set 'data.validation=" in str(error.value.fix)
     with pytest.raises(UsageError, match="exact_match of the base is not known") as error:
         failures([a, b], asked, "base")
-    assert error.value.fix == f"tunedeck eval {a.name} {b.name} --base"
+    assert error.value.fix == f"""tunedeck eval {a.name} {b.name} --base --set 'evaluate.metrics=["exact_match"]'"""
