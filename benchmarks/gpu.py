@@ -1,6 +1,6 @@
 """Suites of measurements on a real GPU: does the engine run on it, and are the budget's predictions right?
 
-Run: python -m benchmarks.gpu {smoke,budget,backoff,edge} --out DIR [--limit SECONDS] [--device metered]
+Run: python -m benchmarks.gpu {smoke,budget,backoff,edge,speed} --out DIR [--limit SECONDS] [--device metered]
 
 Each measurement runs in a process of its own, trains with real engines and writes one JSON file. A suite that was
 interrupted continues where it stopped, and a measurement that fails is recorded with its error. With `--device metered`
@@ -101,7 +101,7 @@ def _runs_of(suite: str, name: str, out: Path) -> Path:
 
 def run_measurement(suite: str, name: str, out: Path, device: SuiteDevice) -> None:
     """Run the measurement `name` in this process, and write its result with the time taken to OUT/SUITE/NAME.json."""
-    measurement = next(measurement for measurement in measurements_of(suite, device) if measurement.name == name)
+    measurement = next(measurement for measurement in SUITES[suite](device) if measurement.name == name)
     began = time.monotonic()
     (out / suite).mkdir(parents=True, exist_ok=True)
     found = measurement.run(device, _runs_of(suite, name, out))

@@ -28,13 +28,16 @@ STANDARD_DEVIATION = 0.02
 """Standard deviation of random matrices: `initializer_range` in the published configs of these families."""
 
 
-def write_model(folder: Path, model: str | None, *, weights: str | None = None) -> str:
+def write_model(folder: Path, model: str | None, *, layers: int | None = None, weights: str | None = None) -> str:
     """Write the published config of `model`, or SMALL_CONFIG if that is None, into `folder`; returns its path.
 
-    With `weights`, also write random weights of this dtype, for runs that must read weights from files.
+    With `layers`, the model has only so many decoder layers, of the published size. With `weights`, also write random
+    weights of this dtype, for runs that must read weights from files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = SMALL_CONFIG if model is None else find_config(model)
+    if layers is not None:
+        config = {**config, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     if weights is not None and not (folder / "model.safetensors.index.json").exists():
         _write_random_weights(folder, weights)

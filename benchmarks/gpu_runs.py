@@ -107,8 +107,12 @@ class TrainingCase:
     """The model's dtype. None: bfloat16 on a GPU and float32 on the metered device, because some CPUs multiply bfloat16
     thirty times more slowly."""
     quantize: str = "none"
+    layers: int | None = None
+    """Decoder layers; None: as many as the published model has."""
     padded: bool = False
     """Whether sequences have different lengths, so that micro-batches are padded."""
+
+    packing: bool = False
 
     def spec(self, device: SuiteDevice, folder: Path, memory_gib: float | None = None, **train: Any) -> RunSpec:
         """Write the model and random text for two micro-batches per step into `folder`, and return the run spec of the
@@ -119,11 +123,12 @@ class TrainingCase:
         rows = train.get("micro_batch", self.rows)
         batch = train.get("batch_size", 2 * (rows if isinstance(rows, int) else self.rows))
         samples = self._write_samples(folder, STEPS * 2 * self.rows if rows == "auto" else STEPS * batch, length)
+        sources = [{"name": "main", "path": str(samples)}]
         recipe = {
             "name": "cell",
             "model": self._model(device, folder),
             "method": self.method,
-            "data": {"sources": [{"name": "main", "path": str(samples)}], "max_length": length, "shuffle": False},
+            "data": {"sources": sources, "max_length": length, "shuffle": False, "packing": self.packing},
             "train": {"max_steps": STEPS, "batch_size": batch, "micro_batch": self.rows, **self.train, **train},
             "checkpoint": {"every_minutes": 0},
         }
@@ -136,7 +141,9 @@ class TrainingCase:
         quantized = self.quantize != "none"
         dtype = self.dtype or ("float32" if device.is_small else "bfloat16")
         published = None if device.is_small else self.model
-        path = write_model(folder / "model", published, weights=dtype if quantized else None)
+        layers = None if device.is_small else self.layers
+        weights = dtype if quantized else None
+        path = write_model(folder / "model", published, layers=layers, weights=weights)
         start = "pretrained" if quantized else "random"
         return {
             "id": path, "tokenizer": "builtin:bytes", "init": start, "dtype": dtype, "quantize": self.quantize,
@@ -225,8 +232,12 @@ def measured_run(spec: RunSpec, folder: Path, device: SuiteDevice) -> Run:
             [sys.executable, "-m", "benchmarks.measured_run", str(place.path)],
             cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
+    tail, trains = EventTail(place.events), False
     while process.poll() is None:
-        driver.look(process.pid)
+        # Not before the first step: the proofs at start ask for more than the device has.
+        trains = trains or any(event["kind"] == "step" for event in tail.poll())
+        if trains:
+            driver.look(process.pid)
         time.sleep(POLL_SECONDS)
     return Run(place, process.returncode, EventTail(place.events).poll(), driver.used_bytes)
 

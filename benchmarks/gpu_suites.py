@@ -6,6 +6,8 @@ metered device a small model replaces each of them, with less memory.
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -54,6 +56,20 @@ ONE_GRADIENT: dict[str, Any] = {
 the gradients. A loss shows nothing: it is computed before any gradient."""
 
 
+MIXTURE = "Qwen/Qwen3-30B-A3B"
+RECOMPUTING = {"gradient_checkpointing": True}
+"""Keys of [train] of measurements that search a limit: by default, layers are recomputed until the plan fits."""
+PLAIN_LORA = TrainingCase(SMALL_MODEL, METHODS["lora"], 2, 256, {})
+LEARNS: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
+    "dropout": (replace(PLAIN_LORA, method={"rank": 8, "dropout": 0.1}), {}),
+    "optimizer-offload": (TrainingCase(SMALL_MODEL, METHODS["full"], 2, 256, {"optimizer_offload": True}), {}),
+    "adamw-8bit": (TrainingCase(SMALL_MODEL, METHODS["full"], 2, 256, {"optimizer": "adamw_8bit"}), {}),
+    "experts": (TrainingCase("Qwen/Qwen3-30B-A3B", METHODS["lora"], 2, 256, {}, layers=2), {}),
+    "answers": (PLAIN_LORA, {"data.valid_fraction": 0.25, "eval.metrics": ["loss", "exact_match"]}),
+}
+"""Measurements that only look whether the loss falls: what is trained, and further keys of the recipe."""
+
+
 def smoke(_device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements that check that the engine works: LoRA and full fine-tuning in two dtypes, with the result
     opened again; SIGTERM and resume; an OOM; gradients with activations in host memory, over a quantised base, too."""
@@ -61,14 +77,26 @@ def smoke(_device: SuiteDevice) -> Iterator[Measurement]:
         for dtype in ("bfloat16", "float16"):
             case = TrainingCase(SMALL_MODEL, METHODS[method], 2, 256, {}, dtype)
             yield Measurement(f"{method}-{dtype}", partial(_trains, case))
-    case = TrainingCase(SMALL_MODEL, METHODS["lora"], 2, 256, {})
+    case = PLAIN_LORA
     beside = replace(case, method={"rank": 8, "also_train": ["model.norm"]})
     yield Measurement("lora-also-train", partial(_trains, beside))
     yield Measurement("sigterm-and-resume", partial(_sigterm, case))
-    yield Measurement("out-of-memory", partial(_survives, case))
-    yield Measurement("offload-gradients", partial(_same_gradients, case))
-    large = TrainingCase("Qwen/Qwen2.5-7B", METHODS["lora"], 1, 1024, {}, quantize="nf4")
-    yield Measurement("nf4-offload-gradients", partial(_same_gradients, large))
+    yield Measurement("out-of-memory", partial(_survives, replace(case, train=RECOMPUTING)))
+    offload = {"train.activation_offload": True}
+    yield Measurement("offload-gradients", partial(_same_gradients, case, offload, 0.01))
+    # Two layers of real size: bitsandbytes' 4-bit products keep tensors of their own, whatever the number of layers.
+    large = TrainingCase("Qwen/Qwen2.5-7B", METHODS["lora"], 1, 1024, {}, quantize="nf4", layers=2)
+    yield Measurement(
+        "nf4-offload-gradients", partial(_same_gradients, large, {"train.activation_offload": True}, 0.01)
+    )
+    # Other kernels round differently: bf16 has 8 bits.
+    packed = replace(case, padded=True, packing=True)
+    masked = {"model.attention": "sdpa"}  # with a mask that keeps the documents of a row apart
+    yield Measurement("packing-gradients", partial(_same_gradients, packed, masked, 0.05))
+    yield Measurement("compiled-gradients", partial(_same_gradients, case, {"train.compile": True}, 0.05))
+    for name, (other, changes) in LEARNS.items():
+        yield Measurement(name, partial(_learns, other, changes))
+    yield Measurement("preference", partial(_prefers, case))
 
 
 def _trains(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
@@ -102,18 +130,45 @@ def _reopened(run: Run) -> tuple[int, int]:
     return count, count - len(report["missing_keys"]) - len(report["unexpected_keys"])
 
 
-def _same_gradients(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
-    """Compare the gradients of two equal steps, one with activation offload and one without. `ok` if they differ by at
-    most 1 % of the largest gradient."""
+def _learns(case: TrainingCase, changes: dict[str, Any], device: SuiteDevice, folder: Path) -> Result:
+    run = measured_run(with_changes(case.spec(device, folder), changes), folder, device).expect()
+    losses = list(run.losses.values())
+    notices = [event["text"] for event in run.of_kind("notice")]
+    return {
+        "ok": len(losses) == STEPS and losses[-1] < losses[0],
+        "notices": notices,
+        "said": f"losses {losses[0]:.4f} -> {losses[-1]:.4f}",
+    }
+
+
+def _prefers(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
+    """Train on pairs of answers to equal prompts, of which the chosen one is always the same word."""
+    spec = case.spec(device, folder, learning_rate=1e-3)
+    rows = [{"prompt": f"question {number}: ", "chosen": "yes", "rejected": "no"} for number in range(4 * STEPS)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    run = engine_run(new_run(with_changes(spec, {"method.objective": "dpo"}), folder)).expect()
+    losses = list(run.losses.values())
+    return {
+        "ok": abs(losses[0] - math.log(2)) < 0.01 and losses[-1] < losses[0],
+        "said": f"losses {losses[0]:.4f} -> {losses[-1]:.4f}",
+    }
+
+
+def _same_gradients(
+    case: TrainingCase, changes: dict[str, Any], largest_share: float, device: SuiteDevice, folder: Path
+) -> Result:
+    """Compare the gradients of two equal steps, one with `changes` to the recipe and one without. `ok` if they differ
+    by at most `largest_share` of the largest gradient."""
     spec = case.spec(device, folder, **ONE_GRADIENT)
     kept = _saved_adapter(engine_run(new_run(spec, folder / "kept")).expect())
-    offloading = with_changes(spec, {"train.activation_offload": True})
-    offloaded = _saved_adapter(engine_run(new_run(offloading, folder / "offloaded")).expect())
+    changed_run = engine_run(new_run(with_changes(spec, changes), folder / "changed")).expect()
+    changed = _saved_adapter(changed_run)
     gradients = [name for name in kept if ".lora_B." in name]
     size = max(float(kept[name].abs().max()) for name in gradients)
-    worst = max(float((kept[name] - offloaded[name]).abs().max()) for name in gradients)
+    worst = max(float((kept[name] - changed[name]).abs().max()) for name in gradients)
     return {
-        "ok": size > 0 and worst <= 0.01 * size,
+        "ok": size > 0 and worst <= largest_share * size,
+        "notices": [event["text"] for event in changed_run.of_kind("notice")],
         "largest_gradient": size,
         "largest_difference": worst,
         "said": f"{len(gradients)} gradients of up to {size:.1e} differ by at most {worst:.1e}",
@@ -237,9 +292,9 @@ CAPS_GIB = (24.0, 48.0, 79.0)
 LARGE_BATCH = 4096
 """More sequences than fit at once anywhere."""
 SHIPPED: dict[str, TrainingCase] = {
-    "lora": TrainingCase("Qwen/Qwen2.5-7B", LORA, 1, 2048, {}),
-    "attention-lora": TrainingCase("Qwen/Qwen2.5-7B", ATTENTION, 1, 2048, {}),
-    "full": TrainingCase("Qwen/Qwen2.5-0.5B", FULL, 1, 2048, {}),
+    "lora": TrainingCase("Qwen/Qwen2.5-7B", LORA, 1, 2048, RECOMPUTING),
+    "attention-lora": TrainingCase("Qwen/Qwen2.5-7B", ATTENTION, 1, 2048, RECOMPUTING),
+    "full": TrainingCase("Qwen/Qwen2.5-0.5B", FULL, 1, 2048, RECOMPUTING),
 }
 
 
@@ -303,8 +358,21 @@ def _largest(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
     }
 
 
+# speed: how fast is it, beside others, and where does the time go?
+
+
+def speed(_device: SuiteDevice) -> Iterator[Measurement]:
+    """Yield measurements of tokens/s beside transformers' Trainer and TRL, with recomputed and with kept activations,
+    and of the time of each kernel in a step."""
+    from benchmarks.gpu_speed import compared, profiled  # imports torch, which the other suites leave to their engines
+
+    for name, checkpointing in (("recomputed", True), ("kept", False)):
+        yield Measurement(f"peers-{name}", partial(compared, checkpointing=checkpointing))
+        yield Measurement(f"kernels-{name}", partial(profiled, checkpointing=checkpointing))
+
+
 SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
-    "smoke": smoke, "budget": budget, "backoff": backoff, "edge": edge
+    "smoke": smoke, "budget": budget, "backoff": backoff, "edge": edge, "speed": speed
 }  # fmt: skip
 
 SMALL = {
@@ -312,6 +380,7 @@ SMALL = {
     "budget": ("qwen2.5-7b-padded-4x1024", "qwen2.5-7b-nf4-1x2048"),
     "backoff": ("attention-lora-0.02gb",),
     "edge": ("full-0.03gb",),
+    "speed": ("kernels-recomputed",),
 }
 """The measurements that are run on the metered device: the others run the same code with other numbers."""
 

@@ -16,24 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import random
-import statistics
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.in_turn import StepDone, StepEnd, be_quiet, quartiles, take_turns
 from benchmarks.job import BATCH, MICRO, RATE, RECIPE_MODEL, Job, padded, quietly, spec_of, write_job
 from engine.device import open_device
 from engine.device.base import Device
@@ -48,9 +43,6 @@ from engine.train.step.transaction import StepTransaction
 
 WARM_UP_STEPS = 3
 """First steps, left out of the figures: they include the start-up of process, heap and kernels."""
-
-StepDone = Callable[[], None]
-"""Called by a trainer after each optimizer step; returns when the trainer may go on."""
 
 
 def make_job(folder: Path, *, mixed: bool, vocabulary: int, steps: int, hidden: int = 192) -> Job:
@@ -73,61 +65,6 @@ def ours(job: Job, device: Device, step_done: StepDone) -> None:
                 set_learning_rates(setup.context.optimizer, setup.schedule.factor(step))
                 transaction.run(step, setup.order.step(step))
                 step_done()
-
-
-class StepEnd(TrainerCallback):
-    """A Trainer callback that calls `step_done` at the end of each optimizer step, before the next batches are
-    fetched."""
-
-    def __init__(self, step_done: StepDone) -> None:
-        self._step_done = step_done
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._step_done()
-
-
-class Seconds(NamedTuple):
-    """The duration of one step in wall-clock seconds, and the processor seconds of all threads."""
-
-    clock: float
-    processor: float
-
-
-class InTurn:
-    """A trainer in a separate process. The process is idle until `step` makes it run one step."""
-
-    def __init__(self, name: str, job: Job) -> None:
-        self.steps: list[Seconds] = []
-        """The duration of each step so far; the duration of the first step includes the set-up."""
-        fresh = multiprocessing.get_context("spawn")
-        self._pipe, theirs = fresh.Pipe()
-        self._process = fresh.Process(target=_contest, args=(name, job, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def step(self) -> None:
-        """Make the trainer run one step, and wait for the end of the step. Raises EOFError if the process has died."""
-        self._pipe.send(None)
-        self.steps.append(Seconds(*self._pipe.recv()))
-
-
-def _contest(name: str, job: Job, pipe: Connection) -> None:
-    """Main function of a process that trains `job` with the trainer `name` (a key of CONTESTANTS): after each step,
-    send the step's `Seconds` and wait for a message to continue. The process ends when the pipe is closed."""
-    be_quiet()
-    pipe.recv()
-    began = Seconds(time.perf_counter(), time.process_time())
-
-    def step_done() -> None:
-        nonlocal began
-        pipe.send((time.perf_counter() - began.clock, time.process_time() - began.processor))
-        try:
-            pipe.recv()
-        except EOFError:  # The comparison is over.
-            raise SystemExit from None
-        began = Seconds(time.perf_counter(), time.process_time())
-
-    CONTESTANTS[name](job, open_device(spec_of(job, "cpu")), step_done)
 
 
 def their_arguments(job: Job, folder: str) -> dict[str, Any]:
@@ -179,8 +116,7 @@ def sft(job: Job, _device: Device, step_done: StepDone, *, padding_free: bool = 
         )
 
 
-Contestant = Callable[[Job, Device, StepDone], None]
-CONTESTANTS: dict[str, Contestant] = {
+CONTESTANTS: dict[str, Callable[[Job, Device, StepDone], None]] = {
     "tunedeck": ours,
     "Trainer": trainer,
     "SFTTrainer": sft,
@@ -189,28 +125,22 @@ CONTESTANTS: dict[str, Contestant] = {
 """TRL 1.16 always computes the loss in chunks: its `loss_type` "chunked_nll" is another name of the default."""
 
 
+def _on_the_cpu(name: str, job: Job, step_done: StepDone) -> None:
+    CONTESTANTS[name](job, open_device(spec_of(job, "cpu")), step_done)
+
+
 def compare_speed(job: Job) -> dict[str, Any]:
     """Tokens/s of each trainer, and the ratio of the engine's speed to each other trainer's: median and quartiles over
     steps."""
-    running = {name: InTurn(name, job) for name in CONTESTANTS}
-    for number in range(job.steps):
-        # Reverse the order in every other round, so that no trainer always runs after the same one.
-        for contestant in list(running.values())[:: 1 if number % 2 else -1]:
-            contestant.step()
+    every = take_turns({name: partial(_on_the_cpu, name, job) for name in CONTESTANTS}, job.steps)
     tokens = job.tokens_per_step[WARM_UP_STEPS:]
-    steps = {name: contestant.steps[WARM_UP_STEPS:] for name, contestant in running.items()}
+    steps = {name: own[WARM_UP_STEPS:] for name, own in every.items()}
     table: dict[str, Any] = {name: round(sum(tokens) / sum(step.clock for step in own)) for name, own in steps.items()}
     for name in list(CONTESTANTS)[1:]:
         pairs = list(zip(steps["tunedeck"], steps[name], strict=True))
-        table[f"ratio to {name}"] = _quartiles(theirs.clock / mine.clock for mine, theirs in pairs)
-        table[f"of processor time to {name}"] = _quartiles(theirs.processor / mine.processor for mine, theirs in pairs)
+        table[f"ratio to {name}"] = quartiles(theirs.clock / mine.clock for mine, theirs in pairs)
+        table[f"of processor time to {name}"] = quartiles(theirs.processor / mine.processor for mine, theirs in pairs)
     return table
-
-
-def _quartiles(ratios: Iterable[float]) -> list[float]:
-    """Returns [median, lower quartile, upper quartile] of the ratios."""
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return [round(middle, 3), round(low, 3), round(high, 3)]
 
 
 def compare_memory(job: Job) -> dict[str, float]:
@@ -237,13 +167,6 @@ class PeakOfRun:
 
     def reset_peak(self) -> None:
         """Do nothing, so that the peak is that of the whole run."""
-
-
-def be_quiet() -> None:
-    """Silence warnings, progress bars and log messages."""
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ def measure(place: RunDirectory) -> int:
         try:
             device = open_device(spec)
             with device.activate():
+                journal.write_notices(device.fit_capacity())
                 _train(spec, place, device, journal)
         except TunedeckError as error:
             traceback.print_exc()

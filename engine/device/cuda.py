@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
 
 
+LARGEST_SHARE = 1 - 2**-20
+"""The largest share of a card's memory that torch enforces as a cap. A share of 1 is none: a request for more than the
+card has then maps all of it for a second, page by page (torch 2.11, expandable segments, measured on an H200)."""
+
+
 def allocator_settings() -> str:
     """The settings in force, such as "expandable_segments:True"; empty for torch's defaults. Call it after CUDA has
     started: the first call makes torch read the environment."""
@@ -76,7 +81,8 @@ class CudaDevice:
         """Lets a large card stand in for a smaller one. This limits only torch's allocator: the CUDA context, NCCL and
         other libraries need more, for which the profile sets `reserve_gib` aside."""
         self.capacity_bytes = capacity_bytes
-        torch.cuda.set_per_process_memory_fraction(capacity_bytes / self._total_bytes, self.torch_device)
+        share = min(capacity_bytes / self._total_bytes, LARGEST_SHARE)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     @property
     def available_bytes(self) -> int:

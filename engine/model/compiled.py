@@ -43,9 +43,11 @@ class CompiledLayers:
     def __init__(self, loaded: LoadedModel) -> None:
         """Prepare the layers; nothing is compiled before a layer is first called.
 
-        Sets torch's settings for the whole process: the model's numbers (scalings) are constants of a graph, and
-        backward is compiled together with forward, so that a failure to compile is always met in forward.
+        Sets torch's settings for the whole process: the model's numbers (scalings) are constants of a graph, backward
+        is compiled together with forward, so that a failure to compile is always met in forward, and a layer has at
+        most MOST_GRAPHS graphs.
         """
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS  # torch.compile takes it as an argument from 2.12 on
         torch._dynamo.config.specialize_float = True
         torch._functorch.config.force_non_lazy_backward_lowering = True
         self.loaded = loaded
@@ -57,9 +59,8 @@ class CompiledLayers:
         self._calls = {layer: _LayerCall(self, layer, functions[type(layer)]) for layer in self.layers}
 
     def _compiled(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": MOST_GRAPHS}
-        compiled: Callable[..., Any] = torch.compile(_without_checkpointing(kind), backend=self.backend, **options)
-        return compiled
+        forward = _without_checkpointing(kind)
+        return torch.compile(forward, backend=self.backend, dynamic=True, fullgraph=True)
 
     def call(self, layer: nn.Module) -> Callable[..., Any]:
         return self._calls[layer]

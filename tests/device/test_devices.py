@@ -114,6 +114,16 @@ def test_attention_on_a_card_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch)
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
+def test_all_of_a_card_is_a_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: shares.append(share))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+    assert CudaDevice(0, 200 * GIB, "GPU-0", []).capacity_bytes == 140 * GIB
+    assert 0.9999 < shares[0] < 1  # torch enforces no share of 1
+
+
 @pytest.mark.parametrize("device", [CpuDevice(GIB), MeteredDevice(GIB)])
 def test_what_is_offloaded_comes_back_with_its_values_and_layout(device: CpuDevice | MeteredDevice) -> None:
     with device.activate():

@@ -26,6 +26,8 @@ ABOVE_BYTES = 64 * 2**20
 ORDINARY_BYTES = 2**20
 SHAPES = ((96, 64), (33,))
 """A matrix of more than 4,096 elements, which 8-bit optimizers quantise, and a vector, which they do not."""
+PROOF_RATE = 0.01
+"""The learning rate of the proved optimizer. The run's own may be too small for one step to change any bf16 weight."""
 COPIES, ELEMENTS = 4, 4099
 """Copies in flight at once: each must have a buffer of its own until it has arrived."""
 
@@ -123,7 +125,7 @@ def prove_optimizer(run: ProvedRun) -> str:
     is a plain int, is neither saved nor restored."""
     named = _parameters(run)
     weights = {name: parameter.detach().clone() for name, parameter in named}
-    train = run.spec.recipe.train.model_copy(update={"groups": []})
+    train = run.spec.recipe.train.model_copy(update={"groups": [], "learning_rate": PROOF_RATE})
     guard = guard_parameters(train, named, run.context.device)
     start = _values(guard, named)
     if any(not torch.equal(value, start[name]) for name, value in weights.items()):

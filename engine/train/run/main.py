@@ -235,7 +235,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
             journal.phase("connecting the GPUs")
             refuse_shared_cards(device, ranks)
             warm_up(device, ranks.patience_seconds)
-            journal.write_notices(device.fit_capacity())
+        journal.write_notices(device.fit_capacity())
         to_train = within_container(spec, device)
         if start.resume:
             to_train = with_layers_of_checkpoint(to_train, place.checkpoints, start.from_step, ranks)

@@ -92,6 +92,16 @@ def test_a_buffer_that_is_overwritten_before_its_copy_has_arrived_is_not_used(
     assert not device.pins and proved(setup, tmp_path)["copies"].passed
 
 
+def test_an_optimizer_is_proved_at_a_rate_that_changes_every_weight(tmp_path: Path) -> None:
+    # At 2e-5, one step changes no bf16 weight that is larger than some thousandths.
+    model = {"id": "builtin:tiny", "init": "random", "dtype": "bfloat16"}
+    with small_setup(tmp_path, model=model, method={"kind": "full"}) as setup:
+        slow = setup.spec.recipe.train.model_copy(update={"learning_rate": 2e-5})
+        recipe = setup.spec.recipe.model_copy(update={"train": slow})
+        setup.spec = setup.spec.model_copy(update={"recipe": recipe})
+        assert proved(setup, tmp_path)["optimizer"].passed
+
+
 def test_an_optimizer_with_state_that_is_not_saved_is_not_trusted_to_be_undone(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,224 @@
+"""The suite `speed` of `benchmarks.gpu`: tokens/s of the engine beside transformers' Trainer and TRL's SFTTrainer, and
+where the time of a step goes.
+
+All train the same LoRA on the same samples with the same batch size and the same largest micro-batch: first samples of
+equal length, then of mixed (log-normal) lengths, as in chat data. Each is a process of its own, and they take turns
+step by step. Peers with Liger use all of its kernels for the family.
+
+Try: `python -m benchmarks.gpu speed --out /tmp/gpu --device metered`
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_runs import Result, SuiteDevice, TrainingCase
+from engine.config.schema.run import RunSpec
+from engine.device import open_device
+from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
+from engine.journal.writer import Journal
+from engine.train.proofs.prove import prove
+from engine.train.run.setup import set_up
+from engine.train.step.oom_report import oom_reporter
+from engine.train.step.optimizer import set_learning_rates
+from engine.train.step.transaction import StepTransaction
+
+if TYPE_CHECKING:  # torch is imported where it is used: the process of a suite holds no CUDA context
+    from benchmarks.in_turn import StepDone
+
+MODEL, RANK = "meta-llama/Llama-3.1-8B", 16
+LENGTH, MICRO, ROWS = 4096, 2, 8
+SMALL_LENGTH = 64
+WARM_UP, FIXED, MIXED = 2, 3, 4
+"""Steps that are not counted, then steps with samples of equal length; then again one step that is not counted, and
+steps with samples of mixed lengths."""
+STEPS = WARM_UP + FIXED + 1 + MIXED
+
+
+@dataclass(frozen=True)
+class SpeedJob:
+    """What all trainers train: the model's folder, samples, and whether activations are recomputed."""
+
+    folder: Path
+    kind: str
+    """The device: "cuda" or "metered"."""
+    checkpointing: bool
+
+    def sequences(self) -> list[list[int]]:
+        """The token ids of all samples, in order."""
+        from benchmarks.job import RECIPE_MODEL
+        from engine.model.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(RECIPE_MODEL)
+        texts = [json.loads(line)["text"] for line in (self.folder / "samples.jsonl").open(encoding="utf-8")]
+        return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+
+
+def write_speed_job(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> tuple[SpeedJob, RunSpec, list[int]]:
+    """Write model and samples into `folder`. Returns the job, the engine's run spec of it, and the tokens of each
+    step."""
+    train = {"gradient_checkpointing": checkpointing, "learning_rate": 1e-4, "scheduler": "constant"}
+    case = TrainingCase(MODEL, {"rank": RANK}, MICRO, LENGTH, train)
+    spec = case.spec(device, folder, max_steps=STEPS, batch_size=ROWS)
+    longest, drawn = SMALL_LENGTH if device.is_small else LENGTH, random.Random(1)
+    middle = 0.2 * longest  # of log-normal lengths: most are short, a few are cut at the longest
+    fixed = [longest] * (ROWS * (WARM_UP + FIXED))
+    mixed = [max(8, min(longest, int(middle * drawn.lognormvariate(0.0, 0.9)))) for _ in range(ROWS * (1 + MIXED))]
+    with (folder / "samples.jsonl").open("w") as file:
+        for length in fixed + mixed:
+            file.write(json.dumps({"text": "".join(drawn.choices("abcdefgh ", k=length - 1))}) + "\n")
+    lengths = fixed + mixed
+    tokens = [sum(lengths[start : start + ROWS]) for start in range(0, len(lengths), ROWS)]
+    return SpeedJob(folder, device.kind, checkpointing), spec, tokens
+
+
+def ours(spec: RunSpec, step_done: StepDone) -> None:
+    """Train with the engine's set-up, proofs and step transaction. `step_done` is called after each optimizer step."""
+    with engine_steps(spec) as one_step:
+        for step in range(1, STEPS + 1):
+            one_step(step)
+            step_done()
+
+
+@contextmanager
+def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], None]]:
+    """Set up the engine, and yield the function that runs the step of the given number, counted from 1."""
+    with tempfile.TemporaryDirectory() as folder, EventWriter(RunDirectory(Path(folder))) as writer:
+        journal = Journal(writer)
+        device = open_device(spec, beside=True)
+        with device.activate():
+            setup = set_up(spec, device, journal, oom_reporter(journal, device))
+            prove(setup, journal)
+            transaction = StepTransaction(setup.context)
+
+            def one_step(step: int) -> None:
+                set_learning_rates(setup.context.optimizer, setup.schedule.factor(step))
+                transaction.run(step, setup.order.step(step))
+                device.synchronize()
+
+            yield one_step
+
+
+def peer(job: SpeedJob, name: str, liger: bool, step_done: StepDone) -> None:
+    """Train with peft in transformers' Trainer (`name` "Trainer") or TRL's SFTTrainer ("SFTTrainer"). `step_done` is
+    called after each optimizer step."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.in_turn import StepEnd
+    from benchmarks.job import RECIPE_MODEL, padded, quietly
+    from engine.model.tokenizer import load_tokenizer
+
+    cuda = job.kind == "cuda"
+    config = AutoConfig.from_pretrained(job.folder / "model")
+    with torch.device("cuda" if cuda else "cpu"):
+        dtype = torch.bfloat16 if cuda else torch.float32
+        loading: Any = AutoModelForCausalLM
+        base = loading.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
+    arguments: dict[str, Any] = {
+        "output_dir": str(job.folder / "peer"), "max_steps": STEPS, "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": ROWS // MICRO, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused", "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": not cuda,
+        "bf16": cuda, "disable_tqdm": True, "gradient_checkpointing": job.checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False}, "use_liger_kernel": liger,
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+
+    def synchronized() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        step_done()
+
+    callbacks: Any = [StepEnd(synchronized)]
+    if name == "Trainer":
+        rows = [{"input_ids": ids, "labels": ids} for ids in job.sequences()]
+        own = TrainingArguments(**arguments, remove_unused_columns=False)
+        quietly(Trainer(model=model, args=own, train_dataset=rows, data_collator=padded, callbacks=callbacks))
+        return
+    prepared = SFTConfig(**arguments, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+    data = Dataset.from_list([{"input_ids": ids} for ids in job.sequences()])
+    tokenizer = load_tokenizer(RECIPE_MODEL)
+    quietly(SFTTrainer(model=model, args=prepared, train_dataset=data, processing_class=tokenizer, callbacks=callbacks))
+
+
+def compared(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Result:
+    """Let the engine and its peers train the same job in turns. `ok` if the engine is at least as fast as each."""
+    from benchmarks.in_turn import take_turns
+
+    job, spec, tokens = write_speed_job(device, folder, checkpointing=checkpointing)
+    kernels = (False,) if device.is_small else (False, True)  # Liger's kernels need a GPU
+    if not checkpointing and not device.is_small:
+        kernels = (True,)  # without Liger's loss, not all fit on a card together
+    names = {f"{name}{' with Liger' if liger else ''}": (name, liger) for name in PEERS for liger in kernels}
+    contestants: dict[str, Any] = {"tunedeck": partial(ours, spec)}
+    contestants |= {label: partial(peer, job, name, liger) for label, (name, liger) in names.items()}
+    steps = take_turns(contestants, STEPS)
+    parts = {"fixed": slice(WARM_UP, WARM_UP + FIXED), "mixed": slice(WARM_UP + FIXED + 1, None)}
+    speeds = {
+        part: {
+            label: round(sum(tokens[chosen]) / sum(step.clock for step in own[chosen]), 1)
+            for label, own in steps.items()
+        }
+        for part, chosen in parts.items()
+    }
+    ratios = {
+        part: round(found["tunedeck"] / max(speed for label, speed in found.items() if label != "tunedeck"), 3)
+        for part, found in speeds.items()
+    }
+    return {
+        "ok": device.is_small or min(ratios.values()) >= 1.0,
+        "tokens_per_second": speeds,
+        "step_seconds": {label: [round(step.clock, 3) for step in own] for label, own in steps.items()},
+        "to_the_fastest_peer": ratios,
+        "said": f"{speeds['fixed']['tunedeck']:.0f} tokens/s, {ratios['fixed']:.2f} of the fastest peer; "
+        f"mixed lengths {speeds['mixed']['tunedeck']:.0f}, {ratios['mixed']:.2f}",
+    }
+
+
+PEERS = ("Trainer", "SFTTrainer")
+
+
+def profiled(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Result:
+    """Run one step of the engine under torch's profiler, after two others. Tells the time of each kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    spec = write_speed_job(device, folder, checkpointing=checkpointing)[1]
+    activities = [ProfilerActivity.CPU] if device.is_small else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with engine_steps(spec) as one_step:
+        for step in (1, 2):
+            one_step(step)
+        with profile(activities=activities) as found:
+            one_step(3)
+        if device.kind == "cuda":
+            torch.cuda.synchronize()
+    kernels = [
+        {"name": each.key[:160], "count": each.count, "milliseconds": round(_microseconds(each, device) / 1000, 3)}
+        for each in found.key_averages()
+        if device.is_small or str(each.device_type).endswith("CUDA")
+    ]
+    kernels.sort(key=lambda each: -each["milliseconds"])
+    whole, longest = sum(each["milliseconds"] for each in kernels), kernels[0]
+    return {
+        "ok": True,
+        "milliseconds": round(whole, 1),
+        "kernels": kernels[:80],
+        "said": f"{whole:.0f} ms in kernels, the longest {longest['name'][:40]}: {longest['milliseconds']:.0f} ms",
+    }
+
+
+def _microseconds(each: Any, device: SuiteDevice) -> float:
+    return float(each.self_cpu_time_total if device.is_small else each.self_device_time_total)
