@@ -129,7 +129,13 @@ def main() -> int:
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_progress_bars()
-    return beside_trl() if asked.what == "trl" else show_cases(list(preference_cases(asked.cases, asked.seed)))
+    return (
+        beside_trl()
+        if asked.what == "trl"
+        else show_cases(
+            [*preference_cases(asked.cases, asked.seed), *preference_cases(asked.cases // 2, asked.seed, ("kto",))]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -175,6 +175,8 @@ def print_report(
 
     console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
+    for notice in prepared.report.notices:
+        console.print(escape(notice))
     for part in prepared.report.parts:
         _print_part(console, part)
     if figures is not None:
@@ -198,7 +200,9 @@ def print_report(
 
 
 def _name_of(data: TokenData, row: int) -> str:
-    """Such as "sample 3", or of a pair "sample 2, rejected"."""
+    """Such as "sample 3", of a pair "sample 2, rejected", or with labels "sample 2, undesirable"."""
+    if data.mismatched is not None:
+        return f"sample {row + 1}, {'desirable' if data.desirable[row] else 'undesirable'}"
     return f"sample {row // 2 + 1}, {('chosen', 'rejected')[row % 2]}" if data.in_pairs else f"sample {row + 1}"
 
 

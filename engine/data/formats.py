@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, Source
+from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
+from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat, image_pair
-from engine.data.preferences import PreferenceRecord, sides_of
+from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord, sides_of
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
+from engine.data.unpaired import NEEDS as UNPAIRED_NEEDS
+from engine.data.unpaired import answer_of, desirable_of
 from engine.errors import DataError
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -32,6 +35,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history", "tools"),
     "prompt-completion": ("tools", "system"),
     "preference": ("prompt", "tools", "system"),
+    "unpaired-preference": ("prompt", "tools", "system"),
 }
 
 OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "system"), "prompt-completion": ()}
@@ -40,13 +44,14 @@ OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "s
 IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
 """Columns of a conversation, of which a source of images has one set, beside `image` or `images`."""
 
-IMAGE_NEEDS = {
+NEEDS_BY_NAME = {
+    "unpaired-preference": "prompt + completion + label, or messages + label",
     "image-chat": "messages or conversations, beside image or images, or with images in their turns; "
     "or image + prompt + completion",
     "image-preference": "chosen, rejected and perhaps prompt, beside image or images, or with images in their turns",
     "detection": "image + boxes, and labels where there are any",
 }
-"""Columns of formats with images, for messages; used only where a source names its format."""
+"""Columns of formats that are used only where a source names them, or its objective does; for messages."""
 
 PLAIN_PAIR = {"prompt": "input", "completion": "output"}
 """Columns of a prompt and a completion, where no format has its own."""
@@ -56,8 +61,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("chat", "dialog", "dialogue"),
     "conversations": ("conversation",),
     "tools": ("functions",),
+    "label": ("kto_tag",),
 }
 """Other names under which a column is recognised, if none has its own name."""
+
+Judged = Literal["pairs", "unpaired", None]
+"""Which preferences are learned: pairs, single answers with labels, or none."""
+
+
+def judged_by(recipe: Recipe) -> Judged:
+    return "pairs" if recipe.learns_pairs else "unpaired" if recipe.learns_preferences else None
+
+
+CONVERSATIONS = ("messages", "conversations")
+"""Columns that are a pair's prompt, if it has no other."""
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -92,13 +109,13 @@ class Format:
 
     @property
     def has_chat_pairs(self) -> bool:
-        return self.name in ("prompt-completion", "preference") and self.pairs != "plain"
+        return self.name in ("prompt-completion", *UNPAIRED_FORMATS) and self.pairs != "plain"
 
     @property
     def has_images(self) -> bool:
         return self.name in IMAGE_FORMATS
 
-    def record(self, row: dict[str, Any] | Dropped) -> Record | DetectionRecord | PreferenceRecord | Dropped:
+    def record(self, row: dict[str, Any] | Dropped) -> Record | DetectionRecord | JudgedRecord | Dropped:
         """Dropped states the reason."""
         if isinstance(row, Dropped):
             return row
@@ -115,6 +132,8 @@ class Format:
             return self._pair(values)
         if self.name in PREFERENCE_FORMATS:
             return self._preference(values)
+        if self.name == "unpaired-preference":
+            return self._labelled(values)
         for name in NEEDS[self.name]:
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
@@ -130,6 +149,13 @@ class Format:
         if isinstance(chosen, Dropped) or isinstance(rejected, Dropped):
             return next(each for each in (chosen, rejected) if isinstance(each, Dropped))
         return PreferenceRecord(chosen, rejected)
+
+    def _labelled(self, values: dict[str, Any]) -> LabelledRecord | Dropped:
+        desirable, answer = desirable_of(values["label"]), answer_of(values)
+        if isinstance(desirable, Dropped) or isinstance(answer, Dropped):
+            return next(each for each in (desirable, answer) if isinstance(each, Dropped))
+        record = self._pair({"prompt": None, **answer})
+        return record if isinstance(record, Dropped) else LabelledRecord(record, desirable)
 
     def _pair(self, values: dict[str, Any]) -> Record | Dropped:
         """A prompt and a completion, each a text or a list of messages."""
@@ -153,17 +179,20 @@ def recognise(
     has_template: bool,
     markers: Sequence[str] = (),
     version: int = DATA_VERSION,
-    in_pairs: bool = False,
+    judged: Judged = None,
 ) -> Format:
     """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
     `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Columns
-    are read as `RunSpec.data_version` = `version` says. Rows that have answers of both kinds are preferences if
-    `in_pairs`, else not. Raises DataError when no format fits, or several do, or
-    `template` does not fit the format."""
+    are read as `RunSpec.data_version` = `version` says. Rows that may be read as preferences or not are what `judged`
+    says. Raises DataError when no format fits, or several do, or `template` does not fit the format."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source)
     mapped = _mapped_columns(columns, source)
     fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped, version)) is not None}
+    for needed in UNPAIRED_NEEDS if judged == "unpaired" or source.format == "unpaired-preference" else ():
+        fields = _fields("unpaired-preference", columns, mapped, version, needed)
+        if fields is not None:
+            fitting.setdefault("unpaired-preference", fields)
     if source.format != "auto":
         fitting = {name: fields for name, fields in fitting.items() if name == source.format}
     elif mapped:
@@ -171,7 +200,8 @@ def recognise(
     if not fitting and source.format in ("auto", "prompt-completion") and set(PLAIN_PAIR.values()) <= set(columns):
         fitting = {"prompt-completion": {**PLAIN_PAIR, **mapped}}
     if len(fitting) > 1:
-        fitting = {name: fields for name, fields in fitting.items() if (name == "preference") == in_pairs} or fitting
+        wanted = {"pairs": ("preference",), "unpaired": UNPAIRED_FORMATS, None: set(NEEDS) - {"preference"}}[judged]
+        fitting = {name: fields for name, fields in fitting.items() if name in wanted} or fitting
     if len(fitting) != 1:
         raise _unclear(columns, source, list(fitting))
     ((name, fields),) = fitting.items()
@@ -244,7 +274,7 @@ def _value(row: dict[str, Any], column: str) -> Any:
 
 
 def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | None = None) -> dict[str, str]:
-    known = known or {name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names}
+    known = known or {"label", *(name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names)}
     for ours, theirs in source.columns.items():
         if ours not in known:
             raise DataError(
@@ -258,10 +288,12 @@ def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | No
     return dict(source.columns)
 
 
-def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str], version: int) -> dict[str, str] | None:
-    """None when a required column is missing or ambiguous."""
+def _fields(
+    format_name: str, columns: Sequence[str], mapped: dict[str, str], version: int, needed: Sequence[str] = ()
+) -> dict[str, str] | None:
+    """None when a required column (of `needed`, else of NEEDS) is missing or ambiguous."""
     fields = {}
-    for ours in NEEDS[format_name]:
+    for ours in needed or NEEDS[format_name]:
         theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []
         theirs = theirs or [alias for alias in ALIASES.get(ours, ()) if alias in columns]
         if len(theirs) != 1:
@@ -269,7 +301,8 @@ def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str], ve
         fields[ours] = theirs[0]
     optional = OPTIONAL if version > 2 else OLDER_OPTIONAL
     for ours in optional.get(format_name, ()):
-        names = [mapped.get(ours, ours), *(ALIASES.get(ours, ()) if version > 2 and ours not in mapped else ())]
+        others = (*ALIASES.get(ours, ()), *(CONVERSATIONS if (format_name, ours) == ("preference", "prompt") else ()))
+        names = [mapped.get(ours, ours), *(others if version > 2 and ours not in mapped else ())]
         if found := [name for name in names if name in columns or (ours in mapped and name == mapped[ours])]:
             fields[ours] = found[0]
     return fields
@@ -277,7 +310,7 @@ def _fields(format_name: str, columns: Sequence[str], mapped: dict[str, str], ve
 
 def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
     needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
-    needs = IMAGE_NEEDS.get(source.format, needs)
+    needs = NEEDS_BY_NAME.get(source.format, needs)
     found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
     if fitting:
         return DataError(
@@ -296,7 +329,7 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
 def preference_notice(columns: Sequence[str], source: Source, format_: Format) -> str | None:
     """What is said of a source whose rows hold preferences; None if they do not."""
     used = ", ".join(format_.fields.values())
-    if format_.name in PREFERENCE_FORMATS:
+    if format_.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS):
         return None
     if {"chosen", "rejected"} <= set(columns):
         return (
@@ -305,8 +338,8 @@ def preference_notice(columns: Sequence[str], source: Source, format_: Format) -
         )
     if format_.name == "prompt-completion" and "label" in columns:
         return (
-            f"source {source.name}: a column label beside prompt and completion, as in preference data (KTO), and "
-            "training on single votes does not exist: every completion is imitated, whatever its label"
+            f'source {source.name}: a column label beside prompt and completion, which only preference.loss = "kto" '
+            "learns from: every completion is imitated, whatever its label"
         )
     return None
 

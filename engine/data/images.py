@@ -23,7 +23,7 @@ from engine.data.chat import TokenRow
 from engine.data.chat_template import Span
 from engine.data.formats import Format
 from engine.data.image_formats import Box, DetectionRecord
-from engine.data.preferences import PreferenceRecord
+from engine.data.preferences import JudgedRecord, PreferenceRecord
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record, SourceRows
 from engine.errors import DataError
 
@@ -162,7 +162,7 @@ def decoded(data: bytes) -> Any:
         return upright.convert("RGB")
 
 
-def references_of(record: Record | DetectionRecord | PreferenceRecord | Dropped) -> tuple[ImageReference, ...]:
+def references_of(record: Record | DetectionRecord | JudgedRecord | Dropped) -> tuple[ImageReference, ...]:
     """The images of a record, in order; empty for a record without images or a dropped row."""
     if isinstance(record, DetectionRecord):
         return (record.image,)

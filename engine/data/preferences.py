@@ -1,4 +1,5 @@
-"""Rows of preferences: of two answers to one prompt, one was chosen and one rejected."""
+"""Rows of preferences: of two answers to one prompt, one was chosen and one rejected. Records of these and of single
+answers with labels (`engine.data.unpaired`)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,17 @@ class PreferenceRecord:
 
     chosen: Record
     rejected: Record
+
+
+@dataclass(frozen=True)
+class LabelledRecord:
+    """An answer with its prompt, and whether it is desirable."""
+
+    record: Record
+    desirable: bool
+
+
+JudgedRecord = PreferenceRecord | LabelledRecord
 
 
 def sides_of(values: dict[str, Any]) -> tuple[Any, Any, Any] | Dropped:
@@ -44,8 +56,10 @@ def sides_of(values: dict[str, Any]) -> tuple[Any, Any, Any] | Dropped:
 
 
 def _parsed_list(value: Any) -> Any:
-    """A list that is written as JSON text; anything else is returned unchanged."""
+    """A list that is written as JSON text, or of the one message that `value` is; anything else is unchanged."""
     found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
+    if isinstance(value, dict) and (value.get("role") or value.get("from")):
+        return [value]
     return found if isinstance(found, list) else value
 
 
@@ -70,14 +84,27 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return len(chosen[:shared].rstrip(" "))
 
 
-def other_objective(source: Source, rows: SourceRows, in_pairs: bool) -> DataError:
-    """For rows of preferences without their objective, or the reverse."""
+def other_objective(source: Source, rows: SourceRows, judged: str | None) -> DataError:
+    """For rows of preferences without their objective (`judged` None), or rows that an objective cannot learn from."""
     found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
-    if in_pairs:
+    if judged == "pairs":
         return DataError(
             f'{found}, and method.objective = "dpo" learns from pairs',
             expected="columns chosen and rejected, and perhaps prompt",
-            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}',
+            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}'
+            + ("; or, for answers with labels, add --set preference.loss=kto" if "label" in rows.columns else ""),
+        )
+    if judged == "unpaired":
+        return DataError(
+            f'{found}, and preference.loss = "kto" learns from single answers with labels',
+            expected="columns prompt, completion and label (true or false); or chosen and rejected",
+            fix='name them in the source, such as columns = {completion = "answer", label = "good"}',
+        )
+    if "chosen" not in rows.columns and "chosen" not in source.columns:
+        return DataError(
+            f'{found}: answers with labels, and method.objective = "sft" imitates every answer',
+            expected='method.objective = "dpo" with preference.loss = "kto"',
+            fix="add --set method.objective=dpo --set preference.loss=kto",
         )
     column = 'prompt = "prompt", completion = "chosen"' if "prompt" in rows.columns else 'messages = "chosen"'
     kind = "prompt-completion" if "prompt" in rows.columns else "chat"

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.config.files.caches import cache_folder, lengths_record, record_longest
-from engine.config.schema.data import PREFERENCE_FORMATS, Source
+from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
 from engine.data.conversations import LEFT_OUT
-from engine.data.formats import Format, preference_notice, recognise
+from engine.data.formats import Format, Judged, judged_by, preference_notice, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS
 from engine.data.order import pack
@@ -32,6 +32,7 @@ from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
 from engine.data.tokenise import TOO_LONG, Tokeniser
 from engine.data.tokens import Columns, TokenData
+from engine.data.unpaired import add_mismatched, balance_notice
 from engine.data.workers import tokenise_rows
 from engine.errors import DataError
 from engine.journal.event_text import format_duration
@@ -95,8 +96,9 @@ class _Tokenised(NamedTuple):
     """None if there are no images."""
     notices: list[str]
     """What is said of the sources besides their counts."""
-    in_pairs: bool
-    """Whether documents 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair."""
+    judged: Judged
+    """pairs: documents 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair; unpaired: each document is
+    desirable or not."""
 
 
 def prepare_data(
@@ -122,6 +124,7 @@ def prepare_data(
     fingerprints = found.fingerprints
     train_documents, held_out = _split(found.columns, [source.name for source in sources], data.valid_fraction, seed)
     train = _view(found, train_documents, data.max_length if data.packing else None)
+    add_mismatched(train, spec.recipe, in_steps=True)
     own = [source for source in data.validation if source.enabled]
     validation, own_counts = None, []
     if own:
@@ -130,10 +133,12 @@ def prepare_data(
         own_counts, fingerprints = held.counts, fingerprints + held.fingerprints
     elif data.valid_fraction:
         validation = _view(found, held_out, None)
+    if validation is not None:
+        add_mismatched(validation, spec.recipe, in_steps=False)
     record_longest(lengths, int(train.lengths.max()), _most_images(train, images))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
-    notices += found.notices
+    notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
     report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
@@ -164,7 +169,9 @@ def prepare_sources(
         raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
     tokeniser = Tokeniser(tokenizer, spec.recipe.data, images, version=spec.data_version)
     found = _prepare_sources(spec, enabled, tokeniser, "evaluation", notify)
-    return _view(found, np.arange(len(found.columns)), None)
+    data = _view(found, np.arange(len(found.columns)), None)
+    add_mismatched(data, spec.recipe, in_steps=False)
+    return data
 
 
 def _prepare_sources(
@@ -172,7 +179,8 @@ def _prepare_sources(
 ) -> _Tokenised:
     """Read cached tokens, or tokenise first. `part` is "train", "validation" or "evaluation", for messages."""
     recipe, workers = spec.recipe, spec.recipe.data.workers
-    opened = [_open(source, tokeniser, recipe.train.seed, recipe.learns_pairs) for source in sources]
+    judged = judged_by(recipe)
+    opened = [_open(source, tokeniser, recipe.train.seed, judged) for source in sources]
     fingerprints = [
         hash_text(
             each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
@@ -223,7 +231,7 @@ def _prepare_sources(
         for each in opened
     ]
     notices = [notice for each in opened for notice in _notices(each, tokeniser)]
-    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, recipe.learns_pairs)
+    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, judged)
 
 
 def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
@@ -289,7 +297,7 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
         count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
 
-def _open(source: Source, tokeniser: Tokeniser, seed: int, in_pairs: bool) -> _Opened:
+def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _Opened:
     if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
     rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
@@ -299,12 +307,14 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, in_pairs: bool) -> _O
         source,
         has_template=tokeniser.has_template,
         version=tokeniser.version,
-        in_pairs=in_pairs,
+        judged=judged,
     )
     plain = tokeniser.version == 1 and source.template == "auto"
     made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
-    if (made.name in PREFERENCE_FORMATS) != in_pairs:
-        raise other_objective(source, rows, in_pairs)
+    allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
+    is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
+    if is_judged if judged is None else made.name not in allowed[judged]:
+        raise other_objective(source, rows, judged)
     return _Opened(source, rows, made)
 
 
@@ -365,7 +375,7 @@ def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | 
         return TokenData(
             columns, documents, source_names=names, source_weights=source_weights,
             source_fingerprints=found.contents, images=found.images,
-            in_pairs=found.in_pairs,
+            in_pairs=found.judged == "pairs",
         )  # fmt: skip
     weights = np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []

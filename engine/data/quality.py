@@ -42,7 +42,7 @@ class Quality:
     padding: float
     """Share of padding where the sequences of each optimizer step are padded to its longest."""
     packed_rows: int | None
-    """Sequences that packing gives; None for images, and where the data are packed."""
+    """Sequences that packing gives; None for images and preferences, and where the data are packed."""
     packed_fill: float
     """Share of max_length that tokens fill in packed sequences, or in the sequences as they are."""
     sources: list[SourceQuality]
@@ -73,7 +73,7 @@ def quality(
     documents = data.documents
     lengths, sources = data.columns.lengths[documents], data.columns.sources[documents]
     repeated, ends = _repeated(data, documents), _ended(data, documents, tokenizer)
-    packs = not data.packed and not data.has_images
+    packs = not (data.packed or data.has_images or data.in_pairs or data.mismatched is not None)
     tried = lengths[:: max(1, -(-len(lengths) // MOST_PACKED))]
     rows = len(pack(tried, max_length)) if packs else len(data)
     fill = float((tried if packs else data.lengths).sum(dtype=np.int64) / (rows * max_length))

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,12 +24,13 @@ from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
-from engine.data.preferences import PreferenceRecord
+from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord
 from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Record, TextRecord
 from engine.errors import DataError
 
 TOO_LONG = "longer than data.max_length"
 NO_PROCESSOR = "the model takes no images"
+SEVERAL_ANSWERS = "has several answers, which the chat template renders one by one"
 """Reasons for which the tokeniser drops a row."""
 
 
@@ -50,6 +51,7 @@ class Document:
     """Row of the source, counted from 0."""
     truncated: bool
     images: tuple[ImageFacts, ...] = ()
+    desirable: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,16 +179,14 @@ class Tokeniser:
     def results(self, format_: Format, rows: Sequence[dict[str, Any] | Dropped], first: int) -> list[RowResult]:
         """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
         given = [format_.record(row) for row in rows]
-        records = [record if isinstance(record, PreferenceRecord) else self._bounded(record) for record in given]
+        records = [record if isinstance(record, JudgedRecord) else self._bounded(record) for record in given]
         self._known = self._at_once(records)
         try:
             return [self._result(record, first + place, format_) for place, record in enumerate(records)]
         finally:
             self._known = {}
 
-    def _at_once(
-        self, records: Sequence[Record | DetectionRecord | PreferenceRecord | Dropped]
-    ) -> dict[str, list[int]]:
+    def _at_once(self, records: Sequence[Record | DetectionRecord | JudgedRecord | Dropped]) -> dict[str, list[int]]:
         """The tokens of plain texts, in one call, which takes half the time of a call for each."""
         texts = [record.text for record in records if isinstance(record, TextRecord)]
         for record in records:
@@ -198,10 +198,12 @@ class Tokeniser:
         return dict(zip(texts, given["input_ids"], strict=True))
 
     def _result(
-        self, given: Record | DetectionRecord | PreferenceRecord | Dropped, origin: int, format_: Format
+        self, given: Record | DetectionRecord | JudgedRecord | Dropped, origin: int, format_: Format
     ) -> RowResult:
         if isinstance(given, PreferenceRecord):
             return self._preference(given, origin, format_)
+        if isinstance(given, LabelledRecord):
+            return self._labelled(given, origin, format_)
         record, images = self._opened(given, format_)
         encoded = record if isinstance(record, Dropped) else self._encode(record)
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
@@ -226,11 +228,17 @@ class Tokeniser:
             if side.dropped:
                 return RowResult([], [f"{side.dropped[0]} ({name})"])
             if len(side.documents) != 1:
-                return RowResult([], [f"{name} has several answers, which the chat template renders one by one"])
+                return RowResult([], [f"{name} {SEVERAL_ANSWERS}"])
         chosen, rejected = (side.documents[0] for side in sides)
         if np.array_equal(chosen.ids, rejected.ids):
             return RowResult([], ["chosen and rejected are equal"])
-        return RowResult([chosen, rejected], [], sides[0].facts + sides[1].facts)
+        return RowResult([chosen, replace(rejected, desirable=False)], [], sides[0].facts + sides[1].facts)
+
+    def _labelled(self, given: LabelledRecord, origin: int, format_: Format) -> RowResult:
+        made = self._result(self._bounded(given.record), origin, format_)
+        if len(made.documents) > 1:
+            return RowResult([], [f"completion {SEVERAL_ANSWERS}"])
+        return replace(made, documents=[replace(each, desirable=given.desirable) for each in made.documents])
 
     def _bounded(self, record: Record | DetectionRecord | Dropped) -> Record | DetectionRecord | Dropped:
         """Leave out or cut what data.max_length has no room for: a megabyte takes seconds to tokenise."""

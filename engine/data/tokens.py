@@ -54,6 +54,8 @@ class Columns:
     """First token of each document's last answer; of plain text, of its second half."""
     answer_ends: NDArray[np.int32]
     """The token after each document's last answer."""
+    desirable: NDArray[np.bool_]
+    """Whether each document's answer is one to learn; false for rejected and undesirable ones."""
     images: ImageColumns | None = None
 
     def __len__(self) -> int:
@@ -123,6 +125,8 @@ class TokenData:
 
         self.in_pairs = in_pairs
         """Whether rows 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair."""
+        self.mismatched: TokenData | None = None
+        """For KTO: row i is the prompt of row i with the answer of another (`engine.data.unpaired`)."""
         self.limit: int | None = None
         """Tokens after which every row is cut; None leaves rows whole."""
         self._whole = self
@@ -157,6 +161,11 @@ class TokenData:
             return Example(ids, labels, None)
         segments = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(ids) for ids, _ in pieces])
         return Example(ids, labels, segments[cut])
+
+    @cached_property
+    def desirable(self) -> NDArray[np.bool_]:
+        """Of each row, by its first document."""
+        return self.columns.desirable[self.documents[self.row_offsets[:-1]]]
 
     @cached_property
     def patches(self) -> NDArray[np.int64] | None:

@@ -252,7 +252,7 @@ def _make_context(
         settings,
         report,
         planned_rows=planned_rows(spec, device),
-        preference=asked if spec.recipe.learns_pairs else None,
+        preference=asked if spec.recipe.learns_preferences else None,
         references=lambda _: base,
     )
 

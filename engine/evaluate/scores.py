@@ -21,6 +21,7 @@ from engine.evaluate.answers import Answer, KeptAnswers, KeptLosses, answer_firs
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass, retries_unchanged
 from engine.evaluate.metrics import ACCURACY, MOST_LOST, TEXT_SCORES, lost_letters, score_labels
 from engine.model.decoder import eval_mode
+from engine.objectives.kto import answer_scores
 from engine.objectives.preference import pair_scores
 
 EXPECTED = "FILE.py:FUNCTION, a function of (answers, references), two lists of texts, that returns scores by name"
@@ -118,6 +119,8 @@ def evaluate(
     with eval_mode(context.loaded.model):
         if data.in_pairs:
             return Scores(_pair_metrics(context, data, count), count=count // 2)
+        if data.mismatched is not None:
+            return Scores(_answer_metrics(context, data, data.mismatched, count), count=count)
         if "loss" in metrics:
             loss = _mean_loss(context, data, count, kept.losses)
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
@@ -153,6 +156,19 @@ def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: Ke
     left = np.array([index for index in range(count) if index not in known], np.int64)
     run_passes(context, data, left, "evaluate", kept.add)
     return math.fsum(kept.among(count).values()) / max(1, int(data.target_counts[:count].sum()))
+
+
+def _answer_metrics(context: EvaluationContext, data: TokenData, mismatched: TokenData, count: int) -> dict[str, float]:
+    """The metrics of KTO over the first `count` answers."""
+    assert context.preference is not None
+    rows = np.arange(count)
+    policy, reference = sequence_log_probabilities(context, data, rows)
+    differences = 0.0
+    if reference is not None:
+        other, held = sequence_log_probabilities(context, mismatched, rows)
+        differences = 0.0 if held is None else float((other - held).sum())
+    desirable, tokens = data.desirable[:count], data.target_counts[:count]
+    return answer_scores(context.preference, policy, reference, differences, desirable, tokens)
 
 
 def _pair_metrics(context: EvaluationContext, data: TokenData, count: int) -> dict[str, float]:

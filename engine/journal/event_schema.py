@@ -105,7 +105,7 @@ EVENT_KINDS: dict[str, EventKind] = {
         " micro_batches:number allocated_bytes:number? reserved_bytes:number? peak_bytes:number?",
         "aux_loss:number expert_utilisation samples skipped loss_scale:number largest_micro_batch budget ranks"
         " rewards_chosen:number rewards_rejected:number rewards_margin:number rewards_accuracy:number"
-        " logps_chosen:number logps_rejected:number",
+        " logps_chosen:number logps_rejected:number kl:number",
     ),
     "backoff": _event_kind(
         "step:whole phase:text failed_rank:whole? cause requested_bytes:number? allocated_bytes:number?"

@@ -93,12 +93,14 @@ def capacity_cases(count: int = CASES, seed: int = SEED) -> Iterator[CapacityCas
         yield CapacityCase(family, way, rows, length, _resized(FAMILIES[family], drawn))
 
 
-def preference_cases(count: int, seed: int = SEED) -> Iterator[CapacityCase]:
-    """Yield random cases of preference learning: sequences alone, and one or two pairs at once."""
+def preference_cases(
+    count: int, seed: int = SEED, losses: tuple[str, ...] = PREFERENCE_LOSSES
+) -> Iterator[CapacityCase]:
+    """Yield random cases of preference learning: sequences alone, and two or four at once."""
     drawn = random.Random(seed)
     learnable = (case for case in capacity_cases(100 * count, seed) if not set(UNPAIRED) & set(case.way.split(", ")))
     for number, case in zip(range(count), learnable, strict=False):
-        yield replace(case, rows=(1, 2, 4)[number % 3], preference=drawn.choice(PREFERENCE_LOSSES))
+        yield replace(case, rows=(1, 2, 4)[number % 3], preference=drawn.choice(losses))
 
 
 def run_case(case: CapacityCase, folder: Path) -> CapacityResult:
@@ -149,6 +151,7 @@ def spec_of(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
     method, preference = way.method, {}
     if case.preference:
         method, preference, batch = {**method, "objective": "dpo"}, {"loss": case.preference}, max(1, batch // 2)
+        batch *= 2 if case.preference == "kto" else 1
     recipe = {
         "name": "cell",
         "model": {

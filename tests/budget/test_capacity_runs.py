@@ -15,7 +15,9 @@ from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_sa
 pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 
-@pytest.mark.parametrize("case", [*capacity_cases(6), *preference_cases(3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*capacity_cases(6), *preference_cases(3), *preference_cases(2, losses=("kto",))], ids=str
+)
 def test_a_run_fits_into_its_predicted_peak_and_not_into_less(case: CapacityCase, tmp_path: Path) -> None:
     result = run_case(case, tmp_path)
     assert result.right, result

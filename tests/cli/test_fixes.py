@@ -171,7 +171,7 @@ def test_a_method_of_preferences_is_told_what_exists(tunedeck: Tunedeck, tmp_pat
     own_files(tmp_path)
     given = ("plan", "-p", "mine", "-r", "r.toml", "--set")
     tunedeck(*given, "method.kind=dpo").complains(2, '"lora", "full" is allowed', 'method.objective = "dpo"')
-    tunedeck(*given, "method.kind=ppo").complains(2, "training on rewards or single votes does not exist")
+    tunedeck(*given, "method.kind=ppo").complains(2, "training on rewards does not exist")
 
 
 def test_data_given_as_a_model_go_into_a_source(tunedeck: Tunedeck, tmp_path: Path) -> None:

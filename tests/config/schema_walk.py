@@ -128,6 +128,8 @@ CASES: dict[str, Case] = {
     "preference.label_smoothing": Case(run, "0", "0.3", PAIRED),
     "preference.margin": Case(run, "0.5", "2.0", (*PAIRED, "preference.loss=simpo")),
     "preference.sft_weight": Case(run, "0", "0.5", PAIRED),
+    "preference.desirable_weight": Case(run, "1.0", "3.0", (*PAIRED, "preference.loss=kto")),
+    "preference.undesirable_weight": Case(run, "1.0", "3.0", (*PAIRED, "preference.loss=kto")),
     "preference.length_normalised": Case(run, "false", "true", PAIRED),
     "preference.reference": Case(accepted, "precomputed", "adapter_off", PAIRED, refused=True),
     "method.rank": Case(plan, "4", "8", LORA),

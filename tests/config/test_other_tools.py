@@ -191,13 +191,53 @@ def test_llama_factory_v1() -> None:
 
 
 def test_trl() -> None:
-    recipe, said = imported(TRL)
+    recipe, _ = imported(TRL)
     assert recipe["method"] == {"objective": "dpo", "kind": "full"}
     assert recipe["preference"] == {"beta": 0.05, "loss": "dpo"}
     assert recipe["train"]["min_learning_rate"] == pytest.approx(5e-8)
     assert recipe["data"]["validation"][0]["split"] == "test_prefs"
     assert "max_steps" not in recipe["train"] and recipe["eval"]["every_steps"] == 50
-    assert "for ORPO set" in said
+
+
+PLAIN_TRL = TRL.replace("loss_type: sigmoid\n", "").replace("precompute_ref_log_probs: true\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        (PLAIN_TRL + "output_dir: out/mistral-7b-orpo\n", "orpo"),
+        ("# accelerate launch scripts/orpo.py --config FILE\n" + PLAIN_TRL, "orpo"),
+        (PLAIN_TRL + "desirable_weight: 0.5\nloss_type: kto\n", "kto"),
+        (PLAIN_TRL + "run_name: kto-1\n", "kto"),
+        (PLAIN_TRL, None),
+        (PLAIN_TRL + "run_name: dpo-after-orpo\n", None),
+        (
+            AXOLOTL.replace("val_set_size", "rl: kto\nkto_undesirable_weight: 2.0\nval_set_size").replace(
+                "true", "false"
+            ),
+            "kto",
+        ),
+        (FACTORY.replace("stage: dpo", "stage: kto").replace("pref_loss: sigmoid\n", ""), "kto"),
+    ],
+)
+def test_the_loss_of_preferences_is_told_by_its_keys_or_the_name_of_the_run(text: str, loss: str | None) -> None:
+    recipe, said = imported(text)
+    assert recipe["method"]["objective"] == "dpo" and recipe["preference"].get("loss") == loss
+    assert ("DPO is taken" in said) == (loss is None)
+    assert {source["format"] for source in recipe["data"]["sources"]} == {"auto" if loss == "kto" else "preference"}
+
+
+def test_pairs_about_images() -> None:
+    info = {"pairs": {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt", "columns": {
+        "messages": "conversations", "chosen": "better", "rejected": "rejected", "images": "images"}}}  # fmt: skip
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    recipe, _ = imported(FACTORY.replace("pairs, more", "pairs"))
+    (source,) = recipe["data"]["sources"]
+    assert source["format"] == "image-preference"
+    assert source["columns"] == {"prompt": "conversations", "chosen": "better"}
+    text = AXOLOTL.replace("val_set_size", "rl: dpo\nprocessor_type: AutoProcessor\nval_set_size")
+    recipe, _ = imported(text.replace("sample_packing: true", "sample_packing: false"), "--force")
+    assert {source["format"] for source in recipe["data"]["sources"]} == {"image-preference"}
 
 
 def test_torchtune_takes_the_hub_id_of_its_comment() -> None:
@@ -253,7 +293,7 @@ def test_a_value_that_our_key_refuses_is_left_out_with_the_reason() -> None:
         (FACTORY.replace("stage: dpo", "stage: [dpo]"), "a word is needed"),
         (TORCHTUNE.replace("['q_proj', 'v_proj', 'output_proj']", "5"), "a list is needed"),
         (AXOLOTL + "a: 2024-99-99\n", "not YAML"),
-        (FACTORY.replace("stage: dpo", "stage: kto"), "training on rewards"),
+        (FACTORY.replace("stage: dpo", "stage: rm"), "training on rewards"),
         (TRL + "num_generations: 8\n", "training on rewards"),
         (AXOLOTL.replace("adapter: qlora", ""), "cannot be trained in full"),
     ],

@@ -12,7 +12,7 @@ from engine.config.load import resolve
 from engine.errors import SpecError
 from tests.train.run_helpers import make_spec
 
-DPO = "method.objective=dpo"
+DPO, KTO = "method.objective=dpo", "preference.loss=kto"
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a table without its objective": (("preference.beta=0.2",), 'method.objective = "dpo" is needed'),
@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a margin of another loss": ((DPO, "preference.margin=1.0"), 'preference.loss = "simpo" is needed'),
     "a reference that nothing uses": (
         (DPO, "preference.loss=orpo", "preference.reference=precomputed"),
-        'preference.loss = "dpo" or "ipo" is needed',
+        'preference.loss = "dpo" or "ipo" or "kto" is needed',
     ),
     "the adapter of a full fine-tuning": (
         (DPO, "method.kind=full", "preference.reference=adapter_off"),
@@ -32,7 +32,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "rows of another format": ((DPO, "data.sources.main.format=chat"), "rows with chosen and rejected"),
     "the loss as a method": (("method.kind=simpo",), 'method.objective = "dpo" with preference.loss = "simpo"'),
     "the loss as an objective": (("method.objective=orpo",), 'preference.loss = "orpo"'),
-    "rewards": (("method.objective=grpo",), "training on rewards or single votes does not exist"),
+    "one answer a step": ((DPO, KTO, "train.batch_size=1"), "2 or more is allowed"),
+    "a mean over tokens": ((DPO, KTO, "preference.length_normalised=true"), 'or "orpo" is needed'),
+    "a weight of labels": ((DPO, "preference.desirable_weight=2.0"), 'preference.loss = "kto" is needed'),
+    "labels without their loss": (
+        (DPO, "data.sources.main.format=unpaired-preference"),
+        "rows with chosen and rejected",
+    ),
+    "images with labels": ((DPO, KTO, "data.sources.main.format=image-preference"), "rows with prompt, completion and"),
+    "shorter sequences": ((DPO, 'backoff.allow_learning_changes=["max_length"]'), "[] is allowed"),
+    "rewards": (("method.objective=grpo",), "training on rewards does not exist"),
     "a micro-batch above the step": ((DPO, "train.micro_batch=33"), "micro_batch = 33 is above batch_size = 16 pairs"),
 }
 

@@ -28,6 +28,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "whole conversations": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "whole conversations beside their prompt": {"prompt": "Hi?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "LLaMA-Factory's": {
+        "conversations": [{"from": "human", "value": "Hi?"}],
+        "chosen": {"from": "gpt", "value": "Hello."},
+        "rejected": {"from": "gpt", "value": "No."},
+    },
     "conversations as JSON": {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
 }
 

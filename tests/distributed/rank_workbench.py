@@ -48,6 +48,7 @@ MEASUREMENTS = 3
 FULL: dict[str, Any] = {"method": {"kind": "full"}}
 LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
 DPO: dict[str, Any] = {"method": {"kind": "lora", "rank": 4, "objective": "dpo"}}
+KTO: dict[str, Any] = {**DPO, "preference": {"loss": "kto"}}
 LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
 """Rungs that move memory to the host change the level that "nothing left over" is measured from."""
 

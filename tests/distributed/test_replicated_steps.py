@@ -14,6 +14,7 @@ from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import (
     DPO,
     FULL,
+    KTO,
     LADDER,
     LORA,
     RankWorkbench,
@@ -24,7 +25,8 @@ from tests.distributed.rank_workbench import (
 )
 
 KINDS = {
-    name: {**kind, "backoff": LADDER, "tied": True} for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO))
+    name: {**kind, "backoff": LADDER, "tied": True}
+    for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO), ("kto", KTO))
 }
 PLANNED = ("full", "lora")
 FAULTS = 8

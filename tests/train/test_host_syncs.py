@@ -12,7 +12,8 @@ import torch
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.device.host_syncs import host_syncs
-from engine.train.step.computation import StepComputation, StepTokens
+from engine.train.step.computation import StepComputation
+from engine.train.step.objective import StepTokens
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 

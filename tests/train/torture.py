@@ -175,6 +175,7 @@ CASES = tuple(
 PAIR_CASES = (
     Case("dpo, lora, whole pairs", "lora", preference="dpo"),
     Case("ipo, full, one sequence at a time", "full", rows=1, preference="ipo"),
+    Case("kto, lora", "lora", preference="kto"),
 )
 SMALLER = tuple(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora"))
 ROUNDING_CASES = tuple(

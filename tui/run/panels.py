@@ -217,7 +217,9 @@ def _loss(step: dict[str, Any]) -> str:
         return "-"
     auxiliary = f", aux {format_number(step['aux_loss'])}" if "aux_loss" in step else ""
     if "rewards_margin" in step:
-        auxiliary += f", margin {format_number(step['rewards_margin'])}, {step['rewards_accuracy']:.0%} right"
+        auxiliary += f", margin {format_number(step['rewards_margin'])}"
+    if "rewards_accuracy" in step:
+        auxiliary += f", {step['rewards_accuracy']:.0%} right"
     return format_number(step["loss"]) + auxiliary
 
 

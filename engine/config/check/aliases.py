@@ -154,6 +154,10 @@ KEY_ALIASES: dict[str, Alias] = {
     "pref_ftx": Alias(FACTORY, "preference.sft_weight"),
     "rpo_alpha": Alias(TRL, "preference.sft_weight"),
     "simpo_gamma": Alias(FACTORY, "preference.margin"),
+    "kto_chosen_weight": Alias(FACTORY, "preference.desirable_weight"),
+    "kto_rejected_weight": Alias(FACTORY, "preference.undesirable_weight"),
+    "kto_desirable_weight": Alias(AXOLOTL, "preference.desirable_weight"),
+    "kto_undesirable_weight": Alias(AXOLOTL, "preference.undesirable_weight"),
     "max_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
     "clip_grad_norm": Alias(TORCHTUNE, "train.max_grad_norm"),
     "gradient_clipping": Alias(AXOLOTL, "train.max_grad_norm"),
@@ -264,11 +268,11 @@ ZERO_STAGE = re.compile(r"z(?:ero)?[_-]?(?:stage)?[_-]?([23])", re.IGNORECASE)
 """The stage in the name of a DeepSpeed configuration file, such as ds_z3_config.json or zero2_torch_compile.json."""
 
 
-PREFERENCE_LOSSES = ("dpo", "ipo", "simpo", "orpo")
+PREFERENCE_LOSSES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
-REWARD_METHODS = ("kto", "ppo", "grpo", "rlhf", "reward")
+REWARD_METHODS = ("ppo", "grpo", "rlhf", "reward")
 
-WITHOUT_REWARDS = 'pairs are learned with method.objective = "dpo"; training on rewards or single votes does not exist'
+WITHOUT_REWARDS = 'preferences are learned with method.objective = "dpo"; training on rewards does not exist'
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:

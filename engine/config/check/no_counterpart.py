@@ -135,9 +135,9 @@ REASONS: dict[str, str] = {
 """A reason to the keys, in lower case with '_', that have it."""
 
 OTHER_TRAINING: dict[str, str] = {
-    "training on rewards or single votes does not exist here": (
+    "training on rewards does not exist here": (
         "reward_model process_reward_model trl num_generations reward_funcs reward_functions ppo_epochs grpo_samples "
-        "reward_weights kto_desirable_weight kto_undesirable_weight center_rewards_coefficient reward_and_value_model"
+        "reward_weights center_rewards_coefficient reward_and_value_model"
     ),
     "distillation from a teacher does not exist here": "teacher_model teacher_model_name_or_path kd_loss kd_trainer "
     "kd_ratio teacher_checkpointer",

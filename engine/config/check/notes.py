@@ -75,7 +75,7 @@ def _compiled(spec: RunSpec, condition: bool, beside: str) -> str | None:
 
 
 def _pairs_across_ranks(spec: RunSpec, shared: bool, beside: str) -> str | None:
-    return _when(spec.recipe.learns_pairs and shared, f'method.objective = "dpo" beside {beside}')
+    return _when(spec.recipe.learns_preferences and shared, f'method.objective = "dpo" beside {beside}')
 
 
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config.files.document import Place, Problem, Problems
 from engine.config.files.text import quoted
-from engine.config.schema.data import PREFERENCE_FORMATS
+from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from engine.config.schema.preference import Preference
 from engine.config.schema.recipe import Recipe
 
@@ -13,7 +13,7 @@ DPO = 'method.objective = "dpo"'
 
 def preferences_are_learned(recipe: Recipe) -> Problems:
     """The table [preference] does nothing without its objective."""
-    if recipe.learns_pairs:
+    if recipe.learns_preferences:
         return
     for key, value in recipe.preference.model_dump().items():
         if value != getattr(Preference(), key):
@@ -27,7 +27,14 @@ def preferences_are_learned(recipe: Recipe) -> Problems:
 
 def preference_keys_of_the_loss(recipe: Recipe) -> Problems:
     asked, default = recipe.preference, Preference()
-    only = {"margin": ("simpo",), "label_smoothing": ("dpo",), "reference": ("dpo", "ipo")}
+    only = {
+        "margin": ("simpo",),
+        "label_smoothing": ("dpo",),
+        "reference": ("dpo", "ipo", "kto"),
+        "desirable_weight": ("kto",),
+        "undesirable_weight": ("kto",),
+        "length_normalised": ("dpo", "ipo", "simpo", "orpo"),
+    }
     for key, losses in only.items():
         if getattr(asked, key) != getattr(default, key) and asked.loss not in losses:
             yield Problem(
@@ -39,7 +46,7 @@ def preference_keys_of_the_loss(recipe: Recipe) -> Problems:
 
 
 def reference_is_there(recipe: Recipe) -> Problems:
-    if not recipe.learns_pairs or recipe.preference.reference != "adapter_off":
+    if not recipe.learns_preferences or recipe.preference.reference != "adapter_off":
         return
     if recipe.method.kind == "full" or recipe.model.adapter is not None:
         found = (
@@ -48,15 +55,26 @@ def reference_is_there(recipe: Recipe) -> Problems:
         yield Problem(("preference", "reference"), f'"adapter_off" with {found}', '"precomputed" or "auto" is allowed')
 
 
-def pairs_are_learned_as_they_are(recipe: Recipe) -> Problems:
-    """What would change a pair's log-probabilities, or has no meaning for them."""
-    if not recipe.learns_pairs:
+def answers_for_the_divergence(recipe: Recipe) -> Problems:
+    """KTO compares prompts with the answers of other samples of a step."""
+    if recipe.learns_preferences and not recipe.learns_pairs and recipe.train.batch_size < 2:
+        yield Problem(
+            ("train", "batch_size"),
+            f'{recipe.train.batch_size} with preference.loss = "kto", which matches prompts with other answers',
+            "2 or more is allowed",
+        )
+
+
+def answers_are_learned_as_they_are(recipe: Recipe) -> Problems:
+    """What would change an answer's log-probability, or has no meaning for it."""
+    if not recipe.learns_preferences:
         return
     found: list[tuple[Place, object, object]] = [
         (("data", "packing"), recipe.data.packing, False),
         (("train", "label_smoothing"), recipe.train.label_smoothing, 0.0),
         (("method", "dropout"), recipe.method.dropout, 0.0),
         (("eval", "samples"), recipe.eval.samples, 0),
+        (("backoff", "allow_learning_changes"), recipe.backoff.allow_learning_changes, []),
     ]
     for place, value, allowed in found:
         if value != allowed:
@@ -67,20 +85,28 @@ def pairs_are_learned_as_they_are(recipe: Recipe) -> Problems:
         yield Problem(
             ("eval", "metrics"), f"{quoted(recipe.eval.metrics)} with {DPO}", '["loss"], which brings the rewards too'
         )
+
+
+def rows_have_preferences(recipe: Recipe) -> Problems:
+    if not recipe.learns_preferences:
+        return
+    formats, asked, beside = PREFERENCE_FORMATS, DPO, ("method", "objective")
+    words = '"preference", or "image-preference": rows with chosen and rejected, and perhaps a prompt'
+    if not recipe.learns_pairs:
+        formats, asked, beside = UNPAIRED_FORMATS, 'preference.loss = "kto"', ("preference", "loss")
+        words = '"unpaired-preference": rows with prompt, completion and label; or "preference"'
     for kind in ("sources", "validation"):
         for number, source in enumerate(getattr(recipe.data, kind)):
-            if source.format not in ("auto", *PREFERENCE_FORMATS):
-                yield Problem(
-                    ("data", kind, number, "format"),
-                    f"{quoted(source.format)} with {DPO}",
-                    '"preference", or "image-preference": rows with chosen and rejected, and perhaps a prompt',
-                    (("method", "objective"),),
-                )
+            if source.format not in ("auto", *formats):
+                found = f"{quoted(source.format)} with {asked}"
+                yield Problem(("data", kind, number, "format"), found, words, (beside,))
 
 
 PREFERENCE_RULES = (
     preferences_are_learned,
     preference_keys_of_the_loss,
     reference_is_there,
-    pairs_are_learned_as_they_are,
+    answers_for_the_divergence,
+    answers_are_learned_as_they_are,
+    rows_have_preferences,
 )

@@ -63,8 +63,13 @@ def factory_source(draft: Draft, name: str, folder: str, key: str, taken: list[d
     if found["format"] == "sharegpt" and tags.get("content_tag") == "content":
         found["format"] = "chat"
     if "images" in columns:
-        found["format"] = "image-chat"
-    found.update({"columns": mapped} if (mapped := _columns(found["format"], columns)) else {})
+        found["format"] = "image-preference" if found["format"] == "preference" else "image-chat"
+    judged = "preference" in found["format"] or draft.get("method.objective") == "dpo"
+    mapped = _judged_columns(columns) if judged else _columns(found["format"], columns)
+    found.update({"columns": mapped} if mapped else {})
+    for theirs in ("query", "history"):
+        if judged and theirs in columns:
+            draft.leave(f"{key}.{name}.columns.{theirs}", "a prompt of preferences is one column: join them there")
     if tags:
         draft.leave(f"{key}.{name}.tags", "the keys and roles of a turn are recognised by their usual names")
     for word, value in info.items():
@@ -77,7 +82,14 @@ def _columns(form: str, columns: dict[str, Any]) -> dict[str, str]:
     ours = {"prompt": "instruction", "query": "input", "response": "output"} if form == "alpaca" else {}
     if form in ("text", "auto"):
         ours = {"prompt": "text"}
-    if form in ("chat", "image-chat", "sharegpt", "preference"):
+    if form in ("chat", "image-chat", "sharegpt"):
         ours = {"messages": "conversations" if form == "sharegpt" else "messages"}
     named = {ours.get(theirs, theirs): str(value) for theirs, value in columns.items()}
     return {mine: value for mine, value in named.items() if mine != value}
+
+
+def _judged_columns(columns: dict[str, Any]) -> dict[str, str]:
+    """Of preferences: a conversation is the prompt of its chosen and rejected answers."""
+    ours = {"response": "completion", "kto_tag": "label"} | ({"messages": "prompt"} if "chosen" in columns else {})
+    named = {ours.get(theirs, theirs): str(value) for theirs, value in columns.items()}
+    return {mine: value for mine, value in named.items() if mine not in (value, "query", "history")}

@@ -75,6 +75,8 @@ class Draft:
     """LLaMA-Factory's data sets by name."""
     unbounded_length: bool = False
     """Whether the file cuts samples at no length."""
+    has_images: bool = False
+    """Whether the file says that all its data have images."""
     text: str = ""
     """The file itself: torchtune names a model's hub id in a comment only."""
     recipe: dict[str, Any] = field(default_factory=dict)

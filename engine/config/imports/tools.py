@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from engine.config.check.aliases import AXOLOTL, FACTORY, REWARD_METHODS, TORCHTUNE, TRL, WITHOUT_REWARDS
+from engine.config.check.aliases import (
+    AXOLOTL,
+    FACTORY,
+    PREFERENCE_LOSSES,
+    REWARD_METHODS,
+    TORCHTUNE,
+    TRL,
+    WITHOUT_REWARDS,
+)
 from engine.config.files.text import quoted
 from engine.config.imports.dataset_info import factory_source
 from engine.config.imports.draft import OFF, Draft
@@ -69,8 +78,8 @@ def _is_entry(value: Any) -> bool:
 
 def read_axolotl(draft: Draft) -> None:
     _refuse_rewards(draft, "rl", draft.theirs.get("rl"))
-    rl = draft.take("rl")
-    if rl in ("dpo", "ipo", "simpo", "orpo"):
+    rl, draft.has_images = draft.take("rl"), draft.theirs.get("processor_type") not in OFF
+    if rl in PREFERENCE_LOSSES:
         draft.set("method.objective", "dpo", "rl")
         draft.set("preference.loss", rl, "rl")
     elif rl is not None:
@@ -153,8 +162,10 @@ def read_factory(draft: Draft) -> None:
     for key in ("do_predict", "do_eval"):
         if draft.theirs.get(key) and not draft.theirs.get("do_train", False):
             draft.refuse(key, True, f"no training, only scores; {RECOGNISED}")
-    if stage == "dpo":
+    if stage in ("dpo", "kto"):
         draft.set("method.objective", "dpo", "stage")
+        if stage == "kto":
+            draft.set("preference.loss", "kto", "stage")
     elif stage == "pt":
         draft.set("data.loss_on", "all", "stage")
         draft.default("data.packing", True)
@@ -187,24 +198,11 @@ def read_trl(draft: Draft) -> None:
     ):
         if draft.theirs.get(key) not in OFF:
             draft.refuse(key, draft.theirs[key], WITHOUT_REWARDS)
-    marks = [
-        key for key in ("beta", "max_prompt_length", "rpo_alpha", "precompute_ref_log_probs") if key in draft.theirs
-    ]
-    if marks:
-        draft.set("method.objective", "dpo", marks[0])
-        draft.notes.append(
-            f"{marks[0]} says that preferences are trained; TRL's files do not name the trainer: for ORPO set "
-            'preference.loss = "orpo"'
-        )
-    loss = draft.theirs.get("loss_type")
-    if marks and loss not in (None, "sigmoid", "ipo", "simpo", ["sigmoid"]):
-        draft.refuse("loss_type", loss, "of preference losses dpo (sigmoid), ipo, simpo and orpo exist here")
-    if not marks and loss is not None:
-        draft.leave("loss_type", f"{draft.take('loss_type')!s}: the loss is cross-entropy")
+    learns_preferences = _trl_preferences(draft)
     draft.default("method.kind", "lora" if draft.take("use_peft") else "full")
     draft.origin["method.kind"] = "use_peft"
     if "learning_rate" not in draft.theirs:
-        draft.default("train.learning_rate", 1e-6 if marks else 2e-5)
+        draft.default("train.learning_rate", 1e-6 if learns_preferences else 2e-5)
     _trl_data(draft)
     kwargs, rate = draft.take("lr_scheduler_kwargs") or {}, draft.theirs.get("learning_rate")
     for name, value in kwargs.items() if isinstance(kwargs, dict) else ():
@@ -215,6 +213,40 @@ def read_trl(draft: Draft) -> None:
         else:
             draft.leave(f"lr_scheduler_kwargs.{name}", f"{quoted(value)}: a schedule has no such key")
     _template(draft, {})
+
+
+KTO_MARKS = ("desirable_weight", "undesirable_weight")
+PREFERENCE_MARKS = ("beta", "max_prompt_length", "rpo_alpha", "precompute_ref_log_probs", *KTO_MARKS)
+"""Keys that only TRL's trainers of preferences have."""
+
+NAMED_LOSS = re.compile(r"(?<![a-z])(dpo|simpo|orpo|kto)(?![a-z])")
+
+
+def _trl_preferences(draft: Draft) -> bool:
+    """Whether preferences are learned. TRL's files do not name their trainer: it is told by keys that only one has, by
+    the loss, or by a name in the file's comments, output folder or run."""
+    marks, loss = [key for key in PREFERENCE_MARKS if key in draft.theirs], draft.theirs.get("loss_type")
+    if not marks and loss is not None:
+        draft.leave("loss_type", f"{draft.take('loss_type')!s}: the loss is cross-entropy")
+    if not marks:
+        return False
+    draft.set("method.objective", "dpo", marks[0])
+    if loss is not None and loss not in ("sigmoid", "ipo", "simpo", "kto", ["sigmoid"]):
+        draft.refuse("loss_type", loss, "of preference losses dpo (sigmoid), ipo, simpo, orpo and kto exist here")
+    names = " ".join(str(draft.theirs.get(key, "")) for key in ("output_dir", "hub_model_id", "run_name"))
+    comments = " ".join(re.findall(r"#(.*)", draft.text))
+    named = NAMED_LOSS.findall(f"{names} {comments}".lower())
+    kto = next((key for key in KTO_MARKS if key in draft.theirs), None)
+    if kto is not None:
+        draft.set("preference.loss", "kto", kto)
+    elif loss is None and len(set(named)) == 1:
+        draft.set("preference.loss", named[0], f"its name, {named[0]}")
+    elif loss is None:
+        draft.notes.append(
+            f"{marks[0]} says that preferences are trained, and nothing whether by DPO, ORPO or KTO: DPO is taken; "
+            'for another set preference.loss = "orpo" or "kto"'
+        )
+    return True
 
 
 def _trl_data(draft: Draft) -> None:

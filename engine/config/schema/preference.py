@@ -16,9 +16,9 @@ what full weights know: published full fine-tunings take 1e-5 to 5e-5. Preferenc
 class Preference(Table):
     """How preferences are learned, with method.objective = "dpo"."""
 
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """dpo: arXiv:2305.18290; ipo: arXiv:2310.12036; simpo: arXiv:2405.14734; orpo: arXiv:2403.07691. simpo and orpo
-    need no reference."""
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """dpo: arXiv:2305.18290; ipo: arXiv:2310.12036; simpo: arXiv:2405.14734; orpo: arXiv:2403.07691; kto, of answers
+    that are desirable or not: arXiv:2402.01306. simpo and orpo need no reference."""
     beta: Positive = 0.1
     """How strongly the policy is held to the reference. ipo: the regularisation tau. simpo: the scale of the rewards,
     2.0 to 10 in its paper. orpo: the weight of the odds ratio."""
@@ -26,20 +26,30 @@ class Preference(Table):
     """dpo: the assumed share of pairs whose sides are swapped (conservative DPO)."""
     margin: NonNegative = 0.5
     """simpo: by how much the chosen answer's reward shall exceed the other's (gamma)."""
+    desirable_weight: Positive = 1.0
+    """kto: the weight of desirable answers' losses."""
+    undesirable_weight: Positive = 1.0
+    """kto: the weight of undesirable answers' losses."""
     sft_weight: NonNegative = 0.0
-    """Weight of a supervised term beside the preference loss: the mean loss of the target tokens of chosen answers."""
+    """Weight of a supervised term beside the preference loss: the mean loss of the target tokens of chosen (kto:
+    desirable) answers."""
     length_normalised: bool | None = None
     """Divide each answer's log-probability by its number of tokens. By default true for ipo, simpo and orpo."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """The model to which dpo and ipo compare. adapter_off: this model without its adapter. precomputed: this model as
-    it was at the start; its log-probabilities are computed once, before step 1, and kept in the run's folder. auto:
+    """The model to which dpo, ipo and kto compare. adapter_off: this model without its adapter. precomputed: this model
+    as it was at the start; its log-probabilities are computed once, before step 1, and kept in the run's folder. auto:
     adapter_off for a new adapter, else precomputed."""
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss in ("dpo", "ipo")
+        return self.loss in ("dpo", "ipo", "kto")
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether the loss is of pairs of a chosen and a rejected answer, not of single answers."""
+        return self.loss != "kto"
 
     @property
     def by_length(self) -> bool:
         """Whether log-probabilities are means over an answer's tokens."""
-        return self.loss != "dpo" if self.length_normalised is None else self.length_normalised
+        return self.loss in ("ipo", "simpo", "orpo") if self.length_normalised is None else self.length_normalised

@@ -244,14 +244,8 @@ class Backoff(Table):
     """Remedies for out-of-memory errors."""
 
     ladder: list[Rung] = [
-        "retry",
-        "defragment",
-        "cut",
-        "checkpointing",
-        "chunk_loss",
-        "activation_offload",
-        "optimizer_offload",
-    ]
+        "retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload",
+    ]  # fmt: skip
     """Remedies in the order in which they are tried."""
     allow_learning_changes: list[Literal["max_length"]] = []
     """Remedies that change what is learned, allowed by name: max_length truncates the longest sequences when not even
@@ -384,9 +378,13 @@ class Recipe(Table):
         return self
 
     @property
+    def learns_preferences(self) -> bool:
+        return self.method.objective == "dpo"
+
+    @property
     def learns_pairs(self) -> bool:
         """Whether samples are pairs of a chosen and a rejected sequence."""
-        return self.method.objective == "dpo"
+        return self.learns_preferences and self.preference.in_pairs
 
     @property
     def sequences_per_step(self) -> int:

@@ -17,7 +17,8 @@ from engine.device.base import Device
 from engine.device.determinism import unfilled_memory
 from engine.device.oom import OutOfMemory, catch_oom, free_failed_graph
 from engine.train.proofs.record import DisprovedError, Proof, ProvedRun, drawn
-from engine.train.step.computation import StepComputation, StepTokens
+from engine.train.step.computation import StepComputation
+from engine.train.step.objective import StepTokens
 from engine.train.step.optimizer import StepGuard, guard_parameters
 from engine.train.step.optimizer_state import state_tensors
 

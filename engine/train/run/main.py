@@ -21,6 +21,7 @@ from typing import Any
 from engine.config.files.cgroups import host_memory_bytes, oom_kills
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
+from engine.data.report import DataReport, drop_lines
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.cuda import allocator_settings
@@ -246,6 +247,8 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
         training = Training(setup, RunContext(place, journal, requests, watchdog), emergency_memory)
         _write_stage_started(training, journal)
+        if not start.resume:
+            _tell_data(setup.prepared.report, journal)
         if start.resume:
             training.resume(start.from_step)
         if killed is not None:
@@ -363,6 +366,18 @@ def _write_stage_started(training: Training, journal: Journal) -> None:
         loss=setup.context.loss.implementation,
         attention=setup.context.loaded.attention,
     )
+
+
+def _tell_data(report: DataReport, journal: Journal) -> None:
+    """Warn of dropped rows and of what is unusual in the sources."""
+    for count in (*report.sources, *report.validation_sources):
+        if count.dropped:
+            number, reasons = sum(count.dropped.values()), drop_lines([count])
+            more = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+            words = f"{count.name}: {number:,} of {count.read:,} rows are dropped: {', '.join(reasons[:3])}{more}"
+            journal.warn("data", words, "see what is kept with: tunedeck data -r RECIPE")
+    for notice in report.notices:
+        journal.warn("data", notice)
 
 
 def log_to_stderr() -> None:

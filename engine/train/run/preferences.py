@@ -1,4 +1,4 @@
-"""Sets up preference learning: what the policy is compared with, and the scores of held-out pairs."""
+"""Sets up preference learning: the objective, and what the policy is compared with."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.pairs import (
-    PreferenceObjective,
-    Reference,
-    stored_reference,
-)
+from engine.train.step.objective import Reference, stored_reference
+from engine.train.step.pairs import PairObjective
+from engine.train.step.unpaired import UnpairedObjective
 
 FOLDER = "reference"
 """In the run's folder: log-probabilities of the weights at the start."""
@@ -41,11 +39,17 @@ def learn_preferences(setup: TrainingSetup, place: RunDirectory, journal: Journa
     UsageError: reference = "adapter_off", and more than the adapter is trained. Others as `evaluate`.
     """
     recipe, context = setup.spec.recipe, setup.context
-    if not recipe.learns_pairs:
+    if not recipe.learns_preferences:
         return
-    references = _references(setup, place, journal)
+    references, data = _references(setup, place, journal), context.data
     context.references = references
-    context.objective = PreferenceObjective(recipe.preference, context.loss, context.data, references(context.data))
+    own = references(data)
+    if recipe.learns_pairs:
+        context.objective = PairObjective(recipe.preference, context.loss, data, own)
+        return
+    mismatched = None if data.mismatched is None else references(data.mismatched)
+    assert own is not None and mismatched is not None
+    context.objective = UnpairedObjective(recipe.preference, context.loss, data, own, mismatched)
 
 
 def _references(setup: TrainingSetup, place: RunDirectory, journal: Journal) -> Callable[[TokenData], Reference | None]:
@@ -68,8 +72,10 @@ def _references(setup: TrainingSetup, place: RunDirectory, journal: Journal) -> 
 
 
 def _parts(setup: TrainingSetup) -> list[tuple[str, TokenData]]:
+    """By the name of its files: all data of which the reference's log-probabilities are needed."""
     held = setup.prepared.validation
-    return [("train", setup.prepared.train), *([("validation", held)] if held is not None else [])]
+    whole = [("train", setup.prepared.train), *([("validation", held)] if held is not None else [])]
+    return [*whole, *((f"{name}-mismatched", data.mismatched) for name, data in whole if data.mismatched is not None)]
 
 
 def _stored(

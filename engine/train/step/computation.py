@@ -9,25 +9,29 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batching.micro_batches import MicroBatch
+from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import Batch, collate
+from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.host_syncs import host_syncs
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
-from engine.objectives.preference import METRICS
 from engine.train.step.context import StepContext
-from engine.train.step.pairs import PreferenceObjective, is_split
+from engine.train.step.objective import SequenceObjective, StepTokens
+from engine.train.step.unpaired import UnpairedObjective
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
+
+
+Prepare = Callable[[NDArray[np.int64]], Batch]
+"""Makes the micro-batch of the samples with given indices, in host memory."""
 
 
 class BatchLoader:
@@ -35,26 +39,29 @@ class BatchLoader:
     page-locked, so that copying them to the device does not wait for the work queued there. The caller copies: an
     out-of-memory error then belongs to its attempt."""
 
-    def __init__(self, device: Device, prepare: Callable[[NDArray[np.int64]], Batch]) -> None:
-        """`prepare` makes the micro-batch of the samples with given indices, in host memory."""
+    def __init__(self, device: Device, prepare: Prepare) -> None:
         self.device, self._prepare = device, prepare
         self.wait_seconds = 0.0
         """How long the caller of `batches` has waited for data in all."""
         self._thread = ThreadPoolExecutor(1, "batches") if device.asynchronous else None
 
-    def batches(self, chosen: Sequence[NDArray[np.int64]]) -> Generator[Batch, None, None]:
-        """Yield the micro-batch of each group of samples, in host memory. Close the iterator when an attempt ends
-        early: what was prepared ahead is dropped. An error in the thread is raised when its micro-batch is due."""
+    def batches(
+        self, chosen: Sequence[NDArray[np.int64]], prepare: Prepare | None = None
+    ) -> Generator[Batch, None, None]:
+        """Yield the micro-batch of each group of samples, in host memory, made by `prepare` in place of the loader's
+        own. Close the iterator when an attempt ends early: what was prepared ahead is dropped. An error in the thread
+        is raised when its micro-batch is due."""
+        prepare = prepare or self._prepare
         if self._thread is None:
             for samples in chosen:
-                yield self._timed(partial(self._on_host, samples))
+                yield self._timed(partial(self._on_host, samples, prepare))
             return
         left = deque(chosen)
         ahead: deque[Future[Batch]] = deque()
         try:
             while left or ahead:
                 while left and len(ahead) <= AHEAD:
-                    ahead.append(self._thread.submit(self._on_host, left.popleft()))
+                    ahead.append(self._thread.submit(self._on_host, left.popleft(), prepare))
                 yield self._timed(ahead.popleft().result)
         finally:
             for future in ahead:
@@ -70,21 +77,10 @@ class BatchLoader:
         finally:
             self.wait_seconds += time.perf_counter() - began
 
-    def _on_host(self, samples: NDArray[np.int64]) -> Batch:
+    def _on_host(self, samples: NDArray[np.int64], prepare: Prepare) -> Batch:
         device = self.device
         with device.activate(), device.host_region():
-            return self._prepare(samples).moved(device.pin)
-
-
-class StepTokens(NamedTuple):
-    """Counts of a whole step, on all ranks; each is at least 1."""
-
-    targets: int
-    """What the loss is a mean over: target tokens, or in preference learning pairs."""
-    real: int
-    """Tokens without padding."""
-    chosen: int = 1
-    """In preference learning, target tokens of chosen answers."""
+            return prepare(samples).moved(device.pin)
 
 
 class StepComputation:
@@ -131,7 +127,7 @@ class StepComputation:
         # Nothing but micro-batches allocates here, so that a failure can always be answered with smaller ones.
         total: MicroBatchLoss | None = None
         groups = [self._samples_of(group, samples) for group in plan]
-        with self._measured_pairs(step, samples, plan, tokens), closing(self._loader.batches(groups)) as batches:
+        with self._objective(step, samples, plan, tokens), closing(self._loader.batches(groups)) as batches:
             for group in plan:
                 self.phase, self.in_flight = "forward", group if group.members else None
                 if group.members:
@@ -145,33 +141,53 @@ class StepComputation:
         self._note_sums(total)
         self.busy_seconds = time.perf_counter() - began
 
+    def measure_mismatched(self, step: int, samples: NDArray[np.int64]) -> None:
+        """For KTO, before any gradient: this rank's part of the divergence of policy and reference."""
+        context, objective = self.context, self.context.objective
+        assert isinstance(objective, UnpairedObjective)
+        budget, lengths = context.budget, objective.mismatched.lengths[samples]
+        objective.nothing_measured()
+        plan = plan_micro_batches(
+            lengths, context.cost, budget.budget_bytes, budget.floor_tokens, None, budget.launch_tokens
+        )
+        self._measure(step, samples, plan, objective, objective.mismatched)
+
     @contextmanager
-    def _measured_pairs(
+    def _objective(
         self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], tokens: StepTokens
     ) -> Iterator[None]:
-        """In preference learning: inside the block, the objective knows the log-probabilities of pairs that are
-        split."""
+        """In preference learning: inside the block, the objective knows what it needs of other sequences."""
         objective = self.context.objective
         if objective is None:
             yield
             return
         try:
-            objective.begin(tokens.targets, tokens.chosen)
-            self._measure(step, samples, plan, objective)
+            objective.begin(tokens, self.context.ranks)
+            self._measure(step, samples, objective.split(plan, samples), objective, self.context.data)
             yield
         finally:
             objective.end()
 
     def _measure(
-        self, step: int, samples: NDArray[np.int64], plan: list[MicroBatch], objective: PreferenceObjective
+        self,
+        step: int,
+        samples: NDArray[np.int64],
+        plan: list[MicroBatch],
+        objective: SequenceObjective,
+        data: TokenData,
     ) -> None:
-        split = [group for group in plan if is_split(group, samples)]
-        with closing(self._loader.batches([self._samples_of(group, samples) for group in split])) as batches:
-            for group in split:
+        context, groups = self.context, [self._samples_of(group, samples) for group in plan]
+        with closing(self._loader.batches(groups, partial(self._on_host, data=data))) as batches:
+            for group in plan:
                 self.phase, self.in_flight = "forward", group
-                batch = next(batches).moved(self.context.device.upload)
+                if context.measures:
+                    context.device.reset_peak()
+                batch = next(batches).moved(context.device.upload)
                 with self._around(step, batch):
                     objective.measure(batch)
+                peak_bytes = context.device.memory().peak_bytes if context.measures else 0
+                self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.in_flight = None
 
     def prepare_gradients(self, _plan: list[MicroBatch]) -> None:
         """Allocate what summing gradients needs, and replace this rank's parts of the losses by the sums over ranks."""
@@ -237,7 +253,8 @@ class StepComputation:
         """Note the sums over this rank's micro-batches, zeros if it had none. Waits for the device."""
         balance = self.context.loss.balance
         self.mean_loss = 0.0 if total is None else float(total.token_losses)
-        without = [0.0] * len(METRICS) if self.context.objective is not None else []
+        objective = self.context.objective
+        without = [0.0] * len(objective.sums) if objective is not None else []
         self.metrics = without if total is None or total.metrics is None else total.metrics.tolist()
         self.auxiliary_loss = 0.0 if balance is not None and balance.weight else None
         self.choices_LE = balance.no_choices() if balance is not None and balance.watched else None
@@ -272,11 +289,11 @@ class StepComputation:
         """For a dummy micro-batch, the shortest sequence of the data."""
         return samples[list(group.members)] if group.members else np.array([self.context.data.lengths.argmin()])
 
-    def _on_host(self, samples: NDArray[np.int64]) -> Batch:
+    def _on_host(self, samples: NDArray[np.int64], data: TokenData | None = None) -> Batch:
         """With sequence parallelism, this rank's part of the batch."""
         context = self.context
         batch = collate(
-            context.data,
+            context.data if data is None else data,
             samples,
             pad_id=context.pad_id,
             with_starts=takes_starts(context.loaded.attention),

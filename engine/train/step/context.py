@@ -25,8 +25,8 @@ from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
 from engine.train.step.interface import Strategy
+from engine.train.step.objective import Reference, SequenceObjective
 from engine.train.step.optimizer import Schedule, StepGuard
-from engine.train.step.pairs import PreferenceObjective, Reference
 from engine.train.step.rollback import Rollback
 
 GROWTH_INTERVAL = 2000
@@ -96,7 +96,7 @@ class StepContext:
     """Changes of the recipe that would have avoided a failure, as a sentence; empty where nothing can be predicted."""
     cost_recomputing: Callable[[int], Cost] | None = None
     """`cost` if so many layers recompute their activations; None where this cannot be predicted."""
-    objective: PreferenceObjective | None = None
+    objective: SequenceObjective | None = None
     """None: the loss of target tokens."""
     references: Callable[[TokenData], Reference | None] = lambda data: None
     """In preference learning: what computes the reference's log-probabilities of these data."""

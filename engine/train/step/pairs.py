@@ -1,4 +1,4 @@
-"""Preference learning within a step: which sequences of a pair share a micro-batch, and what their log-probabilities,
+"""Preference pairs within a step: which sequences of a pair share a micro-batch, and what their log-probabilities,
 with those of the reference, make of the loss.
 
 A pair whose sequences fit together is computed in one pass: the head runs first without gradients, the objective makes
@@ -8,8 +8,6 @@ log-probabilities of both, then with the weights. So the largest unit of memory 
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,37 +20,32 @@ from engine.data.batch import Batch
 from engine.data.tokens import TokenData
 from engine.model.loss import LossFunction, WeightedSequences
 from engine.objectives.preference import METRICS, SequenceLoss, sequence_losses
-
-Reference = Callable[[Batch], Tensor]
-"""Log-probabilities of the reference for a batch's rows, float64 [B] on the batch's device."""
+from engine.train.step.objective import Reference, SequenceObjective
 
 
-class PreferenceObjective:
-    """The preference objective of a run. Weighs the sequences of a step for `LossFunction`."""
+class PairObjective(SequenceObjective):
+    """The objective of pairs of a chosen and a rejected sequence, 2·p and 2·p + 1 in the data."""
+
+    unit = 2
+    sums = METRICS
 
     def __init__(self, asked: Preference, loss: LossFunction, data: TokenData, reference: Reference | None) -> None:
-        self.asked, self.loss, self.data, self.reference = asked, loss, data, reference
-        self._sft_scale = 0.0
-        self._reference_B: Tensor | None = None
+        super().__init__(asked, loss, data, reference)
         self._measured: dict[int, tuple[Tensor, Tensor | None]] = {}
         """By sequence of a split pair: log-probabilities of the policy and the reference, scalars."""
         self._weighed: dict[int, SequenceLoss] = {}
         """The same sequences once both sides are measured; tensors of one sequence each."""
-        loss.weigh = self.weigh
-
-    def begin(self, pairs: int, chosen_tokens: int) -> None:
-        """Begin an attempt at a step of `pairs` pairs, whose chosen answers have `chosen_tokens` target tokens, on all
-        ranks."""
-        self._sft_scale = self.asked.sft_weight * pairs / max(1, chosen_tokens)
 
     def end(self) -> None:
-        """Forget the sequences of the attempt, also one that failed."""
+        super().end()
         self._measured.clear()
         self._weighed.clear()
-        self._reference_B = None
+
+    def split(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> list[MicroBatch]:
+        """Those whose sequences were planned without their pair."""
+        return [group for group in plan if not _is_whole(tuple(samples[list(group.members)].tolist()))]
 
     def measure(self, batch: Batch) -> None:
-        """The first pass of sequences whose pair is split."""
         policy_B = self.loss.log_probabilities(batch)
         reference_B = None if self.reference is None else self.reference(batch)
         for row, sample in enumerate(batch.sample_ids):
@@ -62,13 +55,14 @@ class PreferenceObjective:
                 self._weigh_pair(sample & ~1)
 
     def prepare(self, batch: Batch) -> None:
-        """Compute what `weigh` needs of the reference, before the activations of the policy take memory."""
-        known = self.reference is None or batch.sample_ids[0] in self._weighed
-        self._reference_B = None if known or self.reference is None else self.reference(batch)
+        if batch.sample_ids[0] in self._weighed:
+            self._reference_B = None
+        else:
+            super().prepare(batch)
 
     def weigh(self, batch: Batch, logps_B: Tensor) -> WeightedSequences:
-        """For `LossFunction`: the weights of a micro-batch of whole pairs, or of measured sequences. A sequence whose
-        other side is not there, in a probe, weighs 1."""
+        """Of a micro-batch of whole pairs, or of measured sequences. A sequence whose other side is not there, in a
+        probe, weighs 1."""
         if all(sample in self._weighed for sample in batch.sample_ids):
             rows = [self._weighed[sample] for sample in batch.sample_ids]
             found = SequenceLoss(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
@@ -139,13 +133,3 @@ def _is_whole(samples: tuple[int, ...]) -> bool:
     """Whether chosen and rejected sequences of pairs stand side by side."""
     ids = np.asarray(samples)
     return len(ids) % 2 == 0 and bool((ids[0::2] % 2 == 0).all()) and bool((ids[1::2] == ids[0::2] + 1).all())
-
-
-def is_split(group: MicroBatch, samples: NDArray[np.int64]) -> bool:
-    """Whether sequences of the group were planned without their pair."""
-    return not _is_whole(tuple(samples[list(group.members)].tolist()))
-
-
-def stored_reference(values: NDArray[np.float64], upload: Callable[[Tensor], Tensor]) -> Reference:
-    """The reference whose log-probabilities were computed before: `values[sample]`."""
-    return lambda batch: upload(torch.from_numpy(values[list(batch.sample_ids)]))

@@ -25,9 +25,8 @@ from engine.budget.predict.prediction import MicroBatchShape
 from engine.device.oom import ATTEMPTS, MemoryBreakdown, OutOfMemory, catch_oom, free_failed_graph, retry_on_oom
 from engine.distributed.votes import RepeatWithVotesError
 from engine.errors import DivergedError
-from engine.objectives.preference import METRICS
 from engine.train.step.budget_growth import CeilingWatch
-from engine.train.step.computation import StepComputation, StepTokens
+from engine.train.step.computation import StepComputation
 from engine.train.step.context import StepContext
 from engine.train.step.failures import (
     RankOom,
@@ -38,8 +37,10 @@ from engine.train.step.failures import (
     smallest_failed,
 )
 from engine.train.step.ladder import back_off, current_settings
+from engine.train.step.objective import StepTokens
 from engine.train.step.oom_report import memory_breakdown
 from engine.train.step.pairs import plan_pairs
+from engine.train.step.unpaired import UnpairedObjective
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class StepTransaction:
             step,
             own_samples,
             [
+                *self._measuring(step, own_samples),
                 lambda plan: self.work.accumulate(step, own_samples, plan, self._step_tokens(samples)),
                 self.work.prepare_gradients,
                 self.work.sync_and_clip,
@@ -133,7 +135,7 @@ class StepTransaction:
         self.ceiling_watch.record_step()
         overflowed = self._finish_step(step)
         stats = self._gather_stats(self._step_stats(plan, time.perf_counter() - began))
-        choices_LE = self.work.choices_LE
+        choices_LE, objective = self.work.choices_LE, self.context.objective
         ranks_per_sample = self.context.strategy.ranks_per_sample
         return StepOutcome(
             loss=self.work.mean_loss,
@@ -149,9 +151,15 @@ class StepTransaction:
             overflowed=overflowed,
             auxiliary_loss=self.work.auxiliary_loss,
             choices_LE=None if choices_LE is None else self.context.ranks.sum_of_counts(choices_LE),
-            metrics=dict(zip(METRICS, self.work.metrics, strict=False)),
+            metrics={} if objective is None else objective.metrics(self.work.metrics, samples),
             ranks=stats if self.context.ranks.size > 1 else [],
         )
+
+    def _measuring(self, step: int, own_samples: NDArray[np.int64]) -> list[Stage]:
+        """The stage before gradients of an objective that measures other sequences over the whole step."""
+        if not isinstance(self.context.objective, UnpairedObjective):
+            return []
+        return [lambda _: self.work.measure_mismatched(step, own_samples)]
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> TimedPass:
         """Run the most expensive micro-batch of `samples` and drop its gradients: what would run out of memory hours
@@ -222,7 +230,7 @@ class StepTransaction:
         context = self.context
         budget, lengths = context.budget, context.data.lengths[samples]
         patches = None if context.data.patches is None else context.data.patches[samples]
-        plan_of = plan_micro_batches if context.objective is None else plan_pairs
+        plan_of = plan_pairs if self._unit == 2 else plan_micro_batches
         plan = plan_of(lengths, context.cost, budget.budget_bytes, budget.floor_tokens, patches, budget.launch_tokens)
         return context.strategy.begin_attempt(plan, far_from_ceiling=self.ceiling_watch.is_far(plan))
 
@@ -251,19 +259,23 @@ class StepTransaction:
     def _targets(self, samples: NDArray[np.int64]) -> int:
         return int(self.context.data.target_counts[samples].sum())
 
+    @property
+    def _unit(self) -> int:
+        """Sequences of a sample."""
+        return 1 if self.context.objective is None else self.context.objective.unit
+
     def _step_tokens(self, samples: NDArray[np.int64]) -> StepTokens:
         tokens = max(1, self._tokens(samples))
         if self.context.objective is None:
             return StepTokens(max(1, self._targets(samples)), tokens)
-        return StepTokens(max(1, len(samples) // 2), tokens, max(1, self._targets(samples[0::2])))
+        chosen = samples[self.context.data.desirable[samples]]
+        return StepTokens(max(1, len(samples) // self._unit), tokens, max(1, self._targets(chosen)))
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """This rank's samples. Both sequences of a pair go to the same rank."""
-        lengths, strategy = self.context.data.lengths[samples], self.context.strategy
-        if self.context.objective is None:
-            return samples[strategy.assign_samples(lengths)]
-        pairs = np.array(strategy.assign_samples(lengths[0::2] + lengths[1::2]), np.int64)
-        return samples[np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()]
+        rows = samples.reshape(-1, self._unit)
+        lengths = self.context.data.lengths[samples].reshape(rows.shape).sum(1)
+        return rows[self.context.strategy.assign_samples(lengths)].ravel()
 
     def _attempt(
         self, step: int, plan: list[MicroBatch], stages: Sequence[Stage], phase_prefix: str
