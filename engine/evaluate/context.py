@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batching.budget import MicroBatchBudget
@@ -25,6 +27,14 @@ from engine.evaluate.generation import generate
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.model.positions import takes_starts
+
+Reference = Callable[[Batch], Tensor]
+"""Log-probabilities of the reference for a batch's rows, float64 [B] on the batch's device."""
+
+
+def stored_reference(values: NDArray[np.float64], upload: Callable[[Tensor], Tensor]) -> Reference:
+    """The reference whose log-probabilities were computed before: `values[sample]`."""
+    return lambda batch: upload(torch.from_numpy(values[list(batch.sample_ids)]))
 
 
 class FailedPass(NamedTuple):
@@ -95,7 +105,7 @@ class EvaluationContext:
     does. None: this process only."""
     preference: Preference | None = None
     """How pairs are scored; None unless preferences are learned."""
-    references: Callable[[TokenData], Callable[[Batch], Tensor] | None] = lambda data: None
+    references: Callable[[TokenData], Reference | None] = lambda data: None
     """Gives what computes the reference's log-probabilities for batches of `data`; None without a reference."""
     all_ended: Callable[[bool], bool] | None = None
     """For ranks that generate together: maps whether this rank's answers have ended to whether all ranks' have."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.batching.budget import micro_batch_cost, with_largest_image
@@ -30,13 +32,14 @@ from engine.evaluate.answers import (
     tokens_hash,
     weights_identity,
 )
-from engine.evaluate.context import EvaluationContext, FailedPass
+from engine.evaluate.context import EvaluationContext, FailedPass, stored_reference
 from engine.evaluate.generation import within_positions
-from engine.evaluate.scores import Kept, Scorer, Scores, evaluate, load_scorer
+from engine.evaluate.scores import Kept, Scorer, Scores, evaluate, load_scorer, sequence_log_probabilities
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.model.config import check_packing, model_config_dict
+from engine.model.decoder import eval_mode
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossChoice, make_loss
 from engine.model.packing import require_separation
@@ -113,6 +116,7 @@ def score_run(
     device = open_device(spec)
     with scoring(place, notify), device.activate():
         context, data = _prepare(spec, device, notify)
+        context = _with_reference_of_start(context, data, spec, notify)
         fingerprint, tokens = data_fingerprint(data), tokens_hash(data)
         results = []
         for step, weights in chosen:
@@ -255,6 +259,25 @@ def _make_context(
         preference=asked if spec.recipe.learns_preferences else None,
         references=lambda _: base,
     )
+
+
+def _with_reference_of_start(
+    context: EvaluationContext, data: TokenData, spec: RunSpec, notify: Notify
+) -> EvaluationContext:
+    """Where the reference of a run on preferences is not its model without the adapter, its log-probabilities are
+    computed before other weights are loaded: it is the model that the run started from."""
+    recipe, limit = spec.recipe, spec.recipe.evaluate.limit
+    if not (recipe.learns_preferences and recipe.preference.needs_reference) or context.references(data) is not None:
+        return context
+    notify("computing the reference from the model that the run started from")
+    rows = (2 if data.in_pairs else 1) * limit if limit else len(data)
+    known = {}
+    with eval_mode(context.loaded.model):
+        for each in (data, data.mismatched):
+            if each is not None:
+                values, _ = sequence_log_probabilities(context, each, np.arange(min(rows, len(each))))
+                known[id(each)] = stored_reference(values, context.device.upload)
+    return replace(context, references=lambda each: known.get(id(each)))
 
 
 def _score(

@@ -19,6 +19,7 @@ from engine.config.schema.preference import Preference
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
 from engine.device import open_device
+from engine.evaluate.run import score_run
 from engine.journal.directory import RunDirectory
 from engine.journal.writer import Journal
 from engine.model.load import load_model
@@ -312,6 +313,8 @@ def test_a_reference_is_computed_once_and_survives_a_kill(tmp_path: Path, base: 
     first = {piece: piece.read_text() for piece in pieces}
     scores = [event["metrics"] for event in of_kind(events, "eval")]
     assert all(score.keys() == {"loss", WIN_RATE, *METRICS} for score in scores)
+    ((step, scored),) = score_run(place, None, lambda text: None)
+    assert step == 4 and scored.metrics == pytest.approx(scores[-1], rel=1e-5, abs=1e-6)
     pieces[0].write_text(first[pieces[0]][:-20])
     with Objective(spec, place.path):
         pass

@@ -20,6 +20,7 @@ from engine.batching.budget import MicroBatchBudget
 from engine.config.schema.preference import Preference
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
+from engine.evaluate.run import score_run
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
 from engine.objectives.kto import SUMS, answer_losses, divergence_of
@@ -235,6 +236,8 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, base: Path, method: di
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     (score,) = [event["metrics"] for event in of_kind(events, "eval")]
     assert score.keys() == {"loss", "kl", "rewards_chosen", "rewards_rejected", "rewards_margin", *SUMS[2:]}
+    ((_, scored),) = score_run(killed, None, lambda text: None)
+    assert scored.metrics == pytest.approx(score, rel=1e-5, abs=1e-6)
     if method is FULL:
         pieces = sorted(piece.stem.removesuffix("-000000000") for piece in (killed.path / "reference").iterdir())
         assert pieces == ["train", "train-mismatched", "validation", "validation-mismatched"]

@@ -14,7 +14,7 @@ from engine.batching.budget import MicroBatchBudget
 from engine.data.store import hash_text
 from engine.data.tokens import TokenData
 from engine.errors import UsageError
-from engine.evaluate.context import EvaluationContext, FailedPass
+from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table, write_atomically
@@ -22,7 +22,6 @@ from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.objective import Reference, stored_reference
 from engine.train.step.pairs import PairObjective
 from engine.train.step.unpaired import UnpairedObjective
 

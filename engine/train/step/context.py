@@ -19,13 +19,14 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.distributed.ranks import Ranks
 from engine.errors import UsageError
+from engine.evaluate.context import Reference
 from engine.launch.resume_run import find_changes, refused_changes
 from engine.model.flops import StepFlops
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
 from engine.train.step.interface import Strategy
-from engine.train.step.objective import Reference, SequenceObjective
+from engine.train.step.objective import SequenceObjective
 from engine.train.step.optimizer import Schedule, StepGuard
 from engine.train.step.rollback import Rollback
 

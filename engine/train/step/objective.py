@@ -4,11 +4,10 @@ much each log-probability weighs."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,10 +16,8 @@ from engine.config.schema.preference import Preference
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks
+from engine.evaluate.context import Reference
 from engine.model.loss import LossFunction, WeightedSequences
-
-Reference = Callable[[Batch], Tensor]
-"""Log-probabilities of the reference for a batch's rows, float64 [B] on the batch's device."""
 
 
 class StepTokens(NamedTuple):
@@ -75,8 +72,3 @@ class SequenceObjective(ABC):
     def metrics(self, means: list[float], samples: NDArray[np.int64]) -> dict[str, float]:
         """Of a step event, from `sums` of all ranks divided by `StepTokens.targets`; `samples` are all of the step."""
         return dict(zip(self.sums, means, strict=True))
-
-
-def stored_reference(values: NDArray[np.float64], upload: Callable[[Tensor], Tensor]) -> Reference:
-    """The reference whose log-probabilities were computed before: `values[sample]`."""
-    return lambda batch: upload(torch.from_numpy(values[list(batch.sample_ids)]))

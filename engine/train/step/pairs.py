@@ -18,9 +18,10 @@ from engine.batching.micro_batches import Cost, MicroBatch, plan_micro_batches
 from engine.config.schema.preference import Preference
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
+from engine.evaluate.context import Reference
 from engine.model.loss import LossFunction, WeightedSequences
 from engine.objectives.preference import METRICS, SequenceLoss, sequence_losses
-from engine.train.step.objective import Reference, SequenceObjective
+from engine.train.step.objective import SequenceObjective
 
 
 class PairObjective(SequenceObjective):

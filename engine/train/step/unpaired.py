@@ -16,9 +16,10 @@ from engine.config.schema.preference import Preference
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks
+from engine.evaluate.context import Reference
 from engine.model.loss import LossFunction, WeightedSequences
 from engine.objectives.kto import SUMS, answer_losses, divergence_of, metrics_of
-from engine.train.step.objective import Reference, SequenceObjective, StepTokens
+from engine.train.step.objective import SequenceObjective, StepTokens
 
 
 class UnpairedObjective(SequenceObjective):
