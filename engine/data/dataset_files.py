@@ -30,11 +30,13 @@ from engine.config.files.data_files import (
 )
 from engine.config.schema.data import Source
 from engine.data.bounds import screen
+from engine.data.csv_files import csv_options, separator_of, without_long_records
 from engine.data.documents import Documents, unpacked
-from engine.data.folders import data_of_folder, separator_of, without_long_records
+from engine.data.folders import data_of_folder
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.json_rows import SKIP_FIX, JsonRows
 from engine.data.records import (
+    UNPACKING_ERRORS,
     Screened,
     SourceRows,
     conversion,
@@ -78,12 +80,14 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
         found, notices = _data_files(source, path, files, version)
+        if version > 3 and {LOADERS.get(suffix_of(file)) for file in found} == {"csv"}:
+            fingerprint = hash_text(fingerprint, "cells are text")
         kept = [digest for file, digest in zip(files, digests, strict=True) if file in set(found)]
         screened = screen(found, kept)
         if (left_out := [each for each in screened if each.dropped]) and not any(each.kept for each in screened):
             raise _nothing_left(source, left_out)
         reads = {each.file: each.reads for each in screened}
-        rows = _rows_of(source, path, screened, kept, fingerprint, skip_broken)
+        rows = _rows_of(source, path, screened, kept, fingerprint, skip_broken, version)
         left_out = [each for each in screened if each.dropped]
         return replace(rows, left_out=left_out, notices=[*notices, *rows.notices])
     except PermissionError as error:
@@ -108,7 +112,13 @@ def _data_files(source: Source, path: Path, files: list[Path], version: int) -> 
 
 
 def _rows_of(
-    source: Source, path: Path, screened: list[Screened], digests: Sequence[str], fingerprint: str, skip_broken: bool
+    source: Source,
+    path: Path,
+    screened: list[Screened],
+    digests: Sequence[str],
+    fingerprint: str,
+    skip_broken: bool,
+    version: int,
 ) -> SourceRows:
     """Of text, documents; else a table, or rows read one by one where Arrow has no table for them."""
     unit, base = source.unit or "file", split_name(source)
@@ -122,11 +132,11 @@ def _rows_of(
     reads = {each.file: each.reads for each in screened}
     explain = partial(_unreadable, source, path, reads)
     try:
-        rows = _rows(_load_local(source, path, screened, base), fingerprint, explain)
+        rows = _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
     except READ_ERRORS:
         if kinds == {"csv"} and skip_broken:
             _leave_out_long_records(screened, digests)
-            return _rows(_load_local(source, path, screened, base), fingerprint, explain)
+            return _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
         if kinds != {"json"} or path.is_dir() or (find_json_error(reads) is not None and not skip_broken):
             raise
         files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
@@ -169,17 +179,17 @@ def _is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str) -> Any:
+def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str, version: int) -> Any:
     if _is_saved(path):
         return _saved_split(source, datasets.load_from_disk(str(path)), base)
     options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
     suffix = suffix_of(screened[0].file)
+    if {LOADERS.get(suffix_of(each.file)) for each in screened} == {"csv"}:
+        options |= csv_options(screened[0].reads, as_text=version > 3)
     if path.is_dir():
-        if LOADERS.get(suffix) == "csv" and (separator := separator_of(screened[0].reads)) != ",":
-            options["sep"] = separator
+        if options.get("sep") == ",":
+            del options["sep"]
         return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)
-    if LOADERS[suffix] == "csv":
-        options["sep"] = separator_of(screened[0].reads)
     if LOADERS[suffix] == "csv" and (longest := max(each.longest for each in screened)) > CSV_BYTES // CSV_ROWS:
         options["chunksize"] = CSV_BYTES // longest
     files = {base: [str(each.reads) for each in screened]}
@@ -305,15 +315,20 @@ def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: B
     """The error to show; for JSON that does not parse it names file and line."""
     broken = find_json_error({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) == "json"})
     odd = find_not_utf8({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) in TEXT_LOADERS})
+    if isinstance(error, UNPACKING_ERRORS) and any(file.suffix.lower() in COMPRESSION_SUFFIXES for file in files):
+        return DataError(
+            f"source {source.name}: {path} cannot be unpacked: {_short(error)}",
+            fix="copy it again if it is cut; if it was never packed, take the ending of packing off its name",
+        )
     if broken is not None:
         return DataError(
             f"source {source.name}: {broken}", fix=f"{conversion(odd[0])}; or {SKIP_FIX}" if odd else SKIP_FIX
         )
     if odd is not None:
         return DataError(f"source {source.name}: {odd[0]}:{odd[1]}: not UTF-8 text", fix=conversion(odd[0]))
-    if "corresponds to no data" in str(error):
-        return no_rows(source)
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+    if "corresponds to no data" in str(error) or "BatchSize must be greater than 0" in str(cause):
+        return no_rows(source)
     if "Expected" in str(cause) and "fields in line" in str(cause):
         return DataError(f"source {source.name}: {path}: {_short(cause)}", fix=SKIP_FIX)
     return DataError(

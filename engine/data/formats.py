@@ -120,6 +120,8 @@ class Format:
         if isinstance(row, Dropped):
             return row
         values: dict[str, Any] = {ours: _value(row, theirs) for ours, theirs in self.fields.items()}
+        if self.version > 3:
+            values |= {name: str(value) for name, value in values.items() if name != "label" and type(value) is int}
         if self.boxes is not None:
             return detection(values, self.boxes)
         if self.name == "image-chat":
@@ -319,29 +321,21 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
             fix=f'say which: format = "{fitting[0]}"',
         )
     wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
-    return DataError(
-        f"{found}, and fit {wanted}",
-        expected=needs,
-        fix='name the columns in the source, such as columns = {prompt = "question", completion = "answer"}',
-    )
+    return DataError(f"{found}, and fit {wanted}", expected=needs, fix=_columns_to_name(columns, source))
 
 
-def preference_notice(columns: Sequence[str], source: Source, format_: Format) -> str | None:
-    """What is said of a source whose rows hold preferences; None if they do not."""
-    used = ", ".join(format_.fields.values())
-    if format_.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS):
-        return None
-    if {"chosen", "rejected"} <= set(columns):
-        return (
-            f'source {source.name}: rows of preferences (chosen, rejected), which only method.objective = "dpo" learns '
-            f"from: {used} {'is' if len(format_.fields) == 1 else 'are'} read, and what is rejected has no effect"
-        )
-    if format_.name == "prompt-completion" and "label" in columns:
-        return (
-            f'source {source.name}: a column label beside prompt and completion, which only preference.loss = "kto" '
-            "learns from: every completion is imitated, whatever its label"
-        )
-    return None
+def _columns_to_name(columns: Sequence[str], source: Source) -> str:
+    """The setting that names the source's columns, if their own names are known but for upper case, or there is one."""
+    known = {alias: ours for ours, others in ALIASES.items() for alias in (ours, *others)}
+    known |= {name: name for needs in NEEDS.values() for name in needs if name not in known}
+    meant = {known[name.lower()]: name for name in columns if name.lower() in known}
+    if len(columns) == 1:
+        (name,) = columns
+        return f'name it in the source, such as columns = {{text = "{name}"}}, or what is nested in it: "{name}.answer"'
+    if not any(set(needs) <= set(meant) for needs in NEEDS.values()):
+        return 'name the columns in the source, such as columns = {prompt = "question", completion = "answer"}'
+    table = ", ".join(f'{ours} = "{theirs}"' for ours, theirs in meant.items())
+    return f"add --set {shlex.quote(f'data.sources.{source.name}.columns={{{table}}}')}"
 
 
 def _not_text(name: str, value: Any) -> str:

@@ -4,6 +4,7 @@ file. Lines are found once and read on demand."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,18 @@ def keys_of(file: Path) -> set[str]:
         whole = _whole_document(file) or []
         row = next((each for each in whole if isinstance(each, dict)), None)
     return set(row or ())
+
+
+def fix_of_single_row(row: dict[str, Any], file: str) -> str | None:
+    """What makes rows of a file that is a single object of columns, or of a list of rows; None if it is neither."""
+    for name, value in row.items():
+        rows = value if isinstance(value, list) else []
+        if len(rows) > 1 and all(isinstance(each, dict) and not {"role", "from"} & set(each) for each in rows):
+            return f"write the rows under {name} as lines: jq -c '.{name}[]' {shlex.quote(file)} > rows.jsonl"
+    lengths = {len(value) if isinstance(value, (list, dict)) else -1 for value in row.values()}
+    if len(row) > 1 and len(lengths) == 1 and max(lengths) > 1:
+        return (
+            "the file is one object of columns; write an object per row, with pandas: "
+            f"pandas.read_json({file!r}).to_json('rows.jsonl', orient='records', lines=True)"
+        )
+    return None

@@ -4,10 +4,11 @@ answers with labels (`engine.data.unpaired`)."""
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config.schema.data import Source
+from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.data.conversations import parsed
 from engine.data.records import Dropped, Record, SourceRows
 from engine.errors import DataError
@@ -115,3 +116,21 @@ def other_objective(source: Source, rows: SourceRows, judged: str | None) -> Dat
         expected='method.objective = "dpo"',
         fix=f"add --set method.objective=dpo; or, to imitate the chosen answers: {options}",
     )
+
+
+def preference_notice(columns: Sequence[str], source: Source, format_name: str, read: Sequence[str]) -> str | None:
+    """What is said of a source whose rows hold preferences, of which the columns `read` are imitated; None if they hold
+    none, or are learned as such."""
+    if format_name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS):
+        return None
+    if {"chosen", "rejected"} <= set(columns):
+        return (
+            f'source {source.name}: rows of preferences (chosen, rejected), which only method.objective = "dpo" learns '
+            f"from: {', '.join(read)} {'is' if len(read) == 1 else 'are'} read, and what is rejected has no effect"
+        )
+    if format_name == "prompt-completion" and "label" in columns:
+        return (
+            f'source {source.name}: a column label beside prompt and completion, which only preference.loss = "kto" '
+            "learns from: every completion is imitated, whatever its label"
+        )
+    return None

@@ -20,12 +20,12 @@ from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
 from engine.data.conversations import LEFT_OUT
-from engine.data.formats import Format, Judged, judged_by, preference_notice, recognise
+from engine.data.formats import Format, Judged, judged_by, recognise
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
-from engine.data.json_rows import BROKEN_REASONS
+from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
 from engine.data.order import pack
 from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
-from engine.data.preferences import other_objective
+from engine.data.preferences import other_objective, preference_notice
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
@@ -194,7 +194,7 @@ def _prepare_sources(
     version += [PAIRS_VERSION] if any(each.format.name == "prompt-completion" for each in opened) else []
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
     version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
-    version += [f"data {tokeniser.version}"] if tokeniser.version < DATA_VERSION else []
+    version += [f"data {tokeniser.version}"] if tokeniser.version != 3 else []
     key = hash_text(*version, COUNTS_VERSION, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
     entry = cache_folder() / "tokens" / key
 
@@ -213,7 +213,7 @@ def _prepare_sources(
             raise DataError(
                 f"no sample of the {part} data is left; dropped: {drops}",
                 expected="at least one sample with a token to learn",
-                fix=_way_to_keep(writer.counts, tokeniser),
+                fix=_fix_of_single_row(opened[0].rows, opened[0].source) or _way_to_keep(writer.counts, tokeniser),
             )
 
     store = cached_store(entry, build, notify)
@@ -237,7 +237,7 @@ def _prepare_sources(
 def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     """What is said of a source: files left aside, preference columns, columns that an older version ignores."""
     source, columns, notices = opened.source, opened.rows.columns, list(opened.rows.notices)
-    preferred = preference_notice(columns, source, opened.format)
+    preferred = preference_notice(columns, source, opened.format.name, [*opened.format.fields.values()])
     notices += [preferred] if preferred else []
     if tokeniser.version < DATA_VERSION and not opened.format.has_images:
         now = recognise(columns, source, has_template=tokeniser.has_template)
@@ -301,21 +301,25 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _O
     if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
     rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
-    as_chat = partial(
-        recognise,
-        rows.columns,
-        source,
-        has_template=tokeniser.has_template,
-        version=tokeniser.version,
-        judged=judged,
-    )
+    has_template, version = tokeniser.has_template, tokeniser.version
+    as_chat = partial(recognise, rows.columns, source, has_template=has_template, version=version, judged=judged)
     plain = tokeniser.version == 1 and source.template == "auto"
-    made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
+    try:
+        made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
+    except DataError as error:
+        raise DataError(
+            error.found, expected=error.expected, fix=_fix_of_single_row(rows, source) or error.fix
+        ) from None
     allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:
         raise other_objective(source, rows, judged)
     return _Opened(source, rows, made)
+
+
+def _fix_of_single_row(rows: SourceRows, source: Source) -> str | None:
+    alone = rows.count == 1 and source.path is not None and source.path.lower().endswith(".json")
+    return fix_of_single_row(rows.row(0), str(source.path)) if alone else None
 
 
 def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Notify) -> Iterator[Piece]:

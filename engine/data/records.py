@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -124,9 +125,12 @@ def find_not_utf8(files: Mapping[Path, Path]) -> tuple[Path, int] | None:
 
 
 def conversion(file: Path) -> str:
-    """What to do about a file that is not UTF-8. Latin-1 is a guess; what is in it then shows in `tunedeck data`."""
+    """What to do about a file that is not UTF-8. Latin-1 is a guess, unless the file begins with the mark of UTF-16;
+    what is in it then shows in `tunedeck data`."""
+    with open_unpacked(file) as stream:
+        encoding = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
     made = f"{file.name.partition('.')[0]}-utf8{''.join(file.suffixes)}"
-    return f"convert it: iconv -f latin1 -t utf-8 {shlex.quote(str(file))} > {shlex.quote(made)}"
+    return f"convert it: iconv -f {encoding} -t utf-8 {shlex.quote(str(file))} > {shlex.quote(made)}"
 
 
 def find_json_lines(files: Mapping[Path, Path], rows: Sequence[int]) -> dict[int, str]:
@@ -176,6 +180,8 @@ def line_problem(line: bytes) -> tuple[dict[str, Any] | None, str]:
         return None, f"not JSON ({_reason(error)}): {_excerpt(line)}"
     except RecursionError:
         return None, f"nested too deeply to be read: {_excerpt(line)}"
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
+        return None, f'a conversation without a name, {{"messages": [...]}} is expected: {_excerpt(line)}'
     if not isinstance(value, dict):
         return None, f"an object was expected, found {type(value).__name__}: {_excerpt(line)}"
     return value, ""

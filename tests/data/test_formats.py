@@ -77,7 +77,7 @@ def test_unclear_columns_are_refused(row: dict[str, Any], keys: dict[str, Any], 
     ("row", "reason"),
     [
         ({"prompt": "a", "completion": None}, "completion is missing"),
-        ({"prompt": 3, "completion": "b"}, "prompt is not text"),
+        ({"prompt": 3.5, "completion": "b"}, "prompt is not text"),
         ({"messages": []}, "the conversation is empty"),
         ({"messages": "hello"}, "the conversation is not a list of turns"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "a turn has the role 'wizard'"),

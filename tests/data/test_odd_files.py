@@ -90,9 +90,9 @@ def test_an_object_per_file_is_a_row_per_file(tmp_path: Path) -> None:
 
 
 def test_types_and_keys_may_differ_between_files_and_late_rows(tmp_path: Path) -> None:
-    made = folder(tmp_path, a_jsonl=lines({**ROW, "completion": 3}), b_jsonl=lines(ROW, {**ROW, "extra": "x"}))
+    made = folder(tmp_path, a_jsonl=lines({**ROW, "completion": 3.5}), b_jsonl=lines(ROW, {**ROW, "extra": "x"}))
     rows = opened(made / "*.jsonl")
-    assert [row["completion"] for row in read(rows)] == [3, "b", "b"]
+    assert [row["completion"] for row in read(rows)] == [3.5, "b", "b"]
     assert rows.columns == ["prompt", "completion", "extra"]
     assert prepared(made / "*.jsonl").report.sources[0].dropped == {"completion is not text": 1}
 

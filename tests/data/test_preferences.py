@@ -73,7 +73,7 @@ DROPS: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"prompt": "a", "chosen": "", "rejected": "b"}, "completion is empty"),
     "one is long": ({"prompt": "a", "chosen": "b", "rejected": "c" * 90}, "longer than data.max_length (rejected)"),
     "missing": ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected is missing"),
-    "numbers": ({"prompt": "a", "chosen": 3, "rejected": 4}, "chosen is neither text nor a list of messages"),
+    "numbers": ({"prompt": "a", "chosen": 3.5, "rejected": 4.5}, "chosen is neither text nor a list of messages"),
     "nothing shared": ({"chosen": "b", "rejected": "c"}, "chosen and rejected share no prompt"),
     "text and messages": (
         {"prompt": "a", "chosen": "b", "rejected": [BAD]},

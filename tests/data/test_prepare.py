@@ -86,7 +86,7 @@ def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: W
 
 
 def test_broken_rows_are_counted_by_reason(jsonl: Write) -> None:
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, {"prompt": "a", "completion": 3}]
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, {"prompt": "a", "completion": 3.5}]
     assert prepared({"sources": one(jsonl(rows))}).report.sources[0].dropped == {
         "completion is missing": 1,
         "completion is not text": 1,

@@ -31,6 +31,20 @@ LOADERS = {
 }
 """The loader of `datasets` for each suffix."""
 
+_WITH_PANDAS = (
+    "write its rows as lines of JSON: "
+    "python -c \"import pandas; pandas.{read}('FILE').to_json('rows.jsonl', orient='records', lines=True)\""
+)
+OTHER_FORMATS = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV, in UTF-8"),
+    **dict.fromkeys((".pkl", ".pickle"), _WITH_PANDAS.format(read="read_pickle")),
+    ".feather": _WITH_PANDAS.format(read="read_feather"),
+    ".orc": _WITH_PANDAS.format(read="read_orc"),
+    **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".db", ".sqlite"),
+                    "write its rows as lines of JSON, an object each"),
+}  # fmt: skip
+"""What to do with a file of another format, by suffix."""
+
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
 MOST_LOOKED_AT = 1000
@@ -96,7 +110,7 @@ def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
             raise DataError(
                 f"source {source.name}: {file} has a suffix of no known format",
                 expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(COMPRESSION_SUFFIXES)}",
-                fix="rename the file",
+                fix=OTHER_FORMATS.get(suffix_of(file), "rename the file, if it is one of these"),
             )
     if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
         raise DataError(
