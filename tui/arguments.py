@@ -60,11 +60,11 @@ def on_a_terminal() -> bool:
 
 
 def theme_name(flags: Flags, environment: Mapping[str, str]) -> str:
-    """Return the theme given with --theme; without the flag, `ansi` if the environment variables say that the terminal
-    has at most sixteen colours, else `dark`."""
+    """Return the theme given with --theme; without the flag, `ansi` if Textual will draw at most sixteen colours, as it
+    does in a tmux whose TERM is `screen`, else `dark`."""
     if flags.theme:
         return flags.theme
-    many = environment.get("COLORTERM") or "256color" in environment.get("TERM", "") or environment.get("TMUX")
+    many = environment.get("COLORTERM") or "256color" in environment.get("TERM", "")
     return "dark" if many else "ansi"
 
 

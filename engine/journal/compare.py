@@ -64,6 +64,8 @@ def compare_summaries(
     eligible = {key: [value if summary.step else None for value, summary in zip(values, summaries, strict=True)]
               for key, values in scores.items()}  # fmt: skip
     settings = _differing(specs)
+    objectives_differ = any(key in OBJECTIVE_KEYS for key in settings)
+    unranked = {*UNRANKED, *((*LOSSES, *(BEST + key for key in LOSSES)) if objectives_differ else ())}
     return Comparison(
         runs=names,
         statuses=[summary.status for summary in summaries],
@@ -72,11 +74,11 @@ def compare_summaries(
         best={
             key: winners
             for key, values in eligible.items()
-            if key not in UNRANKED and (winners := best_of(key.removeprefix(BEST), names, values))
+            if key not in unranked and (winners := best_of(key.removeprefix(BEST), names, values))
         },
         warnings=_warnings(summaries, settings),
         groups=score_groups(names, evaluations),
-        sentence=_sentence(summaries),
+        sentence="" if objectives_differ else _sentence(summaries),
     )
 
 
@@ -114,6 +116,10 @@ def _scores(summary: RunSummary) -> dict[str, float]:
 
 UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
 
+LOSSES = ("loss", "train_loss")
+OBJECTIVE_KEYS = frozenset({"method.objective", "preference.loss", "preference.beta"})
+"""Settings that decide what the loss is: runs that differ in them have losses on scales of their own."""
+
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Settings by dotted key, with a value for each run; the keys of a sweep come first."""
@@ -145,6 +151,8 @@ def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -
     evaluation_keys = ("data.validation.", "data.valid_fraction", "eval.limit")
     if any(key.startswith(evaluation_keys) for key in settings):
         warnings.append("the runs were not evaluated on the same samples, so their scores do not compare")
+    if any(key in OBJECTIVE_KEYS for key in settings):
+        warnings.append("the runs have different objectives, so their losses do not compare")
     if len({summary.simulated for summary in summaries}) > 1:
         warnings.append("some runs were on a simulated device, so speed and memory do not compare")
     unfinished = [summary.run for summary in summaries if summary.status != "done"]

@@ -43,6 +43,11 @@ def _is_measured(value: Any) -> bool:
     )
 
 
+def _is_utilisation(value: Any) -> bool:
+    mean = value.get("mean") if isinstance(value, dict) else None
+    return isinstance(mean, list) and all(map(_is_number, [*mean, value.get("entropy")]))
+
+
 VALUE_TYPES: dict[str, Callable[[Any], bool]] = {
     "whole": _is_whole,
     "number": _is_number,
@@ -50,8 +55,10 @@ VALUE_TYPES: dict[str, Callable[[Any], bool]] = {
     "flag": lambda value: isinstance(value, bool),
     "table": lambda value: isinstance(value, dict),
     "texts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "tables": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
     "prediction": is_prediction,
     "measured": _is_measured,
+    "utilisation": _is_utilisation,
     "any": lambda value: True,
 }
 
@@ -103,7 +110,8 @@ EVENT_KINDS: dict[str, EventKind] = {
         "step:whole epoch:number? loss:number? learning_rate:number? grad_norm:number? tokens:number"
         " target_tokens:number tokens_per_second:number? step_seconds:number data_wait_seconds:number? mfu:number?"
         " micro_batches:number allocated_bytes:number? reserved_bytes:number? peak_bytes:number?",
-        "aux_loss:number expert_utilisation samples skipped loss_scale:number largest_micro_batch budget ranks"
+        "aux_loss:number expert_utilisation:utilisation samples skipped loss_scale:number largest_micro_batch budget"
+        " ranks"
         " rewards_chosen:number rewards_rejected:number rewards_margin:number rewards_accuracy:number"
         " logps_chosen:number logps_rejected:number kl:number",
     ),
@@ -113,7 +121,7 @@ EVENT_KINDS: dict[str, EventKind] = {
         "capacity_bytes:number sequences_before sequences_after samples_lost:whole report text",
     ),
     "remedy_lifted": _event_kind("step:whole remedy:text", "before after reason:text"),
-    "eval": _event_kind("step:whole metrics:table", "samples seconds:number count:whole"),
+    "eval": _event_kind("step:whole metrics:table", "samples:tables seconds:number count:whole"),
     "checkpoint_saved": _event_kind(
         "step:whole path:text save_seconds:number size_bytes:number", "best reason:text metrics:table"
     ),

@@ -18,10 +18,11 @@ REMEDY_TEXTS = {
     "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
     "learned; {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
-    "stop": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
-    "give_up": "no remedy that backoff.ladder allows is left; the run stops after a checkpoint",
+    "stop": "no remedy that backoff.ladder allows is left; the run {ends}",
+    "give_up": "no remedy that backoff.ladder allows is left; the run {ends}",
 }
-"""{what} is an entry of RETRIED_PARTS, {size} how a cut is described, {layers} of how many layers."""
+"""{what} is an entry of RETRIED_PARTS, {size} how a cut is described, {layers} of how many layers, {ends} how a run
+ends in this step: in the first there is nothing to write a checkpoint of."""
 
 PHASE_NAMES = {
     "clip": "gradient clipping",
@@ -129,14 +130,27 @@ def describe_backoff(event: Event) -> str:
     held = format_share(held_bytes, capacity) if held_bytes is not None and capacity else format_bytes(held_bytes)
     wanted = event.get("requested_bytes")
     wanted_text = f"wanted {format_bytes(wanted)}, {held} held" if wanted is not None else f"{held} held"
+    if wanted is not None and held_bytes is not None and capacity:
+        wanted_text = _wanted_text(wanted, held_bytes, capacity) or wanted_text
     remedy = REMEDY_TEXTS.get(str(event["remedy"]), f"remedy: {event['remedy']}; {{what}} is redone")
     lost = int(event.get("samples_lost") or 0)
     rank = f" on rank {event['failed_rank']}" if event.get("failed_rank") else ""
     return (
         f"step {event['step']}: out of memory in {where}{rank} ({wanted_text}); "
-        f"{remedy.format(what=what, size=_cut_size(event), layers=layers_text(event))}; "
+        f"{remedy.format(what=what, size=_cut_size(event), layers=layers_text(event), ends=ends_text(event))}; "
         f"{'no sample' if not lost else f'{lost} samples'} lost"
     )
+
+
+def _wanted_text(wanted: float, held: float, capacity: float) -> str:
+    """What was wanted and held, with as many digits as it takes to see that both together exceed the capacity; empty
+    where they do not, as in fragmented memory, or where whole MiB show it."""
+    for digits in range(3):
+        asked, kept, room = (round(size / 2**20, digits) for size in (wanted, held, capacity))
+        if asked + kept > room and wanted + held > capacity:
+            texts = (f"{size:,.{digits}f}" for size in (asked, kept, room))
+            return "wanted {} MiB, {} of {} MiB held".format(*texts) if digits else ""
+    return ""
 
 
 def _cut_size(event: Event) -> str:
@@ -155,6 +169,12 @@ def layers_text(event: Event) -> str:
     if not isinstance(after, int) or isinstance(after, bool):
         return ""
     return f" of {after} layer{'s' if after != 1 else ''}"
+
+
+def ends_text(event: Event) -> str:
+    """How a run ends that finds no remedy: what was learned before the step is saved."""
+    step = event.get("step")
+    return "stops after a checkpoint" if isinstance(step, int) and step > 1 else "ends"
 
 
 def _checkpoint(event: Event) -> str:

@@ -68,7 +68,9 @@ def write_labels(directory: RunDirectory, labels: Labels) -> None:
     try:
         write_atomically(directory.path / "labels.json", json.dumps(table, indent=2) + "\n")
     except OSError as error:
-        raise EnvironmentProblem(f"{directory.path} cannot be written: {error.strerror or error}") from error
+        raise EnvironmentProblem(
+            f"{directory.path} cannot be written: {error.strerror or error}", fix=f"see: ls -ld {directory.path}"
+        ) from error
 
 
 def labels_from(text: str) -> Labels:
@@ -103,7 +105,9 @@ def rename_run(directory: RunDirectory, name: str) -> RunDirectory:
             place = RunDirectory(target.path / run.path.relative_to(directory.path))
             rewrite_spec(place, _with_name(text, name))
     except OSError as error:
-        raise EnvironmentProblem(f"{directory.path} cannot be renamed: {error.strerror or error}") from error
+        raise EnvironmentProblem(
+            f"{directory.path} cannot be renamed: {error.strerror or error}", fix=f"see: ls -ld {directory.path.parent}"
+        ) from error
     return target
 
 

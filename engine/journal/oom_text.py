@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.text import visible
-from engine.journal.event_text import PHASE_NAMES, REMEDY_TEXTS, format_bytes, format_share, layers_text, speed_text
+from engine.journal.event_text import (
+    PHASE_NAMES,
+    REMEDY_TEXTS,
+    ends_text,
+    format_bytes,
+    format_share,
+    layers_text,
+    speed_text,
+)
 from engine.journal.files import read_table
 
 BAR_CHARACTERS = 30
@@ -116,7 +124,7 @@ def _processes(report: dict[str, Any]) -> Iterator[str]:
 def _remedy(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
     done = REMEDY_TEXTS.get(remedy, remedy).format(
-        what="the step", size="in smaller pieces", layers=layers_text(report)
+        what="the step", size="in smaller pieces", layers=layers_text(report), ends=ends_text(report)
     )
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
     yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
@@ -135,7 +143,8 @@ def way_text(way: dict[str, Any], capacity: int | None) -> str:
     peak = format_share(way["peak_bytes"], capacity) if capacity else format_bytes(way["peak_bytes"])
     speed = f", {speed_text(way['slower_percent'])}" if "slower_percent" in way else ""
     arithmetic = ", changes arithmetic" if way.get("changes_arithmetic") else ""
-    return f"{changes}: a peak of {peak}{speed}{arithmetic}{learning}"
+    tight = ", tight" if way.get("tight") else ""
+    return f"{changes}: a peak of {peak}{tight}{speed}{arithmetic}{learning}"
 
 
 def _suggestions(report: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EnvironmentProblem, UsageError
+from engine.errors import FULL_DISK, EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.files import locked, read_table, write_atomically
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
@@ -184,9 +184,10 @@ class Queue:
             raise self._not_written(error) from error
 
     def _not_written(self, error: OSError) -> EnvironmentProblem:
+        first = "make room on its disk" if error.errno in FULL_DISK else "give yourself permission to write there"
         return EnvironmentProblem(
             f"the queue in {self.folder} cannot be written: {error.strerror or error}",
-            fix="make room on its disk, or choose another runs folder with --runs DIR",
+            fix=f"{first}, or choose another runs folder with --runs DIR",
         )
 
 

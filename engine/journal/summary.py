@@ -282,11 +282,14 @@ def _without_process(directory: RunDirectory, state: JournalState, process: Proc
     return "running" if lives else "stale"
 
 
-def summarise_state(directory: RunDirectory, state: JournalState, damaged: int, unread: str = "") -> RunSummary:
-    """`damaged` is the number of lines that could not be read, `unread` says why no line can."""
+def summarise_state(
+    directory: RunDirectory, state: JournalState, damaged: int, unread: str = "", *, end: JournalState | None = None
+) -> RunSummary:
+    """`damaged` is the number of lines that could not be read, `unread` says why no line can. `end`: the state after
+    the journal's last events alone, which gives the status while `state` is that of the events before them."""
     finished = state.finished or {}
     spec, spec_problems = read_spec_and_problems(directory)
-    status, engine, engine_problem = _status(directory, state)
+    status, engine, engine_problem = _status(directory, end or state)
     suspended = status == "running" and engine is not None and is_suspended(engine)
     problems = [found for found in (*spec_problems, engine_problem, unread) if found]
     return RunSummary(

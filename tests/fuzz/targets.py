@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cli.small_recipes import PROFILE, RECIPE
-from tests.fuzz import data, runs
+from tests.fuzz import console, data, runs
 from tests.fuzz.inputs import json_files, spliced, values
 
 
@@ -35,6 +35,7 @@ TARGETS = (
     Target("recipe that is imported", spliced(RECIPE.encode()), runs.import_recipe),
     Target("file of a run", runs.run_files, runs.run_file),
     Target("events", runs.event_files, runs.events),
+    Target("panes of the console", st.tuples(console.journals, console.logs), console.panes, share=0.3),
     Target("control request", runs.control_files, runs.control),
     Target("manifest", runs.manifests, runs.manifest),
     Target("queue", json_files(runs.QUEUED), runs.queue),

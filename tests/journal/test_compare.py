@@ -137,3 +137,10 @@ def test_a_lower_loss_is_a_gain_and_a_missing_score_names_the_command(tmp_path: 
     assert [row.gain for row in gains([a, b], "loss", "base").rows] == [1.0, 0.5]
     with pytest.raises(UsageError, match="rougeL"):
         gains([a, b], "rougeL", a.name)
+
+
+def test_losses_of_other_objectives_are_not_ranked(tmp_path: Path) -> None:
+    pairs = '[recipe.method]\nobjective = "dpo"\n'
+    found = compared(finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.004, more=pairs))
+    assert found.sentence == "" and not {"loss", "best_loss", "train_loss"} & set(found.best)
+    assert "different objectives" in " ".join(found.warnings)

@@ -30,6 +30,7 @@ BAD_LINES = {
     "a size of ten thousand digits": '{"seq":9,"kind":"resumed","from":"x","step":' + "9" * 10_000 + "}",
     "beyond a float": '{"seq":9,"kind":"eval","step":1,"metrics":{},"seconds":1e999}',
     "deeply nested": DEEP,
+    "answers that are none": '{"seq":9,"kind":"eval","step":1,"metrics":{},"samples":5}',
     "no number": '{"seq":"9","kind":"paused"}',
     "a prediction in words": '{"seq":9,"kind":"plan","verdict":"fits","predicted":{"peak_bytes":"much"}}',
 }

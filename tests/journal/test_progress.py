@@ -187,3 +187,16 @@ def test_resume_refuses_what_reaches_back_and_what_nobody_has_decided_on(key: st
 )
 def test_a_run_that_memory_ended_did_not_survive_it(tmp_path: Path, status: str, words: str) -> None:
     assert ("out of memory", words) in result_rows(summarise(make_run(tmp_path, status=status)))
+
+
+def test_what_was_wanted_and_held_is_seen_to_exceed_the_device() -> None:
+    sizes = {"requested_bytes": 1_342_177, "allocated_bytes": 66_511_000, "capacity_bytes": 64 << 20}
+    text = describe_event(event("backoff", **backoff_fields(1, **sizes)))
+    assert "wanted 1.3 MiB, 63.4 of 64.0 MiB held" in str(text)
+    fragmented = {"requested_bytes": 1 << 20, "allocated_bytes": 10 << 20, "capacity_bytes": 64 << 20}
+    assert "wanted 1 MiB, 10 of 64 MiB held" in str(describe_event(event("backoff", **backoff_fields(1, **fragmented))))
+
+
+@pytest.mark.parametrize(("step", "ends"), [(1, "left; the run ends; no"), (2, "the run stops after a checkpoint")])
+def test_a_checkpoint_is_promised_only_where_there_is_something_to_save(step: int, ends: str) -> None:
+    assert ends in str(describe_event(event("backoff", **backoff_fields(step, remedy="give_up"))))

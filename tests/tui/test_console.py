@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from rich.console import Console as RichConsole
 from textual.strip import Strip
 
 from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import make_run
 from tui import keys
-from tui.arguments import Flags, parse
+from tui.arguments import Flags, parse, theme_name
+from tui.screens.doctor import DoctorScreen
 from tui.screens.table import SCREENS
 from tui.theme import STATES, THEMES
 from tui.widgets.row_list import RowList
@@ -64,6 +67,23 @@ def test_every_screen_opens_without_torch_or_typer_in_the_process() -> None:
 )
 def test_the_console_is_meant_where_only_its_own_flags_are_given(arguments: list[str], flags: Flags | None) -> None:
     assert parse(arguments) == flags
+
+
+@pytest.mark.parametrize(
+    ("terminal", "theme"),
+    [
+        ({"TERM": "xterm-256color"}, "dark"),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, "dark"),
+        ({"TERM": "tmux-256color", "TMUX": "/tmp/a,1,0"}, "dark"),
+        ({"TERM": "screen", "TMUX": "/tmp/a,1,0"}, "ansi"),
+        ({"TERM": "xterm"}, "ansi"),
+    ],
+)
+def test_where_sixteen_colours_are_drawn_the_theme_is_of_sixteen(terminal: dict[str, str], theme: str) -> None:
+    """In more colours, parts of the memory bar would look alike where they are drawn in sixteen."""
+    assert theme_name(Flags(), terminal) == theme
+    drawn = RichConsole(force_terminal=True, _environ=terminal).color_system
+    assert (drawn == "standard") == (theme == "ansi")
 
 
 def test_without_a_terminal_its_flags_are_answered_with_the_way_out() -> None:
@@ -129,7 +149,7 @@ async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, wid
         await pilot.press("6")
         await pilot.sees("python", "torch", "ok")
         await pilot.press("R")
-        await pilot.sees("asking this machine")
+        await pilot.until(lambda: re.search(r"asking this machine.*: \d+ s", " ".join(pilot.text.split())), "seconds")
 
 
 @pytest.mark.asyncio
@@ -290,3 +310,14 @@ async def test_the_palette_finds_runs_recipes_settings_and_events(console: Opene
         await pilot.until(lambda: "redone with" not in pilot.text, "that event alone")
         await pilot.press("escape")
         await pilot.sees("redone with")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_findings_of_doctor_begin_in_one_column_also_beside_long_topics(width: int) -> None:
+    screen = DoctorScreen()
+    topics = ("torch", "flash-linear-attention")
+    screen._findings = [{"topic": topic, "state": "ok", "text": f"found {'word ' * 20}"} for topic in topics]
+    screen.glyphs = str  # type: ignore[method-assign,assignment]
+    lines = [line.plain for line in screen.text_lines(width)]
+    assert len({line.index("found") for line in lines if "found" in line}) == 1
+    assert all(len(line) <= width for line in lines)

@@ -126,8 +126,10 @@ class EvaluatedChoice:
         """How the effective batch is divided into micro-batches; None without a plan."""
         if self.planned is None or self.plan is None:
             return None
-        batch, devices = self.planned.recipe.train.batch_size, self.planned.profile.device.count
-        return BatchSplit(batch, self.plan.micro_batch, -(-batch // (self.plan.micro_batch * devices)), devices)
+        recipe, devices = self.planned.recipe, self.planned.profile.device.count
+        batch = recipe.sequences_per_step
+        accumulation = -(-batch // (self.plan.micro_batch * devices))
+        return BatchSplit(batch, self.plan.micro_batch, accumulation, devices, recipe.learns_pairs)
 
 
 class BatchSplit(NamedTuple):
@@ -138,18 +140,26 @@ class BatchSplit(NamedTuple):
     micro_batch: int
     accumulation: int
     devices: int
+    pairs: bool = False
+    """Whether the sequences are pairs of a chosen and a rejected one."""
 
     @property
     def formula(self) -> str:
-        """The division as a formula: micro-batch × accumulation × devices = effective batch, such as 8 × 4 × 1 = 32."""
-        return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}"
+        """The division as a formula: micro-batch × accumulation × devices = sequences of a step, such as
+        8 × 4 × 1 = 32."""
+        of = f", {self.batch // 2} pairs" if self.pairs else ""
+        return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}{of}"
 
     @property
     def sentence(self) -> str:
         """The division as a sentence, such as "micro-batch 8, 4 of them for a step of 32 sequences"."""
         each = f" on each of {self.devices} devices" if self.devices > 1 else ""
         steps = f"{self.accumulation} of them" if self.accumulation > 1 else "one"
-        return f"micro-batch {self.micro_batch}{each}, {steps} for a step of {self.batch} sequences"
+        return f"micro-batch {self.micro_batch}{each}, {steps} for a step of {self._step}"
+
+    @property
+    def _step(self) -> str:
+        return f"{self.batch // 2} pairs" if self.pairs else f"{self.batch} sequences"
 
     @property
     def _equals(self) -> str:

@@ -151,7 +151,7 @@ class FieldList(Vertical):
         emphasis = "$bad" if problem else "bold" if row.changed else ""
         if row.is_stage:
             return Content.assemble(lead, (row.label, emphasis), (f" {row.note}", row.style))
-        label = row.label[: VALUE_AT - LABEL_AT - 1].ljust(VALUE_AT - LABEL_AT)
+        label = _label(row.label, self._ascii_only)
         value = row.value or ("" if row.note else glyphs("·", ascii_only=self._ascii_only))
         note = f"  {row.note}" if row.value and row.note else row.note
         line = Content.assemble(lead, label, (value, emphasis), (note, row.style))
@@ -227,3 +227,10 @@ class FieldList(Vertical):
         """Place the input field over its row again after a resize."""
         if self._edited:
             self._place(self.query_one(RowList), self.query_one(FieldInput))
+
+
+def _label(label: str, ascii_only: bool) -> str:
+    """A label in its column, with an ellipsis where it is too long."""
+    room = VALUE_AT - LABEL_AT - 1
+    cut = label if len(label) <= room else label[: room - 1] + glyphs("…", ascii_only=ascii_only)
+    return cut.ljust(room + 1)

@@ -7,6 +7,7 @@ Try: `python -c "from tui.launch.fields import FIELDS; print([field.key for fiel
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -249,6 +250,8 @@ def format_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, list):
+        return visible(json.dumps(value, ensure_ascii=False))
     return visible(value) if isinstance(value, str) else str(value)
 
 

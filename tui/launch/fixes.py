@@ -93,7 +93,9 @@ def result_words(suggestion: Suggestion) -> str:
 
 
 def _changes_text(suggestion: Suggestion, *, short: bool) -> str:
-    changes = ((key, format_value(after) or "not set") for key, (_, after) in suggestion.changes.items())
+    learned = {key for lever in suggestion.levers if lever.changes_learning for key in lever.keys}
+    ordered = sorted(suggestion.changes, key=lambda key: key not in learned)  # these are not what is cut
+    changes = [(key, format_value(suggestion.changes[key][1]) or "not set") for key in ordered]
     return visible(", ".join(f"{key.rpartition('.')[2] if short else key} = {value}" for key, value in changes))
 
 

@@ -127,11 +127,13 @@ def _step_text(seconds: float) -> str:
 
 def _predicted_words(spec: RunSpec, predicted: PlanTime) -> str:
     """The words before the first comma are what is left of them in a narrow line."""
-    steps, speed = spec.recipe.train.max_steps, f"{predicted.tokens_per_second:,.0f}".replace(",", " ")
+    steps, speed = spec.recipe.train.max_steps, f"{predicted.tokens_per_second:,.0f}"
     if predicted.hours is None:
         return f"time: {speed} tokens/s predicted, {_step_text(predicted.step_seconds)} a step"
     cost = "" if predicted.cost is None else f", {predicted.cost:.2f} at price_per_hour"
-    return f"time: about {format_duration(3600 * predicted.hours)} for {steps} steps predicted, {speed} tokens/s{cost}"
+    return (
+        f"time: about {format_duration(3600 * predicted.hours)} for {steps:,} steps predicted, {speed} tokens/s{cost}"
+    )
 
 
 def needs_line(needs: Needs, width: int) -> Content:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.journal.events import Event
 
-GIB = 2.0**30
+GIB, MIB = 2.0**30, 2.0**20
 
 
 class Metric(NamedTuple):
@@ -23,6 +23,12 @@ class Metric(NamedTuple):
     """The event's field; of an evaluation, the key in its `metrics`."""
     unit_size: float = 1.0
     """The value is divided by this, to be in the unit that the label names."""
+
+    def for_capacity(self, capacity_bytes: int) -> Metric:
+        """The peak of memory in MiB, if a run may use less than one GiB; else, or if that is unknown, the metric."""
+        if self.field != "peak_bytes" or not 0 < capacity_bytes < GIB:
+            return self
+        return self._replace(label=self.label.replace("GiB", "MiB"), unit_size=MIB)
 
     def value_in(self, event: Event) -> float | None:
         """The value in an event, in the label's unit; None if the event does not have one."""
@@ -53,4 +59,5 @@ METRICS = (
 def metric_beside(metric: Metric, by: int) -> Metric:
     """Return the metric `by` places after `metric` in METRICS (before it if `by` is negative); after the last comes the
     first."""
-    return METRICS[(METRICS.index(metric) + by) % len(METRICS)]
+    fields = [(each.kind, each.field) for each in METRICS]
+    return METRICS[(fields.index((metric.kind, metric.field)) + by) % len(METRICS)]

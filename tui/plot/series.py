@@ -53,6 +53,10 @@ class BoundedSeries:
         """Number of buckets in which the points are stored."""
         return len(self._first)
 
+    def equals(self, other: BoundedSeries) -> bool:
+        """Whether both hold the same points in the same buckets."""
+        return (self._first, self._sum, self._count) == (other._first, other._sum, other._count)
+
     @property
     def points(self) -> int:
         """Number of points in the series: all that were added and not removed."""

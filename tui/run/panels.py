@@ -104,7 +104,7 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         reason = "" if summary.reason == ASKED_FOR else summary.reason
         error = " ".join((summary.last_error or reason or "").split())
         if summary.status == "stale":
-            error = "the engine ended without recording how the run ended"
+            error = "the engine ended and recorded no reason"
         why = f"  {clean(error)}" if error else ""
         return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
     if summary.stopping:
@@ -228,7 +228,7 @@ def _experts(step: dict[str, Any], ascii_only: bool) -> Iterable[tuple[str, Cont
     there are many), and how even the shares are in the least even layer, in per cent. Yields nothing for a model
     without experts."""
     found = step.get("expert_utilisation")
-    if not found:
+    if not found or not found["mean"]:
         return
     together = -(-len(found["mean"]) // MOST_BARS)
     groups = [found["mean"][first : first + together] for first in range(0, len(found["mean"]), together)]

@@ -253,12 +253,13 @@ class RunPanes(Vertical):
 
     def toggle_grid(self, watch: RunWatch) -> None:
         """Show all metrics in a grid, or the loss alone again."""
-        self._curve = None if self.shows_grid else RunCurve(watch.directory, *METRICS)
+        metrics = (each.for_capacity(_capacity(watch)) for each in METRICS)
+        self._curve = None if self.shows_grid else RunCurve(watch.directory, *metrics)
         self.show_panes(self.choice.room)
 
     def change_metric(self, watch: RunWatch, by: int) -> None:
         """Plot the metric `by` places after the present one, or before it if `by` is negative."""
-        chosen = metric_beside(self.metric, by)
+        chosen = metric_beside(self.metric, by).for_capacity(_capacity(watch))
         self._curve = None if chosen is LOSS else RunCurve(watch.directory, chosen)
         self.show_panes(self.choice.room)  # the plot takes the place of the grid
 
@@ -361,3 +362,9 @@ def _log_words(line: LogLine) -> str:
 def _tabs(names: Sequence[str], chosen: str) -> Content:
     parts = [(f" {TAB_LABELS.get(name, name)} ", "bold reverse" if name == chosen else "$muted") for name in names]
     return Content.assemble(" ", *parts, ("  tab: next", "$muted"))
+
+
+def _capacity(watch: RunWatch) -> int:
+    """Bytes of the device's memory that the run may use; 0 if they are not known."""
+    known = watch.state.predicted.get("capacity_bytes")
+    return known if isinstance(known, int) else 0

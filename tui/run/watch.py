@@ -99,6 +99,8 @@ class RunWatch:
         self._tail = EventTail(directory.events)
         self._damaged = 0
         self._peeked: Event | None = None
+        self._end: JournalState | None = None
+        """The state after a long journal's last events alone: how the run ended, before the journal is read."""
 
     def read_more(self, *, seconds: float) -> bool:
         """Read new lines of the journal for about `seconds`; returns whether anything changed."""
@@ -107,7 +109,8 @@ class RunWatch:
             if not self.version:
                 self._peek()
             news = self._read(time.monotonic() + seconds)
-            summary = summarise_state(self.directory, self.state, self._damaged)
+            end = self._end if self.unread_share else None
+            summary = summarise_state(self.directory, self.state, self._damaged, end=end)
             read_error = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
         except TunedeckError as error:
             news, summary, read_error = True, self.summary, clean(error.found)
@@ -150,13 +153,14 @@ class RunWatch:
         return max(0, self.state.max_steps - self.step) * sum(steps) / len(steps)
 
     def _peek(self) -> None:
-        """Read the last step of a long journal before everything else, since reading a million steps takes two
+        """Read the last events of a long journal before everything else, since reading a million steps takes two
         seconds."""
         end = end_of_events(self.directory.events)
         if end > PEEK_BYTES:
-            tail = EventTail(self.directory.events, offset=end - PEEK_BYTES)
-            steps = [event for event in tail.poll() if event["kind"] == "step"]
-            self._peeked = steps[-1] if steps else None
+            self._end = JournalState(running={})  # it began before these events
+            for event in EventTail(self.directory.events, offset=end - PEEK_BYTES).poll():
+                self._end.fold(event)
+            self._peeked = self._end.last_step
 
     def _read_evaluations(self) -> bool:
         """Read the run's evaluations if their file has changed; returns whether it has."""
@@ -295,5 +299,5 @@ def _event_text(event: Event) -> str | None:
         why = event.get("error") or event.get("reason")
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
             return None  # the event `paused` before this one has the same text
-        return clean(f"{event.get('status')}" + (f": {why}" if why else ""))
+        return clean(f"{event.get('status')}" + (f": {why}".replace("\n  fix: ", "; fix: ") if why else ""))
     return describe_event(event)

@@ -27,6 +27,7 @@ from tui.plot.loss_plot import PlotOptions
 from tui.plot.metrics import LOSS, metric_beside
 from tui.plot.overlay_plot import OverlayData, OverlayPlot, letter_of, style_of
 from tui.plot.run_curve import AXES, RunCurve
+from tui.run.listing import short_name
 from tui.run.scores import bar_lines, full_bar
 from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
 from tui.screens.plot_keys import PlotKeys
@@ -177,15 +178,27 @@ class CompareScreen(PlotKeys, ModelKeys):
         words = [{"log": "log axis"}.get(word, word) for word in self._options.words]
         over = ", ".join([f"{self._metric.label} over {self._axis}", *words])
         other_pane = "table" if self.plot.has_class("-front") else "plot"
+        over += self._alike()
         over += f"  tab: {other_pane}" if self.has_class("-one-pane") else ""
         values = self.plot.read_off() or Content.assemble(*self._names_in_brief())
         self.query_one("#overlay-legend", TextLines).show([Content.assemble((f" {self.glyphs(over)}  ", ""), values)])
 
+    def _alike(self) -> str:
+        """The letters of curves that lie on one another, of which the plot shows the last."""
+        series = [curve.over(self._axis) for curve in self._curves]
+        drawn = [(letter_of(number), each) for number, each in enumerate(series) if each.points]
+        groups = [[letter for letter, other in drawn if other.equals(each)] for _, each in drawn]
+        same = dict.fromkeys(", ".join(letters) for letters in groups if len(letters) > 1)
+        return f" ({' and '.join(same)}: one line)" if same else ""
+
     def _names_in_brief(self) -> Iterator[tuple[str, str]]:
-        """The letter and the name of each run, for the legend of the plot."""
-        for number, curve in enumerate(self._curves):
+        """The letter and the name of each run, for the legend of the plot: without its time, which the table has,
+        unless two differ in nothing else."""
+        full = [clean(curve.directory.name) for curve in self._curves]
+        brief = [clean(short_name(curve.directory)) for curve in self._curves]
+        for number, name in enumerate(full if len(set(brief)) < len(brief) else brief):
             yield f" {letter_of(number)} ", f"bold {style_of(number)}"
-            yield f"{clean(curve.directory.name)} ", "$muted"
+            yield f"{name} ", "$muted"
 
     def _table(self) -> list[Content]:
         if not self._curves:

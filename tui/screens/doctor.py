@@ -11,10 +11,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from textual.content import Content
+from textual.timer import Timer
 from textual.worker import get_current_worker
 
 from engine.journal.event_text import clean
@@ -31,6 +33,8 @@ FINDING_STATES = {
 """Glyph and style for each state of a finding."""
 
 TOPIC_WIDTH = 14
+"""Cells of the topics at least."""
+
 STATE_WIDTH = 9
 
 
@@ -43,8 +47,10 @@ class DoctorScreen(TextScreen):
     def __init__(self) -> None:
         super().__init__()
         self._findings: list[dict[str, Any]] = []
-        self._status = "asking"
-        """The text shown while there are no findings."""
+        self._status = ""
+        """Why there are no findings; empty while the machine is asked."""
+        self._began = 0.0
+        self._clock: Timer | None = None
 
     def on_mount(self) -> None:
         """Run `tunedeck doctor` as soon as the screen opens."""
@@ -52,7 +58,9 @@ class DoctorScreen(TextScreen):
 
     def do_again(self) -> None:
         """Discard the findings and run `tunedeck doctor` again."""
-        self._findings, self._status = [], "asking this machine; torch is imported for it"
+        self._findings, self._status, self._began = [], "", time.monotonic()
+        self._stop_clock()
+        self._clock = self.set_interval(1.0, self.refill)
         self.refill()
         self.run_worker(self._ask, thread=True, exclusive=True, exit_on_error=False)
 
@@ -65,21 +73,25 @@ class DoctorScreen(TextScreen):
         """The lines to show: each finding with its fix, wrapped at `width`; the status of the command while there are
         no findings."""
         if not self._findings:
-            return [Content.styled(f" {line}", "$muted") for line in self._status.splitlines()]
-        return [line for finding in self._findings for line in self._finding(finding, width)]
+            asked = f"asking this machine; torch is imported for it: {time.monotonic() - self._began:.0f} s"
+            return [Content.styled(f" {line}", "$muted") for line in (self._status or asked).splitlines()]
+        topics = max(len(clean(finding.get("topic", ""))) for finding in self._findings) + 1
+        topics = max(TOPIC_WIDTH, min(topics, width // 3))
+        return [line for finding in self._findings for line in self._finding(finding, width, topics)]
 
-    def _finding(self, finding: dict[str, Any], width: int) -> Sequence[Content]:
+    def _finding(self, finding: dict[str, Any], width: int, topics: int) -> Sequence[Content]:
+        """The lines of one finding; its topic takes `topics` cells."""
         state = str(finding.get("state"))
         glyph, style = FINDING_STATES.get(state, ("·", ""))
         text = Content(clean(finding.get("text", "")))
         if finding.get("fix"):
             text = Content.assemble(text, "; ", (f"fix: {clean(finding['fix'])}", "$info"))
-        lines = text.wrap(max(20, width - TOPIC_WIDTH - STATE_WIDTH - 4))
-        topic = f" {clean(finding.get('topic', '')):<{TOPIC_WIDTH}}"
+        lines = text.wrap(max(20, width - topics - STATE_WIDTH - 4))
+        topic = f" {clean(finding.get('topic', ''))[: topics - 1]:<{topics}}"
         first = Content.assemble(
             (topic, "bold"), (f"{self.glyphs(glyph)} {state:<{STATE_WIDTH - 2}} ", style), lines[0]
         )
-        blank = " " * (TOPIC_WIDTH + STATE_WIDTH + 2)
+        blank = " " * (topics + STATE_WIDTH + 2)
         return [first, *(Content.assemble(blank, line) for line in lines[1:])]
 
     def _ask(self) -> None:
@@ -101,7 +113,12 @@ class DoctorScreen(TextScreen):
         if not worker.is_cancelled:
             self.app.call_from_thread(self._show_answer, findings, status)
 
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+
     def _show_answer(self, findings: list[dict[str, Any]], status: str) -> None:
+        self._stop_clock()
         self._findings, self._status = findings, "\n".join(clean(line) for line in status.splitlines())
         self.refill()
         self.refresh_title_and_footer()

@@ -34,6 +34,9 @@ from tui.widgets.text_lines import TextLines
 
 TITLES: dict[SpecKind, str] = {"profile": "Profiles", "recipe": "Recipes"}
 
+NAME_WIDTH = 22
+"""Cells of a file's name in the list: the longest of a shipped file."""
+
 MAX_PROBLEM_LINES = 6
 """Lines of problems above the text."""
 
@@ -106,7 +109,9 @@ class LibraryScreen(BaseScreen):
         if entry is None:
             return Content.styled(f"{TITLES[item.kind]}", "bold $info")
         mark = Content.styled(self.glyphs("✗ "), "$bad") if entry.broken else Content("  ")
-        return Content.assemble(mark, visible(entry.path.stem).ljust(18)[:18], (f" {entry.origin}", "$muted"))
+        name = Content(visible(entry.path.stem))
+        cut = name.truncate(NAME_WIDTH, ellipsis=True) if name.cell_length > NAME_WIDTH else name
+        return Content.assemble(mark, cut.pad_right(NAME_WIDTH - cut.cell_length), (f" {entry.origin}", "$muted"))
 
     def _show_text(self) -> None:
         item = self._items[self.query_one("#files", RowList).cursor]

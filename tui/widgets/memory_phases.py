@@ -72,10 +72,15 @@ def phase_table(planned: PlannedMemory, width: int) -> Iterator[Content]:
     large = planned.capacity_bytes >= 2**30
     unit, digits = (2**30, 2) if large else (2**20, 1)
     cells = max(NARROW, min(WIDE, (width - PHASE_WIDTH - len(MARK)) // (len(names) + 1)))
-    heads = "".join(f"{name[: cells - 1]:>{cells}}" for name in [*names, "total"])
+    heads = "".join(f"{_abbreviated(name, cells - 1):>{cells}}" for name in [*names, "total"])
     yield Content.styled(f"{'GiB' if large else 'MiB':<{PHASE_WIDTH}}{heads}", "$muted")
     for phase, parts in planned.phases.items():
         sizes = [*(parts.get(name, 0) for name in names), sum(parts.values())]
         texts = "".join(f"{f'{size / unit:,.{digits}f}' if size else '':>{cells}}" for size in sizes)
         mark = MARK if phase == planned.deciding_phase else ""
         yield Content.styled(f"{phase_words(phase):<{PHASE_WIDTH}}{texts}{mark}", "bold" if mark else "")
+
+
+def _abbreviated(name: str, cells: int) -> str:
+    """The name in at most `cells` cells, cut with a full stop."""
+    return name if len(name) <= cells else f"{name[: cells - 1]}."

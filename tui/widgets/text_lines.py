@@ -89,6 +89,8 @@ class TextLines(Widget):
         content = self.line_at(y)
         if content.cell_length > width:
             content = Content.assemble(content.truncate(max(0, width - 1)), self._cut)
+        if self._cut != "…" and "…" in content.plain:  # of a cell that was cut before
+            content = Content(content.plain.replace("…", self._cut), list(content.spans))
         return Strip(content.render_segments(style)).adjust_cell_length(width, style.rich_style)
 
     @property

@@ -12,6 +12,7 @@ from engine.device.base import Device
 from engine.device.oom import MemoryBreakdown, OutOfMemory
 from engine.distributed.ranks import Ranks
 from engine.errors import MemoryExhaustedError
+from engine.journal.event_text import PHASE_NAMES
 
 TEXT_CHARACTERS = 2000
 """Characters of the error's message that are sent to other ranks: what a rank sends in a vote has limited room."""
@@ -129,10 +130,10 @@ def all_gather_step_stats(ranks: Ranks, budget: MicroBatchBudget, stats: dict[st
 def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
     """The error to raise when no remedy is left, the same on all ranks. Empty `advice`: a profile with more memory."""
     failure = oom.failure
-    where = f" on rank {oom.rank}" if oom.rank else ""
+    place = PHASE_NAMES.get(failure.phase, failure.phase) + (f" on rank {oom.rank}" if oom.rank else "")
     if failure.kind != "device":
         return MemoryExhaustedError(
-            f"host memory ran out in {failure.phase}{where}: {failure.text}",
+            f"host memory ran out in {place}: {failure.text}",
             fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
         )
     held = ""
@@ -141,7 +142,7 @@ def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
         held = f" with {sequences} of {oom.micro_batch.length} tokens"
     co_tenants = f", and {oom.elsewhere_bytes / 2**20:.1f} MiB by other processes" if oom.elsewhere_bytes > 0 else ""
     return MemoryExhaustedError(
-        f"out of memory in {failure.phase}{where}{held}, and no remedy that backoff.ladder allows is left "
+        f"out of memory in {place}{held}, and no remedy that backoff.ladder allows is left "
         f"({failure.allocated_bytes / 2**20:.1f} of {oom.capacity_bytes / 2**20:.1f} MiB held{co_tenants})",
         fix=advice or "a profile with more memory",
     )

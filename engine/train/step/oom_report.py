@@ -179,7 +179,7 @@ def fixes_sentence(spec: RunSpec, oom: RankOom, most: int = 3) -> str:
     """The first `most` fixes as one sentence; empty where there are none."""
     fixes = [
         ", ".join(f"{key} = {json.dumps(value)}" for key, value in fix["changes"].items())
-        + f" (a peak of {fix['peak_bytes'] / 2**20:,.1f} MiB)"
+        + f" (a peak of {fix['peak_bytes'] / 2**20:,.1f} MiB{', tight' if fix['tight'] else ''})"
         for fix in suggested_fixes(spec, oom)["avoided_by"][:most]
     ]
     return "; or ".join(fixes)
@@ -190,6 +190,7 @@ def _change(suggestion: Suggestion) -> dict[str, Any]:
         "changes": {key: after for key, (_, after) in suggestion.changes.items()},
         "peak_bytes": suggestion.plan.peak_bytes,
         "micro_batch": suggestion.plan.micro_batch,
+        "tight": suggestion.plan.is_tight,
         "slower_percent": suggestion.slower_percent,
         "changes_arithmetic": suggestion.changes_arithmetic,
         "changes_learning": suggestion.changes_learning,

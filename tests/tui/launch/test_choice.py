@@ -21,7 +21,7 @@ from tui.launch.choice import (
     train_command,
 )
 from tui.launch.evaluate import evaluate_choice
-from tui.launch.fields import FIELDS, NAME, OTHER, PROFILE, RECIPE, allowed_values, field_help, field_rows
+from tui.launch.fields import FIELDS, NAME, OTHER, PROFILE, RECIPE, allowed_values, field_help, field_rows, format_value
 from tui.launch.file_rows import recipe_row
 from tui.launch.lengths import basis_words, change_words
 from tui.launch.state import LaunchState
@@ -267,3 +267,21 @@ def test_a_staged_recipe_shows_the_stage_with_the_least_memory_left(tmp_path: Pa
     assert evaluated.plan is not None and evaluated.plan.verdict == "fits_smaller"
     assert evaluated.notices[0] == "2 stages; the bar shows large, which has the least memory left"
     assert [stage.text.partition(",")[0] for stage in evaluated.stages] == ["fits", "fits with micro-batch 17"]
+
+
+def test_a_step_on_pairs_is_told_in_pairs(tmp_path: Path) -> None:
+    """Two sequences a pair, so 4 sequences at a time are 3 micro-batches for 5 pairs."""
+    recipe = tmp_path / "pairs.toml"
+    recipe.write_text(
+        'model = { id = "builtin:tiny", tokenizer = "builtin:bytes", init = "random" }\n'
+        'method = { kind = "full", objective = "dpo" }\ntrain = { batch_size = 5, micro_batch = 4 }\n'
+        'data = { max_length = 64, sources = [{ name = "pairs", path = "pairs.jsonl" }] }\n'
+    )
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 5)
+    split = evaluate_choice(Choice("demo", str(recipe))).batch_split
+    assert split is not None and split.formula == "4 × 3 × 1 ≥ 10, 5 pairs"
+    assert split.sentence == "micro-batch 4, 3 of them for a step of 5 pairs"
+
+
+def test_a_list_is_shown_as_it_is_written_in_a_recipe() -> None:
+    assert format_value(["tensorboard", "wandb"]) == '["tensorboard", "wandb"]'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.budget.advise.plan_time import PlanTime
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.journal.directory import create_run_directory
@@ -68,3 +69,10 @@ async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(cons
         pilot.screen._show()
         await pilot.sees("was 64")
         assert pilot.screen.state.field_rows()[5].note == "was 64"
+
+
+def test_a_predicted_pace_has_thousands_as_every_other_figure() -> None:
+    choice = Choice("24gb", "lora").with_field("train.max_steps", "2000")
+    predicted = PlanTime(4.2, 1026.0, 2000 * 4.2 / 3600, None, {}, "profile", 1.0, 0.0, 0)
+    text = time_words(spec_of(choice), None, predicted)
+    assert text == "time: about 2:20:00 for 2,000 steps predicted, 1,026 tokens/s"

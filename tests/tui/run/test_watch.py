@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from engine.journal.events import EventWriter, encode_event
 from tests.journal.event_fields import backoff_fields, junk_lines, step_fields
 from tests.journal.run_directories import new_run
 from tests.present import present
-from tui.plot.metrics import METRICS
+from tui.plot.metrics import METRICS, metric_beside
 from tui.plot.run_curve import RunCurve
 from tui.run.gpus import gpu_lines
 from tui.run.memory import run_bars
@@ -146,3 +147,25 @@ def test_each_stage_of_a_staged_run_has_a_curve_of_its_own(run: RunDirectory) ->
     watch = looked(run)
     assert (watch.step, len(watch.curves.recent)) == (3, 3)
     assert [(row["name"], row["status"]) for row in present(watch.summary).stages] == [("one", "done"), ("two", "done")]
+
+
+def test_a_long_history_says_how_the_run_ended_at_the_first_look(run: RunDirectory) -> None:
+    with run.events.open("wb") as file:
+        head = {"seq": 1, "time": "2026-01-01T00:00:00Z", "stage": "", "rank": 0}
+        file.write(encode_event({**head, "kind": "run_started", "run": "", "pid": 1, "world_size": 1, "versions": {}}))
+        file.writelines(encode_event({**head, "kind": "step", **step_fields(step)}) for step in range(1, 50_001))
+        end = {"status": "stopped", "exit_code": 130, "result": None}
+        file.write(encode_event({**head, "kind": "run_finished", **end}))
+    os.utime(run.events, (0, 0))
+    watch = RunWatch(run)
+    watch.read_more(seconds=0.0)
+    assert watch.unread_share > 0.5
+    assert present(watch.summary).status == "stopped"
+
+
+def test_memory_of_a_small_device_is_plotted_in_mib() -> None:
+    peak = next(metric for metric in METRICS if metric.field == "peak_bytes")
+    assert peak.for_capacity(64 << 20).label == "peak memory, MiB"
+    assert peak.for_capacity(64 << 20).value_in({"kind": "step", "peak_bytes": 62 << 20}) == 62
+    assert peak.for_capacity(80 << 30) == peak.for_capacity(0) == peak
+    assert metric_beside(peak.for_capacity(64 << 20), -1).label == "tokens/s"

@@ -179,3 +179,11 @@ async def test_a_mark_goes_with_its_run(console: Opener, runs: Path) -> None:
         await pilot.sees("1 marked")
         a.path.rename(runs / ".gone")
         await pilot.until(lambda: "marked" not in pilot.text)
+
+
+async def test_curves_that_lie_on_one_another_are_told(console: Opener, runs: Path) -> None:
+    same = [finished(runs, name, rate=1e-3, losses=[4.0, 2.0, 1.0]) for name in ("one", "two")]
+    other = finished(runs, "other", rate=1e-3, losses=[4.0, 3.0, 2.0])
+    async with console() as pilot:
+        await open_compare(pilot, same[0], other, same[1])
+        await pilot.sees("loss over steps (A, C: one line)", "A one", "B other", "C two")

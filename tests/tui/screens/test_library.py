@@ -203,3 +203,13 @@ async def test_a_file_is_edited_in_another_program_or_its_path_copied(
         monkeypatch.setenv("EDITOR", "an-editor-that-is-not-there")
         await pilot.press("f4")
         await pilot.sees("an-editor-that-is-not-there cannot be started")
+
+
+async def test_names_of_shipped_files_are_whole_and_long_ones_end_in_an_ellipsis(
+    console: Opener, project: Path
+) -> None:
+    own = project / "profiles" / "recipes"
+    (own / "mine.toml").rename(own / f"{'long-' * 8}name.toml")
+    async with console() as pilot:
+        await pilot.press("3", "G")
+        await pilot.sees("mixtral-8x7b-attention shipped", "qwen3-4b-longcontext   shipped", "long-long-long-long-l…")

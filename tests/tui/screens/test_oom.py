@@ -39,7 +39,7 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
     run.oom.mkdir()
     ways = [
         {"changes": {"train.micro_batch": 3}, "peak_bytes": (64 << 20) - 99_999, "slower_percent": 0,
-         "changes_learning": False},
+         "tight": True, "changes_learning": False},
         {"changes": {"train.gradient_checkpointing": True}, "peak_bytes": 20 << 20, "slower_percent": 30.0,
          "changes_arithmetic": True, "changes_learning": False},
     ]  # fmt: skip
@@ -48,7 +48,7 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.press("o")
-        await pilot.sees("the latest one", "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, same speed")
+        await pilot.sees("the latest one", "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, tight, same speed")
         await pilot.sees("a peak of 20 of 64 MiB, about 30 % slower, changes arithmetic")
         assert pilot.text.count("train.micro_batch = 3") == 1
         await pilot.press("down", "down", "a")

@@ -65,7 +65,7 @@ async def test_all_metrics_are_shown_at_once_and_one_again(console: Opener, runs
         await pilot.press("left")
         await pilot.sees("all metrics are shown: M shows one again")
         await pilot.press("shift+tab", "z")
-        await pilot.sees(" evaluation loss  0.25", " peak memory, GiB ", " tokens/s  1000")
+        await pilot.sees(" evaluation loss  0.25", " peak memory, MiB ", " tokens/s  1000")
         assert "more: z" not in pilot.text
         await pilot.press("M")
         await pilot.sees("◆ evaluation")
@@ -89,7 +89,7 @@ async def test_the_plot_is_copied_as_text_and_written_as_a_picture(console: Open
 
 METRIC_LABELS = {
     "evaluation loss": "0.25", "learning rate": "0.0001", "gradient norm": "1", "tokens/s": "1000",
-    "peak memory, GiB": "0.05664", "GPU memory, GiB": "3", "GPU use, %": "98", "GPU temperature, °C": "",
+    "peak memory, MiB": "58", "GPU memory, GiB": "3", "GPU use, %": "98", "GPU temperature, °C": "",
     "GPU power, W": "",
 }  # fmt: skip
 """The titles of plots after the loss, in the order of the key, with a label of the y axis."""

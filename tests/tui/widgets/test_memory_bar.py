@@ -15,7 +15,7 @@ from tui.widgets.memory_bar import (
     predicted_bar,
     scale_line,
 )
-from tui.widgets.memory_phases import PlannedMemory, phase_lines
+from tui.widgets.memory_phases import PlannedMemory, phase_lines, phase_table
 from tui.widgets.memory_words import moves_sentence, peak_sentence
 
 GIB = 2**30
@@ -67,3 +67,15 @@ def test_every_phase_has_its_bar_and_its_row() -> None:
     assert "loading: the weights are read" in text and text.count("┃") == len(phases)
     assert "forward pass 3.00 5.00 8.00 the peak" in " ".join(text.split())
     assert max(line.cell_length for line in lines) <= 90
+
+
+@pytest.mark.parametrize("width", [78, 118])
+def test_headings_of_the_table_of_phases_are_abbreviated_with_a_mark(width: int) -> None:
+    names = ("weights", "gradients", "optimizer", "activations", "loss", "buffers")
+    phases = {"backward": dict.fromkeys(names, GIB)}
+    head = next(line for line in phase_table(PlannedMemory("", phases, {}, "backward", 16 * GIB), width))
+    words = head.plain.split()[1:]
+    assert [word.rstrip(".") for word in words if not word.endswith(".")] == [
+        w for w in words if w in {*names, "total"}
+    ]
+    assert all(name.startswith(word.rstrip(".")) for name, word in zip((*names, "total"), words, strict=True))
