@@ -313,11 +313,13 @@ async def test_the_palette_finds_runs_recipes_settings_and_events(console: Opene
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_findings_of_doctor_begin_in_one_column_also_beside_long_topics(width: int) -> None:
+def test_findings_of_doctor_begin_in_one_column_also_beside_long_topics(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DoctorScreen, "glyphs", lambda _screen, text: text)
     screen = DoctorScreen()
     topics = ("torch", "flash-linear-attention")
     screen._findings = [{"topic": topic, "state": "ok", "text": f"found {'word ' * 20}"} for topic in topics]
-    screen.glyphs = str  # type: ignore[method-assign,assignment]
     lines = [line.plain for line in screen.text_lines(width)]
     assert len({line.index("found") for line in lines if "found" in line}) == 1
     assert all(len(line) <= width for line in lines)
