@@ -40,6 +40,7 @@ INDEXING = (
 MAKING = (torch.ops.aten.full.default, torch.ops.aten.zeros.default, torch.ops.aten.ones.default)
 COUNTING = (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 
+DEVICE = torch.ops.prim.device.default
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -51,7 +52,7 @@ class SimulatedDevice(MeteredDevice):
     def __init__(self, *, like_a_card: bool, like_cuda: bool = False) -> None:
         super().__init__(UNLIMITED_BYTES)
         self.name = "simulated"
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._mode = _FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
         self._operations = _Operations(like_cuda, self.host_region)
@@ -115,6 +116,17 @@ class SimulatedDevice(MeteredDevice):
             self._meter.tracker.sums_gradients_in_place = False
 
 
+class _FakeMode(FakeTensorMode):
+    """Torch's fake tensors, without a guard of dynamo around each operation: nothing is compiled in a simulation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs)
+
+
 class _Operations(TorchDispatchMode):
     """A dispatch mode that implements operations which torch's fake tensors do not support, and with
     `like_cuda` takes the scratch of CUDA's kernels for the backward pass of attention.
@@ -133,7 +145,13 @@ class _Operations(TorchDispatchMode):
         self.truth = True
         """What `item()` of a fake boolean tensor returns."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in _FakeMode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls: every `tensor.device`
         kwargs = kwargs or {}
         tensors = [value for value in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(value, torch.Tensor)]
         if all(map(self._is_real, tensors)) and (tensors or self._makes_integers(func, kwargs)):
