@@ -31,6 +31,7 @@ import resource
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tunedeck.py")
-MODULES = ("torch.distributed.run",)
+MODULES = ("torch.distributed.run", "benchmarks.gpu", "benchmarks.measured_run")
 
 READ_LATE = (
     "TUNEDECK_", "TORCHELASTIC_", "SLURM_", "PYTEST_", "MALLOC_", "GOMP_", "RANK", "LOCAL_RANK", "WORLD_SIZE",
@@ -142,6 +143,17 @@ def fresh_interpreters() -> Iterator[None]:
         _here.fresh = False
 
 
+@contextlib.contextmanager
+def other_server() -> Iterator[None]:
+    """Inside the block, fork from another server, which starts with the variables that are set then."""
+    former, _here.server = _here.server, None
+    try:
+        yield
+    finally:
+        close()
+        _here.server = former
+
+
 def close() -> None:
     if _here.server is not None:
         _here.server.close()
@@ -154,14 +166,13 @@ def _start(
     error_read: int, error_write: int, restore_signals: bool, new_session: bool, group: int, *identity: Any,
 ) -> int:  # fmt: skip
     """`_posixsubprocess.fork_exec`, with its arguments."""
-    words = [os.fsdecode(word) for word in arguments]
+    words = [*map(os.fsdecode, arguments)]
     own = os.environ if environment is None else dict(os.fsdecode(entry).split("=", 1) for entry in environment)
     # gid, gids, uid, umask, preexec_fn
     plain = identity[:5] in ((None, None, None, -1, None), (-1, None, -1, -1, None))
     known = executables[0] == os.fsencode(sys.executable) and program(words) is not None
     may_fork = not _here.fresh and known and plain and close_fds and restore_signals
-    server = _server_for(dict(own)) if may_fork else None
-    if server is not None:
+    if may_fork and (server := _server_for(dict(own))) is not None:
         folder = os.open(cwd or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             streams = [given if given != -1 else number for number, given in enumerate((stdin, out, err))]
@@ -326,17 +337,6 @@ def _take_streams(start: Start) -> None:
     )
 
 
-class _MemoryMap(ctypes.Structure):
-    """`struct prctl_mm_map` of linux/prctl.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in (
-            "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack",
-            "arg_start", "arg_end", "env_start", "env_end", "auxv",
-        )), ("auxv_size", ctypes.c_uint32), ("exe_fd", ctypes.c_uint32),
-    )  # fmt: skip
-
-
 def _show_in_proc(start: Start) -> None:
     """Let /proc show the process's own command line and environment."""
     words = b"".join(os.fsencode(word) + b"\0" for word in start.arguments)
@@ -348,8 +348,8 @@ def _show_in_proc(start: Start) -> None:
     fields = [0, 0, 0, 0, *map(int, stat[1:])]  # numbered as in proc(5)
     LIBC.sbrk.restype = ctypes.c_void_p
     numbers = [*fields[26:28], *fields[45:48], LIBC.sbrk(0), fields[28], at, after_words, after_words, end]
-    found = _MemoryMap(*numbers, 0, 0, 2**32 - 1)
-    if LIBC.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(found), ctypes.sizeof(found), 0):
+    found = struct.pack("12Q2I", *numbers, 0, 0, 2**32 - 1)  # struct prctl_mm_map of linux/prctl.h
+    if LIBC.prctl(PR_SET_MM, PR_SET_MM_MAP, found, len(found), 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP), which needs a kernel with CONFIG_CHECKPOINT_RESTORE")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,28 @@ from engine.budget.architecture.lookup import find_config
 from engine.device.base import GpuProcess, GpuReading
 from engine.model.config import load_config
 from engine.model.reference import StartingWeights
+from tests.fork_server import other_server
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOK_ALIKES = ROOT / "tests" / "look_alikes"
 CARD = SuiteDevice("cuda", "a card", 139.8, 9.0, "GPU-1")
 
 
-def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the suites in processes that reach no network."""
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--device", "metered"]
+@pytest.fixture(scope="module")
+def without_network() -> Iterator[None]:
+    """Let the processes of a test reach no network, and find the packages of the `cuda` extra or stand-ins for them."""
     folders = [LOOK_ALIKES / "no_network", ROOT]
     if importlib.util.find_spec("bitsandbytes") is None:
         folders.append(LOOK_ALIKES / "cuda_extra")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    with pytest.MonkeyPatch.context() as changed, other_server():
+        changed.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+        yield
+
+
+def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the suites on the metered device."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--device", "metered"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 MEASURED = {
@@ -49,6 +58,7 @@ def test_every_suite_is_run_here() -> None:
     assert set(MEASURED) == set(SUITES)
 
 
+@pytest.mark.usefixtures("without_network")
 @pytest.mark.parametrize(("suite", "key"), MEASURED.items())
 def test_every_cell_of_a_suite_is_measured_kept_and_shown(suite: str, key: str, tmp_path: Path) -> None:
     done = gpu(suite, "--out", str(tmp_path))
@@ -65,6 +75,7 @@ def test_every_cell_of_a_suite_is_measured_kept_and_shown(suite: str, key: str, 
     assert not list(engines_in(tmp_path)) and not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.usefixtures("without_network")
 def test_a_suite_that_was_interrupted_shows_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke" / "lora-bfloat16.json").write_text('{"ok": false, "error": "Traceback\\nRuntimeError: no"}')
