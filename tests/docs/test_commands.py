@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +24,7 @@ from engine.budget.advise.plan import make_plan
 from engine.cli import app
 from engine.config.load import resolve
 from tests.docs.blocks import ROOT, Command, blocks, commands, inline_commands
+from tests.forked_command import write_command
 from tui import arguments
 
 LABELS = {"sh", "text", "toml", "json"}
@@ -76,11 +76,7 @@ def shell(text: str, folder: Path, path: Path) -> subprocess.CompletedProcess[st
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for $PATH with the command in it."""
-    folder = tmp_path_factory.mktemp("path")
-    command = folder / "tunedeck"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P "{ROOT}/tunedeck.py" "$@"\n')
-    command.chmod(0o755)
-    return folder
+    return write_command(tmp_path_factory.mktemp("path"))
 
 
 @pytest.fixture(scope="module")
