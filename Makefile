@@ -1,7 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests
-# make test    the same with all tests: about 25 minutes on two cores
+# make test    the same with all tests: about 20 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
@@ -12,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo check test durations torture plans lint clean
+.PHONY: demo check test all-tests durations torture plans lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -28,9 +28,12 @@ check: $(READY)
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not torture and not slow"
 
+# mypy has one core's work for a minute: beside it the tests begin.
 test: $(READY)
-	@echo "make test: about 25 minutes on two cores. make check takes about three, with the fast tests alone."
-	@$(MAKE) --no-print-directory lint
+	@echo "make test: about 20 minutes on two cores. make check takes about three, with the fast tests alone."
+	@$(MAKE) --no-print-directory -j2 lint all-tests
+
+all-tests: $(READY)
 	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
 

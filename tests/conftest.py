@@ -30,7 +30,8 @@ MEASURED = Path(__file__).with_name("slow.json")
 """Processor seconds of each file that `make check` leaves out, with those of the processes it starts; null where they
 were not measured. `make durations` writes it."""
 SLOW_SECONDS = 2.0
-SLOW = (RANKS, *json.loads(MEASURED.read_text()))
+TAKEN: dict[str, float | None] = json.loads(MEASURED.read_text())
+SLOW = (RANKS, *TAKEN)
 
 ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -70,14 +71,20 @@ def fresh_interpreters() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests, and assign the tests that must run on one worker to a group: all tests with groups of ranks,
-    else the tests of one file. Then sort: tests of ranks, other slow files, fast files. Fast files come last, so that
-    all workers end at about the same time."""
+    else the tests of one file. Then sort: tests of ranks, other slow files from the slowest on, fast files. So all
+    workers end at about the same time."""
     for item in items:
         ranks, slow = item.nodeid.startswith(RANKS), item.nodeid.startswith(SLOW)
         item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.partition("::")[0]))
         if slow:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: (not item.nodeid.startswith(RANKS), not item.nodeid.startswith(SLOW)))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool, float]:
+    """Sorts tests into the order in which they run."""
+    taken = TAKEN.get(item.nodeid.partition("::")[0])
+    return not item.nodeid.startswith(RANKS), not item.nodeid.startswith(SLOW), -(taken or SLOW_SECONDS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
