@@ -111,7 +111,16 @@ def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt:
 
 @pytest.mark.parametrize(
     ("config", "vocabulary"),
-    [(FAMILIES[0], 50_000), *zip(FAMILIES, (150_000, 50_000, 150_000, 150_000, 50_000), strict=True)],
+    [
+        (FAMILIES[0], 50_000),
+        (FAMILIES[0], 150_000),
+        (FAMILIES[1], 50_000),
+        # Their layers take half a minute to simulate; the loss behind them is the same code.
+        *(
+            pytest.param(config, size, marks=pytest.mark.torture)
+            for config, size in zip(FAMILIES[2:], (150_000, 150_000, 50_000), strict=True)
+        ),
+    ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
 )
 def test_the_loss_of_a_large_vocabulary_takes_one_chunk_of_logits(
@@ -121,7 +130,7 @@ def test_the_loss_of_a_large_vocabulary_takes_one_chunk_of_logits(
     folder = folder_of({**config, "vocab_size": vocabulary}, tmp_path)
     spec = run_spec(folder, train={"batch_size": 16}, model={"dtype": "bfloat16"}, data={"max_length": 2048})
     predictor = SimulatedPredictor(spec, simulate_curves(spec))
-    for rows, length in ((1, 200), (3, 510), (8, 1022)):
+    for rows, length in ((1, 200), (8, 1022)):
         found = simulate_step(spec, rows=rows, length=length)
         predicted = predictor.predict_shape(MicroBatchShape(rows, length, rows * (length - 1) - 1, True))
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3), (rows, length)
@@ -139,26 +148,25 @@ def test_layers_of_different_sizes_are_planned_as_they_are_measured(method: dict
     assert predicted.peak_bytes == pytest.approx(peak_bytes, rel=5e-3)
 
 
-GENERATING: dict[str, Any] = {
-    "data": {"max_length": 512, "valid_fraction": 0.1},
-    "eval": {"samples": 2},
-    "generate": {"max_new_tokens": 32},
-}
+EVALUATING: dict[str, Any] = {"data": {"max_length": 512, "valid_fraction": 0.1}}
+GENERATING: dict[str, Any] = {**EVALUATING, "eval": {"samples": 2}, "generate": {"max_new_tokens": 8}}
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_one_layer_of_a_kind_stands_for_all(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "tables"), [("lora", EVALUATING), ("full", GENERATING)], ids=["lora", "full"])
+def test_one_layer_of_a_kind_stands_for_all(kind: str, tables: dict[str, Any], tmp_path: Path) -> None:
     """SmolLM3: every fourth layer has no rotary positions. The first and the last layer are run in any case."""
-    config = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 9}
-    spec = run_spec(folder_of(config, tmp_path), method={"kind": kind}, train={"batch_size": 4}, **GENERATING)
+    config = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 6}
+    spec = run_spec(folder_of(config, tmp_path), method={"kind": kind}, train={"batch_size": 4}, **tables)
     with simulated_run(spec, PhaseLog) as run:
         stack = LayerStack(run.loaded.base)
         stack.choose()
-        assert stack.left_out == {2: 4, 7: 1}
+        assert stack.left_out == {2: 2}
     sizes = [2, 4], [128, 256, 384]
     few, every = (_document(spec, config, sizes, few_layers=few) for few in (True, False))
     assert few is not None and every is not None
-    assert few.pop("generate") == pytest.approx(every.pop("generate"), rel=1e-3, abs=4096)
+    assert ("generate" in tables) == (every["generate"] is not None)
+    if every["generate"] is not None:
+        assert few.pop("generate") == pytest.approx(every.pop("generate"), rel=1e-3, abs=4096)
     assert str(few) == str(every)
 
 

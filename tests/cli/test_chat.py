@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import torch
 
 from engine.chat.conversation import Conversation
 from engine.chat.sources import ChatSource, load_sources
-from engine.config.load import load_run_spec
+from engine.config.load import load_run_spec, resolve
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
 from tests.cli.conftest import Tunedeck
+from tests.train.run_helpers import new_run, train
 
 SETS = (
     "method.kind=lora", "train.max_steps=4", "train.warmup_steps=0", "checkpoint.every_steps=2", "eval.limit=4",
@@ -25,13 +25,19 @@ SETS = (
 KEYS = {"prompt", "text", "token_ids", "stopped_by", "seconds"}
 
 
-@pytest.fixture
-def trained(tunedeck: Tunedeck, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a LoRA run of the demo with checkpoints at steps 2 and 4."""
-    sets = [part for text in SETS for part in ("--set", text)]
-    assert tunedeck("train", "-p", "demo", "-r", "demo", *sets, "--name", "one").code == 0
-    (name,) = os.listdir(tmp_path / "runs")
-    return tmp_path / "runs" / name
+    spec = resolve("demo", "demo", [*SETS, "data.sources.dates.limit=400"]).spec
+    place = new_run(tmp_path_factory.mktemp("finished"), spec.model_copy(update={"name": "one"}))
+    assert train(place)[0] == 0
+    return place.path
+
+
+@pytest.fixture
+def trained(tunedeck: Tunedeck, finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run among the runs of a test."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
 
 
 def test_a_run_its_checkpoint_and_its_base_answer_side_by_side(tunedeck: Tunedeck, trained: Path) -> None:

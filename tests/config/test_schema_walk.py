@@ -50,6 +50,9 @@ learning_rate = 1e-3
 
 [checkpoint]
 every_minutes = 0
+
+[generate]
+max_new_tokens = 4
 """
 
 PROFILE = """\

@@ -17,7 +17,7 @@ from benchmarks.type_page import PAGE, group_of, write_page
 
 SAVED = saved_results()
 TRIED = {name: cells for name, cells in SAVED["types"].items() if name in every_type()}
-SAMPLED = 3
+SAMPLED = 2
 """Types that the suite tries again, of those whose cells are all right, and of those refused."""
 GOOD = sorted(name for name, cells in TRIED.items() if group_of(cells) == "good")
 REFUSED = sorted(name for name, cells in TRIED.items() if group_of(cells) == "refused")

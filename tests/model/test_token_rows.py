@@ -63,8 +63,7 @@ def test_loss_and_gradients_are_those_of_pefts_own_forward(config: dict[str, Any
             torch.testing.assert_close(ours, pefts, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize(("loss", "checkpointing"), [("plain", True), ("chunked", False)])
 @pytest.mark.parametrize(
     "config", [{**LLAMA, **TIGHT}, {**QWEN2, **TIGHT}, {**GPT2, **TIGHT}], ids=["llama", "qwen2", "gpt2"]
 )

@@ -58,7 +58,13 @@ def plan_of(spec: RunSpec) -> Any:
         return make_plan(spec)
 
 
-@pytest.mark.parametrize("case", CASES)
+# Simulating the linear attention of qwen3_5 takes half a minute; tests/budget/test_simulated.py has it alone.
+LONG = ("qwen3_5, full", "llama4, packed")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.torture) if case in LONG else case for case in CASES]
+)
 def test_a_text_run_is_planned_as_it_is_measured(case: str, samples: Path, tmp_path: Path) -> None:
     family, tables = CASES[case]
     model = write_nested(tmp_path / "model", family)

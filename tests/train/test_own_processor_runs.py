@@ -49,7 +49,13 @@ def spec_of(
     return make_spec(data, model=named, data=read, train=rate, **{"method": {"kind": "lora", "rank": 4}, **tables})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SAMPLE = ("qwen3_vl", "mistral3", "llava_next", "gemma4", "idefics3")
+"""Families of `make test`: one for each way in which a processor hands over images. `make torture` resumes all."""
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.torture) for family in FAMILIES]
+)
 def test_a_resumed_run_ends_with_the_adapter_of_one_without_interruption(family: str, tmp_path: Path) -> None:
     whole, legs = (
         new_run(tmp_path / name, spec_of(tmp_path, family, steps=steps)) for name, steps in (("a", 3), ("b", 2))

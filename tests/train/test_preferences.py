@@ -34,7 +34,7 @@ from tests.train.preference_rows import write_pairs
 from tests.train.run_helpers import Event, Workshop, losses, make_spec, new_run, of_kind, train
 from tests.train.test_resume import started_until_step
 
-STEPS, BATCH = 30, 4
+STEPS, BATCH = 10, 4
 TRAIN: dict[str, Any] = {
     "max_steps": STEPS,
     "batch_size": BATCH,

@@ -25,7 +25,7 @@ from tests.events import read_events
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 TABLES: dict[str, Any] = {
-    "train": {"max_steps": 30, "batch_size": 8, "micro_batch": 4, "learning_rate": 2e-3, "warmup_steps": 3},
+    "train": {"max_steps": 18, "batch_size": 4, "micro_batch": 2, "learning_rate": 2e-3, "warmup_steps": 3},
     "checkpoint": {"every_steps": 5, "every_minutes": 0, "keep": 3},
 }
 
@@ -64,7 +64,7 @@ def assert_same(place: RunDirectory, undisturbed: Undisturbed) -> None:
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("step", [7, 22])
+@pytest.mark.parametrize("step", [7, 12])
 def test_a_killed_run_resumes_bit_for_bit(undisturbed: Undisturbed, tmp_path: Path, step: int) -> None:
     place = new_run(tmp_path, undisturbed[0])
     process = started_until_step(place, step)
@@ -107,7 +107,7 @@ def test_an_asked_for_end_writes_a_checkpoint_and_exits_130(undisturbed: Undistu
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(undisturbed: Undisturbed, tmp_path: Path) -> None:
     place = new_run(tmp_path, undisturbed[0])
-    process = started_until_step(place, 16)
+    process = started_until_step(place, 11)
     process.kill()
     process.wait()
     newest = find_checkpoints(place.checkpoints)[0]

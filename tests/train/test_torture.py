@@ -22,7 +22,7 @@ from tests.train.torture import (
 )
 
 SEED = 20261121
-FAULTS = {"step": 60, "probe": 20, "evaluation": 20, "checkpoint": 4, "whole run": 5}
+FAULTS = {"step": 30, "probe": 10, "evaluation": 10, "checkpoint": 2, "whole run": 3}
 """Allocations of each unit that fail, on the device and again on the host."""
 
 
@@ -58,7 +58,7 @@ def test_a_step_on_pairs_learns_the_same_whatever_fails(
     tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
 ) -> None:
     with rigged(case, tmp_path) as rig:
-        tally = sweep(rig, STEP, case.name, 20, draw)
+        tally = sweep(rig, STEP, case.name, 10, draw)
     tried.append(tally)
     assert tally.wrong == []
 
@@ -68,7 +68,7 @@ def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(
     tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
 ) -> None:
     with rigged(case, tmp_path) as rig:
-        tally = sweep_pairs(rig, STEP, case.name, 100, draw)
+        tally = sweep_pairs(rig, STEP, case.name, 50, draw)
     tried.append(tally)
     assert tally.wrong == []
 
@@ -77,7 +77,7 @@ def test_a_second_failure_in_the_recovery_or_the_next_attempt_changes_nothing(
 def test_loading_and_making_optimizer_state_are_done_again(
     tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
 ) -> None:
-    tally = sweep_set_up(case, tmp_path, 6, draw)
+    tally = sweep_set_up(case, tmp_path, 3, draw)
     tried.append(tally)
     assert tally.wrong == []
 
@@ -87,7 +87,7 @@ def test_weights_in_bf16_are_those_of_an_undisturbed_step_to_the_bit(
     tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
 ) -> None:
     with rigged(case, tmp_path) as rig:
-        tally = sweep(rig, STEP, case.name, 60, draw)
+        tally = sweep(rig, STEP, case.name, 30, draw)
     tried.append(tally)
     assert tally.wrong == []
 
@@ -97,8 +97,8 @@ def test_an_optimizer_that_fails_inside_its_step_leaves_no_half_step(
     tmp_path: Path, case: Case, draw: random.Random, tried: list[Tally]
 ) -> None:
     with rigged(case, tmp_path) as rig:
-        undone = sweep(rig, STEP, case.name, 25, draw)
+        undone = sweep(rig, STEP, case.name, 12, draw)
         rig.context.guard.takes_copy = False  # too large to copy: back to the checkpoint
-        reloaded = sweep(rig, STEP, f"{case.name}, without a copy", 25, draw)
+        reloaded = sweep(rig, STEP, f"{case.name}, without a copy", 12, draw)
     tried += [undone, reloaded]
     assert undone.wrong + reloaded.wrong == []

@@ -80,7 +80,7 @@ def roomy(limits: Limits) -> Limited:
     return run
 
 
-@pytest.mark.parametrize("mib", [105, 88])
+@pytest.mark.parametrize("mib", [pytest.param(105, marks=pytest.mark.torture), 88])
 def test_a_run_short_of_address_space_learns_the_same(limits: Limits, roomy: Limited, mib: int) -> None:
     run = limits.run(mib)
     assert run.code == 0, run.log
