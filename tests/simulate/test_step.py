@@ -100,11 +100,11 @@ def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
 @pytest.mark.parametrize(
     ("config", "prompt", "generate"),
     [
-        (QWEN2, 150, {"max_new_tokens": 3}),
-        (BOTH_WAYS, 150, {"max_new_tokens": 3}),
-        (BOTH_WAYS, 8, {"max_new_tokens": 100}),
-        (GPT_OSS, 8, {"max_new_tokens": 100}),
-        (QWEN2, 8, {"max_new_tokens": 10, "temperature": 0.7, "top_k": 5, "top_p": 0.9}),
+        (SHALLOW, 150, {"max_new_tokens": 3}),
+        ({**BOTH_WAYS, "num_hidden_layers": 2}, 150, {"max_new_tokens": 3}),
+        (GEMMA3, 8, {"max_new_tokens": 100}),
+        ({**GPT_OSS, "num_hidden_layers": 2}, 8, {"max_new_tokens": 100}),
+        (SHALLOW, 8, {"max_new_tokens": 10, "temperature": 0.7, "top_k": 5, "top_p": 0.9}),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else str(value),
 )
@@ -113,7 +113,7 @@ def test_generation_holds_what_the_metered_device_counts(
 ) -> None:
     """Short answers are simulated completely; of long answers, only the first tokens and the last."""
     spec = run_spec(
-        folder_of({**config, "num_hidden_layers": 2}, tmp_path),
+        folder_of(config, tmp_path),
         data={"max_length": prompt, "valid_fraction": 0.5},
         eval={"samples": 4},
         generate=generate,

@@ -30,6 +30,7 @@ from engine.train.step.context import StepContext
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
 from tests.present import metered, present
+from tests.train.fault_rig import write_model
 from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train
 
 Squeezed = tuple[StepContext, Callable[..., None]]
@@ -104,14 +105,15 @@ def test_squeezed_and_released_a_run_shrinks_comes_back_and_does_not_oscillate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = even_samples(tmp_path / "samples.jsonl", 40)
-    calm = new_run(tmp_path / "calm", make_spec(samples, memory_gib=CAPACITY_GIB, **{**TABLES, "train": {
-        **TABLES["train"], "max_steps": 3}}))  # fmt: skip
+    tables = {**TABLES, "model": {"id": str(write_model(tmp_path / "model", 2, 64))}}
+    shorter = {**tables, "train": {**TABLES["train"], "max_steps": 3}}
+    calm = new_run(tmp_path / "calm", make_spec(samples, memory_gib=CAPACITY_GIB, **shorter))
     first = of_kind(train(calm)[1], "step")[0]
     static, peak = first["allocated_bytes"], first["peak_bytes"]
     assert first["micro_batches"] == 1
     left_bytes = static + (peak - static) / 2
     counted = tmp_path / "co-tenant"
-    place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **TABLES))
+    place = new_run(tmp_path / "runs", make_spec(samples, memory_gib=CAPACITY_GIB, **tables))
     with co_tenant(counted) as hold:
         monkeypatch.setenv(CO_TENANT_VARIABLE, str(counted))
         process = start_engine(place)
