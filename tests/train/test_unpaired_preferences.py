@@ -32,7 +32,7 @@ from tests.train.test_resume import started_until_step
 
 __all__ = ["base"]
 
-STEPS, BATCH = 30, 4
+STEPS, BATCH = 10, 4
 LORA = {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear", "objective": "dpo"}
 FULL = {"kind": "full", "objective": "dpo"}
 TRAIN: dict[str, Any] = {
