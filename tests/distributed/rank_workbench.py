@@ -49,6 +49,8 @@ FULL: dict[str, Any] = {"method": {"kind": "full"}}
 LORA: dict[str, Any] = {"method": {"kind": "lora", "rank": 4}}
 DPO: dict[str, Any] = {"method": {"kind": "lora", "rank": 4, "objective": "dpo"}}
 KTO: dict[str, Any] = {**DPO, "preference": {"loss": "kto"}}
+ROWS: dict[str, Any] = {**DPO, "model": {"add_tokens": ["a", "e", "<new>"]}}
+"""Trains the rows of two tokens that the data have, and of one that the vocabulary lacks."""
 LADDER = {"ladder": ["retry", "defragment", "cut", "checkpointing", "chunk_loss"]}
 """Rungs that move memory to the host change the level that "nothing left over" is measured from."""
 
@@ -82,7 +84,8 @@ def sharded(kind: dict[str, Any], shard: str, *, tied: bool = False, **train: An
 def small_model(folder: Path, tables: dict[str, Any], *, layers: int = 2, width: int = 16) -> dict[str, Any]:
     """`tables` with a model in `folder` that is small enough for many steps."""
     tied = tables["tied"]
-    model = {"id": str(write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied))}
+    folder_of_model = write_model(folder / f"model-{layers}-{width}-{tied}", layers, width, tied=tied)
+    model = {**tables.get("model", {}), "id": str(folder_of_model)}
     return {**{name: table for name, table in tables.items() if name != "tied"}, "model": model}
 
 

@@ -17,6 +17,7 @@ from tests.distributed.rank_workbench import (
     KTO,
     LADDER,
     LORA,
+    ROWS,
     RankWorkbench,
     on_uneven_devices,
     planned_memory,
@@ -26,7 +27,7 @@ from tests.distributed.rank_workbench import (
 
 KINDS = {
     name: {**kind, "backoff": LADDER, "tied": True}
-    for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO), ("kto", KTO))
+    for name, kind in (("full", FULL), ("lora", LORA), ("dpo", DPO), ("kto", KTO), ("rows", ROWS))
 }
 PLANNED = ("full", "lora")
 FAULTS = 8
