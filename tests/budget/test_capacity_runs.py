@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_half_products")
 
 
 @pytest.mark.parametrize(
-    "case", [*capacity_cases(6), *preference_cases(3), *preference_cases(2, losses=("kto",))], ids=str
+    "case", [*capacity_cases(4), *preference_cases(2), *preference_cases(1, losses=("kto",))], ids=str
 )
 def test_a_run_fits_into_its_predicted_peak_and_not_into_less(case: CapacityCase, tmp_path: Path) -> None:
     result = run_case(case, tmp_path)

@@ -135,13 +135,13 @@ def random_operations(drawn: random.Random) -> Iterator[Death]:
 def test_a_handful_of_random_kills_changes_nothing(
     server: CrashServer, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    kill(server, tmp_path, undisturbed, random_moments(random.Random(SEED), undisturbed.seconds), 6)
+    kill(server, tmp_path, undisturbed, random_moments(random.Random(SEED), undisturbed.seconds), 4)
 
 
 def test_a_handful_of_kills_before_file_operations_changes_nothing(
     server: CrashServer, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    kill(server, tmp_path, undisturbed, random_operations(random.Random(SEED)), 4)
+    kill(server, tmp_path, undisturbed, random_operations(random.Random(SEED)), 3)
 
 
 @pytest.mark.torture
