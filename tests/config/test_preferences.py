@@ -41,6 +41,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "images with labels": ((DPO, KTO, "data.sources.main.format=image-preference"), "rows with prompt, completion and"),
     "shorter sequences": ((DPO, 'backoff.allow_learning_changes=["max_length"]'), "[] is allowed"),
+    "a figure of texts": ((DPO, 'checkpoint.best_metric="perplexity"'), "loss, rewards_margin, rewards_accuracy"),
+    "a figure of pairs": ((DPO, KTO, 'checkpoint.best_metric="win_rate"'), "one of eval.metrics: loss, rewards_margin"),
     "rewards": (("method.objective=grpo",), "training on rewards does not exist"),
     "a micro-batch above the step": ((DPO, "train.micro_batch=33"), "micro_batch = 33 is above batch_size = 16 pairs"),
 }
@@ -65,3 +67,8 @@ def test_shards_are_refused_before_a_run() -> None:
     with pytest.raises(SpecError) as refused:
         refuse_unsupported(resolve("4xh100", "lora", (DPO, "parallel.strategy=sharded")).spec)
     assert "preference learning with sharded weights" in refused.value.render()
+
+
+def test_the_best_checkpoint_may_be_that_of_the_rewards() -> None:
+    given = (DPO, 'checkpoint.best_metric="rewards_accuracy"', 'checkpoint.result="best"', "data.valid_fraction=0.1")
+    assert resolve("24gb", "lora", given).spec.recipe.checkpoint.best_metric == "rewards_accuracy"

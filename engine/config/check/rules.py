@@ -307,6 +307,8 @@ def early_stopping_is_reached(recipe: Recipe) -> Problems:
 
 def best_metric_is_evaluated(recipe: Recipe) -> Problems:
     evaluated = [*recipe.eval.metrics, *(["perplexity"] if "loss" in recipe.eval.metrics else [])]
+    if recipe.learns_preferences:
+        evaluated = ["loss", "rewards_margin", *(["rewards_accuracy", "win_rate"] if recipe.learns_pairs else [])]
     matters = recipe.checkpoint.result == "best" or recipe.eval.early_stopping_patience is not None
     best = recipe.checkpoint.best_metric
     if best not in evaluated and (matters or best != "loss"):
