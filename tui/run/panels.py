@@ -14,7 +14,7 @@ from textual.content import Content
 
 from engine.journal.directory import read_spec
 from engine.journal.event_text import clean, format_duration, format_number, format_score, ready_at
-from engine.journal.summary import RunSummary
+from engine.journal.summary import SUSPENDED, RunSummary
 from engine.journal.summary_text import LONG_SECONDS, ooms_text
 from tui.run.listing import nested
 from tui.run.log_tail import LogLine
@@ -109,6 +109,8 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
     if summary.stopping:
         return Content.styled(" stops after this step, with a checkpoint; x again: stop at once", "$caution")
+    if summary.phase == SUSPENDED:
+        return Content.styled(f" {SUSPENDED}; it goes on after SIGCONT (kill -CONT)", "$caution")
     if summary.status == "done":
         ended = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
         return Content.styled(f" {clean(ended)}", "$muted")

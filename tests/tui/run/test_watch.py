@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, encode_event
+from engine.journal.summary import SUSPENDED
 from tests.journal.event_fields import backoff_fields, junk_lines, step_fields
 from tests.journal.run_directories import new_run
 from tests.present import present
@@ -18,6 +20,7 @@ from tui.plot.metrics import METRICS, metric_beside
 from tui.plot.run_curve import RunCurve
 from tui.run.gpus import gpu_lines
 from tui.run.memory import run_bars
+from tui.run.panels import headline_lines
 from tui.run.ranks import rank_lines
 from tui.run.watch import RunWatch
 
@@ -169,3 +172,10 @@ def test_memory_of_a_small_device_is_plotted_in_mib() -> None:
     assert peak.for_capacity(64 << 20).value_in({"kind": "step", "peak_bytes": 62 << 20}) == 62
     assert peak.for_capacity(80 << 30) == peak.for_capacity(0) == peak
     assert metric_beside(peak.for_capacity(64 << 20), -1).label == "tokens/s"
+
+
+def test_a_suspended_engine_says_what_lets_it_go_on(run: RunDirectory) -> None:
+    started(run, 3)
+    watch = looked(run)
+    watch.summary = replace(present(watch.summary), status="running", phase=SUSPENDED)
+    assert "kill -CONT" in headline_lines(watch, 80, str, ascii_only=False)[1].plain
