@@ -94,7 +94,7 @@ async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener
         ("stopped", ["■ stopped", "r resumes from the last checkpoint"]),
         ("failed", ["✗ failed", "r tries again", "nothing to train on"]),
         ("oom", ["▲ oom", "o opens the out-of-memory report"]),
-        ("stale", ["? stale", "r resumes from the last checkpoint", "without recording how"]),
+        ("stale", ["? stale", "r resumes from the last checkpoint", "the engine ended and recorded no reason"]),
         ("queued", ["○ queued", "waits in the queue"]),
     ],
 )
