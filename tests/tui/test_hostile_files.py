@@ -6,6 +6,7 @@ import json
 import os
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,14 +28,14 @@ def hostile_run(runs: Path) -> RunDirectory:
     quoted = json.dumps(HARM)
     run.run_toml.write_text(run.run_toml.read_text().replace('"demo"', quoted).replace('"builtin:tiny"', quoted))
     (run.path / "labels.json").write_text(json.dumps({"tags": ["keep"], "note": HARM}))
-    events = [
+    events: list[dict[str, Any]] = [
         {"kind": "warning", "code": HARM, "text": HARM, "fix": HARM},
         {"kind": "eval", "step": 3, "metrics": {HARM: 1.0}, "samples": [{"prompt": HARM, "answer": HARM}]},
         {"kind": "phase", "name": HARM, "detail": HARM},
         {"kind": "gpu", "index": 0, "used_bytes": 5, "utilisation_percent": 1, "temperature_celsius": 1,
          "power_watts": 1, "name": HARM},
     ]  # fmt: skip
-    head = {"seq": 99, "time": HARM, "stage": HARM, "rank": 0}
+    head: dict[str, Any] = {"seq": 99, "time": HARM, "stage": HARM, "rank": 0}
     with run.events.open("a") as file:
         file.writelines(json.dumps({**head, **event}, ensure_ascii=False) + "\n" for event in events)
         file.write('{"kind": "step", "seq": 1')  # half a line
