@@ -38,11 +38,20 @@ def compute_in_input_dtype(model: nn.Module) -> None:
         if isinstance(module, LoraLayer) and _is_plain(module):
             module.forward = MethodType(_forward, module)
     for module in model.modules():
-        for layers in _siblings(module):
+        for number, layers in enumerate(_siblings(module)):
             shared = SharedInput(layers)
             for layer in layers:
                 setattr(layer, SHARED, shared)
-            module.register_forward_hook(shared.close, always_call=True)
+            _call_after(module, shared.close, -1 - number)
+
+
+def _call_after(module: nn.Module, hook: Callable[..., None], number: int) -> None:
+    """Call `hook` after each forward pass of `module`, whatever ends it. torch counts hooks on through the whole model,
+    and torch.compile makes a graph for each number that it meets; here all decoder layers have the same numbers."""
+    handle = module.register_forward_hook(hook, always_call=True)
+    tables: list[Any] = [module._forward_hooks, module._forward_hooks_always_called]
+    for table in tables:
+        table[number] = table.pop(handle.id)
 
 
 def _siblings(parent: nn.Module) -> Iterator[list[Any]]:

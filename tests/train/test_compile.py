@@ -205,3 +205,12 @@ def test_what_compiled_layers_cannot_do_yet_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=named):
         refuse_unsupported(spec_with(parallel, method))
+
+
+def test_all_layers_share_their_graphs(tmp_path: Path) -> None:
+    """torch.compile makes a graph for each hook's number that it meets: 20 layers with numbers of their own would need
+    more graphs than a layer may have."""
+    with small_setup(tmp_path) as setup:
+        modules = setup.context.loaded.base.modules()
+        hooks = [(type(module).__name__, tuple(module._forward_hooks)) for module in modules if module._forward_hooks]
+    assert len(hooks) > 4 and len(set(hooks)) == 2  # q, k, v in attention; gate and up
