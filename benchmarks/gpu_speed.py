@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_runs import Result, SuiteDevice, TrainingCase
+from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory
@@ -38,6 +39,8 @@ if TYPE_CHECKING:  # torch is imported where it is used: the process of a suite 
 MODEL, RANK = "meta-llama/Llama-3.1-8B", 16
 LENGTH, MICRO, ROWS = 4096, 2, 8
 SMALL_LENGTH = 64
+PEERS = ("Trainer", "SFTTrainer")
+FUSED = "tunedeck with fused kernels"
 WARM_UP, FIXED, MIXED = 2, 3, 4
 """Steps that are not counted, then steps with samples of equal length; then again one step that is not counted, and
 steps with samples of mixed lengths."""
@@ -164,6 +167,8 @@ def compared(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Resul
         kernels = (True,)  # without Liger's loss, not all fit on a card together
     names = {f"{name}{' with Liger' if liger else ''}": (name, liger) for name in PEERS for liger in kernels}
     contestants: dict[str, Any] = {"tunedeck": partial(ours, spec)}
+    if checkpointing and not device.is_small:
+        contestants[FUSED] = partial(ours, with_changes(spec, {"model.kernels": "auto"}))
     contestants |= {label: partial(peer, job, name, liger) for label, (name, liger) in names.items()}
     steps = take_turns(contestants, STEPS)
     parts = {"fixed": slice(WARM_UP, WARM_UP + FIXED), "mixed": slice(WARM_UP + FIXED + 1, None)}
@@ -175,8 +180,7 @@ def compared(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Resul
         for part, chosen in parts.items()
     }
     ratios = {
-        part: round(found["tunedeck"] / max(speed for label, speed in found.items() if label != "tunedeck"), 3)
-        for part, found in speeds.items()
+        part: round(found["tunedeck"] / max(found[label] for label in names), 3) for part, found in speeds.items()
     }
     return {
         "ok": device.is_small or min(ratios.values()) >= 1.0,
@@ -186,9 +190,6 @@ def compared(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Resul
         "said": f"{speeds['fixed']['tunedeck']:.0f} tokens/s, {ratios['fixed']:.2f} of the fastest peer; "
         f"mixed lengths {speeds['mixed']['tunedeck']:.0f}, {ratios['mixed']:.2f}",
     }
-
-
-PEERS = ("Trainer", "SFTTrainer")
 
 
 def profiled(device: SuiteDevice, folder: Path, *, checkpointing: bool) -> Result:

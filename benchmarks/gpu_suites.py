@@ -81,7 +81,7 @@ def smoke(_device: SuiteDevice) -> Iterator[Measurement]:
     beside = replace(case, method={"rank": 8, "also_train": ["model.norm"]})
     yield Measurement("lora-also-train", partial(_trains, beside))
     yield Measurement("sigterm-and-resume", partial(_sigterm, case))
-    yield Measurement("out-of-memory", partial(_survives, replace(case, train=RECOMPUTING)))
+    yield Measurement("out-of-memory", partial(_survives, replace(case, train=RECOMPUTING, rows=64)))
     offload = {"train.activation_offload": True}
     yield Measurement("offload-gradients", partial(_same_gradients, case, offload, 0.01))
     # Two layers of real size: bitsandbytes' 4-bit products keep tensors of their own, whatever the number of layers.
@@ -90,6 +90,8 @@ def smoke(_device: SuiteDevice) -> Iterator[Measurement]:
         "nf4-offload-gradients", partial(_same_gradients, large, {"train.activation_offload": True}, 0.01)
     )
     # Other kernels round differently: bf16 has 8 bits.
+    fused = {"model.kernels": "auto"}
+    yield Measurement("fused-gradients", partial(_same_gradients, case, fused, 0.05))
     packed = replace(case, padded=True, packing=True)
     masked = {"model.attention": "sdpa"}  # with a mask that keeps the documents of a row apart
     yield Measurement("packing-gradients", partial(_same_gradients, packed, masked, 0.05))
@@ -195,9 +197,9 @@ def _sigterm(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
 
 
 def _survives(case: TrainingCase, device: SuiteDevice, folder: Path) -> Result:
-    roomy = measured_run(case.spec(device, folder, micro_batch=8), folder / "roomy", device).expect()
+    roomy = measured_run(case.spec(device, folder), folder / "roomy", device).expect()
     capped_gib = 0.8 * roomy.peak_bytes / 2**30
-    run = measured_run(case.spec(device, folder, capped_gib, micro_batch=8), folder / "capped", device)
+    run = measured_run(case.spec(device, folder, capped_gib), folder / "capped", device)
     return _compared(run.expect(), roomy)
 
 

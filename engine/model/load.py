@@ -19,7 +19,7 @@ from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.budget.predict.recompute import recompute_order
-from engine.budget.trace.memory_config import memory_config_of
+from engine.budget.trace.memory_config import fused_kernels, memory_config_of
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import install_command
@@ -40,6 +40,7 @@ from engine.model.attention import ChosenAttention, attends_to_later_tokens, cho
 from engine.model.config import HUB_ERRORS, auto_class, blaming_own_code, load_config, loading_error
 from engine.model.dropout import has_dropout, key_dropout, keyed_dropouts, settle_dropout
 from engine.model.dropout_kernel import use_kernel
+from engine.model.fused import FusedModules
 from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.positions import expect_scaled, fix_frequencies, scale_positions
 from engine.model.precision import Precision, choose_precision
@@ -171,6 +172,13 @@ def assemble(
     asked = recipe.train.gradient_checkpointing
     loaded.set_checkpointing(True if asked == "auto" else asked)  # a plan would have made a number of "auto"
     return loaded
+
+
+def fuse_modules(loaded: LoadedModel, spec: RunSpec) -> None:
+    """Let fused kernels compute what they can of the decoder layers, if the recipe allows it. Their results are to be
+    compared with the layers' own before they are relied on (proof `fused`)."""
+    if fused_kernels(spec):
+        loaded.fused = FusedModules(decoder_of(loaded.base)) or None
 
 
 def _recompute_order(spec: RunSpec, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from engine.model.adapters import Coverage
 from engine.model.config import auto_class, processor_files
 from engine.model.dropout import follow_checkpoints
 from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
+from engine.model.fused import FusedModules
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 from engine.model.result_files import name_base, save_generation_config
@@ -74,6 +75,8 @@ class LoadedModel:
     """The image processor, saved beside every result; None for a run without images."""
     positions_scaled: bool = False
     """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
+    fused: FusedModules | None = None
+    """What of the decoder layers is computed by fused kernels; None: nothing."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 

@@ -24,7 +24,8 @@ from engine.model.config import auto_class
 from engine.model.decoder import find_head
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.expert_balance import expert_balance
-from engine.model.load import LoadedModel, assemble, choose_settings
+from engine.model.fused import OutlineKernels, using
+from engine.model.load import LoadedModel, assemble, choose_settings, fuse_modules
 from engine.model.loaded import embedding_rows
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
@@ -57,11 +58,17 @@ def simulated_run(
     them. Each row begins with `row_images`. Inside the block, all tensors are simulated."""
     device = SimulatedDevice.of(spec.profile.device)
     loaded = on_meta(spec, device, facts)
-    with device.simulating(packed=spec.recipe.data.packing), simulated_dropout(spec.profile.device.kind):
-        leave_meta(loaded.model)
-        if row_images is not None:
-            device.read_images()
-        yield SimulatedRun(spec, device, loaded, record, row_images)
+    fuse_modules(loaded, spec)  # not below: it computes with values
+    kind, packed = spec.profile.device.kind, spec.recipe.data.packing
+    try:
+        with device.simulating(packed=packed), simulated_dropout(kind), using(OutlineKernels()):
+            leave_meta(loaded.model)
+            if row_images is not None:
+                device.read_images()
+            yield SimulatedRun(spec, device, loaded, record, row_images)
+    finally:
+        if loaded.fused is not None:
+            loaded.fused.remove()
 
 
 class SimulatedRun(Generic[Recorder]):

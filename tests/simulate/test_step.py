@@ -70,18 +70,24 @@ def test_a_card_adds_gradients_in_place_and_holds_no_more(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "method"),
-    [(QWEN2, LORA), (QWEN2, FULL), (MIXTRAL, FULL), (BOTH_WAYS, LORA)],
-    ids=lambda value: value.get("model_type") or str(value),
+    ("config", "method", "kernels"),
+    [
+        (QWEN2, LORA, "torch"),
+        (QWEN2, FULL, "auto"),
+        (MIXTRAL, FULL, "torch"),
+        (BOTH_WAYS, LORA, "torch"),
+        (BOTH_WAYS, LORA, "auto"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("model_type") or str(value),
 )
 def test_every_phase_of_the_plan_is_simulated_and_the_two_agree(
-    config: dict[str, Any], method: dict[str, Any], tmp_path: Path
+    config: dict[str, Any], method: dict[str, Any], kernels: str, tmp_path: Path
 ) -> None:
     spec = run_spec(
         folder_of(config, tmp_path),
         {"kind": "cuda", "memory_gib": 80.0, "compute_capability": 9.0},
         method=method,
-        model={"dtype": "bfloat16"},
+        model={"dtype": "bfloat16", "kernels": kernels},
         train={"batch_size": 4, "gradient_checkpointing": True},
         data={"max_length": 300, "valid_fraction": 0.5},
         eval={"samples": 3},

@@ -20,6 +20,8 @@ from engine.budget.trace.operations import (
     add_number,
     copy,
     dropped,
+    fused_gate,
+    fused_rms_norm,
     halves,
     layer_norm,
     multiply,
@@ -86,6 +88,8 @@ class Layer(Weights):
     def norm(self, name: str, x: TracedTensor, rows: BytesPolynomial = TOKEN) -> TracedTensor:
         """RMSNorm in fp32, cast back, then times the weight; Gemma and gpt-oss multiply before the cast."""
         trace, (size, trained) = self.trace, self.weight(name)
+        if self.config.fused:
+            return fused_rms_norm(trace, x, rows, size, trained)
         return rms_norm(trace, x, rows, size, trained, self.config.base_bytes, wide=self.arch.wide_norm)
 
     def attention(self, x: TracedTensor) -> tuple[TracedTensor, TracedTensor | None]:
@@ -101,7 +105,8 @@ class Layer(Weights):
         if arch.qk_norm:
             key = self.norm("self_attn.k_norm", key, arch.kv_heads * TOKEN)
         value = self.linear("self_attn.v_proj", x)
-        query, key = rotary_both(trace, arch, query, key, self.config.base_bytes)
+        if not (self.config.fused and fuses_rotary(arch)):  # the kernel rotates both where they are
+            query, key = rotary_both(trace, arch, query, key, self.config.base_bytes)
         key, value = self._remember(key, value)
         output, weights = attend(trace, arch, self.config, self.masked, query, key, value)
         return self.linear("self_attn.o_proj", output), weights
@@ -116,6 +121,9 @@ class Layer(Weights):
             gate, up = halves(trace, joint)
             up = multiply(trace, up, activation(trace, gate))
             return self.linear("mlp.down_proj", up)
+        if self.config.fused and fuses_gate(arch):
+            joined = fused_gate(trace, self.linear("mlp.gate_proj", x), self.linear("mlp.up_proj", x))
+            return self.linear("mlp.down_proj", joined)
         return self.linear(
             "mlp.down_proj",
             multiply(trace, activation(trace, self.linear("mlp.gate_proj", x)), self.linear("mlp.up_proj", x)),
@@ -130,7 +138,10 @@ class Layer(Weights):
         parts = [width * TOKEN for width in (arch.query_width, arch.kv_width, arch.kv_width)]
         if arch.layout == "phi3":
             query, key, value = (narrow(trace, joint, elements) for elements in parts)
-            query, key = rotary_both(trace, arch, query, key, self.config.base_bytes)
+            if self.config.fused and fuses_rotary(arch):  # the kernel wants heads that lie together
+                query, key = copy(trace, query), copy(trace, key)
+            else:
+                query, key = rotary_both(trace, arch, query, key, self.config.base_bytes)
         else:
             query, key, value = split(trace, joint, parts)
         key, value = self._remember(key, value)
@@ -173,6 +184,16 @@ def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
     half = scale(trace, x)
     raised = add_number(trace, saves_output(trace, scale(trace, add(trace, x, scale(trace, power(trace, x))))))
     return multiply(trace, half, raised)
+
+
+def fuses_gate(arch: Architecture) -> bool:
+    """Whether the engine finds the family's gated blocks to be what the fused kernel computes."""
+    return arch.layout in ("llama", "qwen3_moe") and arch.activation in ("silu", "gelu_pytorch_tanh")
+
+
+def fuses_rotary(arch: Architecture) -> bool:
+    """Whether the engine finds the family's rotary embedding to be what the fused kernel computes."""
+    return arch.layout not in ("gpt2", "gpt_oss") and arch.rotary_share == 1.0
 
 
 def rotary_both(

@@ -100,6 +100,8 @@ class MemoryConfig:
     """While one offloaded activation is used, the next one is already copied back to the device; true on CUDA."""
     attention_scratch: bool = False
     """Attention's backward in half precision has scratch of its own; true on CUDA, except in eager attention."""
+    fused: bool = False
+    """Fused kernels compute norms, gated feed-forward blocks and rotary embedding in decoder layers."""
     watches_experts: bool = False
     """Router logits of all layers are kept to the end of the forward pass, to count how often each expert is chosen."""
     balances_experts: bool | None = False
@@ -176,6 +178,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         attention_scratch=device.kind == "cuda" and attention != "eager",
         residual_dropout=arch.residual_dropout,
         embedding_dropout=arch.embedding_dropout,
+        fused=fused_kernels(spec),
         watches_experts=arch.experts is not None and recipe.moe.watch_experts,
         balances_experts=_balances_experts(arch, recipe),
     )
@@ -241,6 +244,15 @@ def resolved_dtype(spec: RunSpec) -> str:
     if device.kind != "cuda":
         return "float32"
     return "float16" if (device.compute_capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY else "bfloat16"
+
+
+def fused_kernels(spec: RunSpec) -> bool:
+    """Whether fused kernels replace modules of decoder layers; under autocast, whose products of fp32 weights are not
+    in the inputs' dtype, and in compiled layers they do not."""
+    recipe = spec.recipe
+    wanted = spec.profile.device.kind == "cuda" and recipe.model.kernels == "auto" and not recipe.train.compile
+    autocast = recipe.method.kind != "lora" and resolved_dtype(spec) == "float16"
+    return wanted and not autocast and bool(installed("liger-kernel"))
 
 
 def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:

@@ -81,6 +81,7 @@ class Node:
         """Bytes of the gradient of the operation's output."""
         self.inputs = inputs
         self.backward = backward
+        """None: the gradients of the inputs are written over what was saved of them."""
         self.saved = saved
         """None: backward needs nothing from forward. Empty list: backward needs a weight, which adds no bytes."""
         self.gradient: Storage | None = None
@@ -177,7 +178,7 @@ class MemoryTrace:
         elements: BytesPolynomial,
         itemsize: int,
         inputs: Sequence[TracedTensor],
-        backward: Backward,
+        backward: Backward | None,
         saved: list[SavedTensor] | None = None,
         *,
         trains: bool = False,
@@ -189,7 +190,7 @@ class MemoryTrace:
         self,
         output: TracedTensor,
         inputs: Sequence[TracedTensor],
-        backward: Backward,
+        backward: Backward | None,
         saved: list[SavedTensor] | None = None,
         *,
         trains: bool = False,
@@ -269,8 +270,7 @@ class MemoryTrace:
     def _run_backward(self, node: Node) -> None:
         """Compute the gradients of a node's inputs, free its saved tensors, then pass on the gradients, last first."""
         unpacked = None if node.saved is None else self._unpack_saved(node.saved)
-        assert node.backward is not None
-        outgoing = node.backward(node.take_gradient())
+        outgoing = node.backward(node.take_gradient()) if node.backward else _over_saved(node, unpacked)
         del unpacked
         node.saved, node.joined = None, None
         while outgoing:
@@ -292,6 +292,13 @@ class MemoryTrace:
             target.gradient = gradient
         elif self.metered or getrefcount(target.gradient) != 2:  # 2: no other reference, so torch adds in place
             target.gradient = self.allocate(target.size)
+
+
+def _over_saved(node: Node, unpacked: list[Storage] | None) -> list[Storage | None]:
+    """The storages that hold a node's saved tensors, in order: copies on the device of those that were offloaded."""
+    node.take_gradient()
+    copies = iter(unpacked or [])
+    return [next(copies) if isinstance(each, BytesPolynomial) else each for each in node.saved or []]
 
 
 def _by_growth(size: BytesPolynomial) -> tuple[int, int]:

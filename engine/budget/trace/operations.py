@@ -265,6 +265,38 @@ def power(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:
     return trace.result(x.elements, x.itemsize, [x], backward, saved)
 
 
+MULTIPROCESSORS = 132
+"""Of an H100: a fused norm's backward adds up its weight's gradient in so many parts, in fp32."""
+
+
+def fused_rms_norm(
+    trace: MemoryTrace, x: TracedTensor, rows: BytesPolynomial, weight: int, trained: bool
+) -> TracedTensor:
+    """Liger's kernel, the arguments as in `rms_norm`: the input and an fp32 number for each of `rows` are saved."""
+    size, wanted, summed_bytes = x.size, x.node is not None, MULTIPROCESSORS * weight * FLOAT // x.itemsize
+
+    def backward(gradient: Storage) -> list[Storage | None]:
+        grad_x = trace.allocate(size) if wanted or trained else None
+        parts = trace.allocate(summed_bytes * BYTE) if trained else None
+        if trained:
+            trace.leaf_gradient(weight)
+        del parts
+        return [grad_x]
+
+    saved = trace.save(x) if wanted or trained else None
+    output = trace.result(x.elements, x.itemsize, [x], backward, saved, trains=trained)
+    reciprocal = trace.new(rows, FLOAT)
+    if saved is not None:
+        saved += trace.save(reciprocal)
+    return output
+
+
+def fused_gate(trace: MemoryTrace, gate: TracedTensor, up: TracedTensor) -> TracedTensor:
+    """Liger's kernel of act(gate) * up: both are saved, and backward writes their gradients over them."""
+    learns = gate.node is not None or up.node is not None
+    return trace.result(gate.elements, gate.itemsize, [gate, up], None, trace.save(gate, up) if learns else None)
+
+
 def layer_norm(trace: MemoryTrace, x: TracedTensor, vector: int, trained: bool) -> TracedTensor:
     """`F.layer_norm`: the input and, per token, two fp32 statistics are saved for backward. `vector`: bytes of the
     gradient of the weight, and of the bias, if `trained`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -212,6 +212,34 @@ def _nf4_error(run: ProvedRun, layer: Any, back_OI: Tensor) -> float:
     return worst_error(found, dict(zip(found, expected, strict=True)), limit)
 
 
+def prove_fused(run: ProvedRun) -> str:
+    """Compare decoder layers whose modules fused kernels compute with the layers as they are, on the run's own
+    micro-batches: the first and the last of those that are made of the same classes, for the others compute the same.
+    Raises DisprovedError if results differ by more than rounding, or if memory runs out."""
+    fused = run.context.loaded.fused
+    assert fused is not None
+    alike: dict[tuple[type[nn.Module], ...], list[nn.Module]] = {}
+    for layer in fused.layers:
+        alike.setdefault(tuple(type(module) for module in layer.modules()), []).append(layer)
+    ends = {id(layer) for layers in alike.values() for layer in (layers[0], layers[-1])}
+    compared = [layer for layer in fused.layers if id(layer) in ends]
+    replaced = ReplacedLayers(compared, lambda layer: partial(type(layer).forward, layer), fused.off)
+    worst, shapes = _replaced_error(run, replaced)
+    return f"{fused} by fused kernels: layers are within {worst:.1e} of torch's at {shapes} tokens, gradients too"
+
+
+def _stop_fusing(run: ProvedRun) -> str:
+    fused, run.context.loaded.fused = run.context.loaded.fused, None
+    if fused is not None:
+        fused.remove()
+    return "torch computes these modules, and needs more memory for it than planned"
+
+
+def _fused_facts(run: ProvedRun) -> list[str]:
+    loaded = run.context.loaded
+    return [str(loaded.fused), loaded.config.to_json_string(), str(loaded.precision), str(run.spec.recipe.method)]
+
+
 def prove_compiled(run: ProvedRun) -> str:
     """Compile the decoder layers, compare every one with the layer as it is on the run's own micro-batches, and run
     them compiled from now on. Raises DisprovedError if results differ by more than rounding, if a layer cannot be
@@ -222,17 +250,11 @@ def prove_compiled(run: ProvedRun) -> str:
         raise DisprovedError("the model has no layers that gradient checkpointing works on, which are those compiled")
     began = time.perf_counter()
     try:
-        batches = [StepComputation(run.context).batch(samples) for samples in _micro_batches(run)]
-        worst = max(_compiled_error(run, layers, batch) for batch in batches)
+        worst, shapes = _replaced_error(run, ReplacedLayers(layers.layers, layers.call, nullcontext))
     except COMPILE_ERRORS as error:
         raise DisprovedError(f"{layers.backend} cannot compile them: {compile_problem(error)}") from None
-    except Exception as error:  # of any kind: memory that runs out has many
-        if classify(error) is None:
-            raise
-        raise DisprovedError(f"memory ran out while they were compared: {error}") from None
     layers.use()
     seconds = time.perf_counter() - began
-    shapes = ", ".join(" x ".join(map(str, batch.input_ids_BS.shape)) for batch in batches)
     return (
         f"{len(layers.layers)} layers compiled by {layers.backend} in {seconds:.1f} s are within {worst:.1e} of the "
         f"layers as they are at {shapes} tokens, gradients too"
@@ -263,24 +285,47 @@ def _micro_batches(run: ProvedRun) -> list[NDArray[np.int64]]:
     return [by_length[-1:], np.array(in_pairs[-2:]), np.array(in_pairs[:2])]
 
 
-def _compiled_error(run: ProvedRun, layers: CompiledLayers, batch: Batch) -> float:
-    """The largest relative error of a compiled layer while the decoder runs on `batch`. Raises DisprovedError if one is
-    above rounding."""
+class ReplacedLayers(NamedTuple):
+    """Decoder layers, what is to compute them, and a context in which their class computes them as they are."""
+
+    layers: list[nn.Module]
+    call: Callable[[nn.Module], Callable[..., Any]]
+    as_they_are: Callable[[], AbstractContextManager[None]]
+
+
+def _replaced_error(run: ProvedRun, replaced: ReplacedLayers) -> tuple[float, str]:
+    """Compare the layers on a few of the run's micro-batches. Returns the largest relative error and the micro-batches'
+    shapes, in words. Raises DisprovedError if an error is above rounding, or if memory runs out."""
+    try:
+        batches = [StepComputation(run.context).batch(samples) for samples in _micro_batches(run)]
+        worst = max(_error_on(run, replaced, batch) for batch in batches)
+    except COMPILE_ERRORS:
+        raise
+    except Exception as error:  # of any kind: memory that runs out has many
+        if classify(error) is None:
+            raise
+        raise DisprovedError(f"memory ran out while they were compared: {error}") from None
+    return worst, ", ".join(" x ".join(map(str, batch.input_ids_BS.shape)) for batch in batches)
+
+
+def _error_on(run: ProvedRun, replaced: ReplacedLayers, batch: Batch) -> float:
+    """The largest relative error of a replaced layer while the decoder runs on `batch`."""
     context = run.context
     limit, errors = ROUNDINGS * tolerance(context.loaded.precision.compute), [0.0]
     learns = _learns(context.loaded.base.get_input_embeddings()) or bool(batch.images)
 
     def compare(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         nonlocal learns
-        number, given = layers.layers.index(layer), _Given(inputs, options, learns)
+        number, given = replaced.layers.index(layer), _Given(inputs, options, learns)
         with _stirred(layer, run), context.loss.offload.saving(), torch.enable_grad():
-            expected = given.results(partial(type(layer).forward, layer), layer, run)
-            found = given.results(layers.call(layer), layer, run)
+            with replaced.as_they_are():
+                expected = given.results(partial(type(layer).forward, layer), layer, run)
+            found = given.results(replaced.call(layer), layer, run)
         errors.append(worst_error(found, expected, limit, f" of layer {number}"))
         learns = learns or _learns(layer)
 
     with ExitStack() as hooks, torch.no_grad(), autocast(context.loaded):
-        for layer in layers.layers:
+        for layer in replaced.layers:
             hooks.callback(layer.register_forward_pre_hook(compare, with_kwargs=True).remove)
         decoder_output(context.loaded, batch)
     context.loss.offload.settle()
@@ -339,4 +384,5 @@ NF4 = Proof(
     lambda run: run.spec.recipe.model.quantize == "nf4",
     lambda run: [str(run.context.loaded.precision.compute)],
 )
+FUSED = Proof("fused", prove_fused, _stop_fusing, lambda run: run.context.loaded.fused is not None, _fused_facts)
 COMPILED = Proof("compile", prove_compiled, _stop_compiling, lambda run: run.spec.recipe.train.compile)

@@ -44,6 +44,7 @@ ON_A_DEVICE = (
     state.COPIED,
     state.HOST_SYNCS,
     kernels.DETERMINISM,
+    layers.FUSED,
     layers.COMPILED,
 )
 """Later proofs may rest on what earlier ones have shown. Layers that were called under another dispatch mode first, as
