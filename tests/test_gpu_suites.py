@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import gpu_kit
 from benchmarks.gpu import _own_folder
 from benchmarks.gpu_runs import DriverMemory, SuiteDevice, engines_in
 from benchmarks.gpu_suites import SUITES, Measurement, measurements_of
@@ -139,3 +141,24 @@ def test_the_driver_s_count_is_of_the_run_s_own_process(visible: bool) -> None:
     for _ in range(3):
         driver.look(42)
     assert driver.used_bytes == 500
+
+
+def test_the_kit_carries_one_cuda_library_and_a_script_that_bash_reads(tmp_path: Path) -> None:
+    wheel, libraries = tmp_path / "bitsandbytes-1-py3-none-any.whl", ("cuda118", "cuda130", "cpu", "rocm70")
+    names = ["bitsandbytes/__init__.py", *(f"bitsandbytes/libbitsandbytes_{each}.so" for each in libraries)]
+    record = "bitsandbytes-1.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in names:
+            whole.writestr(name, "content")
+        whole.writestr(record, "".join(f"{name},sha256=x,7\n" for name in names))
+    gpu_kit.without_other_libraries(wheel)
+    kept = [names[0], names[2], names[3]]
+    with zipfile.ZipFile(wheel) as smaller:
+        assert smaller.namelist() == [*kept, record]
+        assert [line.partition(",")[0] for line in smaller.read(record).decode().splitlines()] == kept
+    subprocess.run(["bash", "-n"], input=gpu_kit.SCRIPT, text=True, check=True)
+
+
+def test_the_kit_s_wheels_are_of_the_versions_that_are_tested_here() -> None:
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text("utf-8").split()}
+    assert {"transformers", "peft", "trl", "liger-kernel", "datasets"} <= pinned & set(gpu_kit.WHEELS)
