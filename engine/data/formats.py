@@ -120,8 +120,9 @@ class Format:
         if isinstance(row, Dropped):
             return row
         values: dict[str, Any] = {ours: _value(row, theirs) for ours, theirs in self.fields.items()}
-        if self.version > 3:
-            values |= {name: str(value) for name, value in values.items() if name != "label" and type(value) is int}
+        if self.version > 3:  # an answer may be a number; a text that is one is another column by mistake
+            kept = ("label", "text")
+            values |= {name: str(value) for name, value in values.items() if name not in kept and type(value) is int}
         if self.boxes is not None:
             return detection(values, self.boxes)
         if self.name == "image-chat":

@@ -167,7 +167,7 @@ DATA: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
     "blank lines": ("\n\n", ("no rows",)),
     "bad line": ('{"text": "a"}\n{"text": "b"}\n{"text":\n', ("data.jsonl:3: not JSON", "mend or remove that line")),
     "scalars": ("1\n2\n", ("data.jsonl:1:", "an object was expected")),
-    "unknown columns": ('{"foo": "a"}\n', ("columns are foo", "messages", "columns = {prompt")),
+    "unknown columns": ('{"foo": "a"}\n', ("columns are foo", "messages", "columns = {text")),
     "nulls": ('{"text": null}\n', ("1 x text is missing",)),
     "no text": ('{"text": ""}\n', ("1 x text is empty",)),
     "numbers for text": ('{"text": 5}\n{"text": 6}\n', ("2 x text is not text",)),
@@ -191,7 +191,8 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "truncated csv": ("x.csv", b'a,b\n"unclosed\n', "cannot be read"),
     "parquet that is none": ("x.parquet", b"text", "cannot be read"),
     "arrow that is none": ("x.arrow", b"text", "cannot be read"),
-    "unknown suffix": ("x.zip", b"text", "rename the file"),
+    "unknown suffix": ("x.what", b"text", "rename the file"),
+    "an archive": ("x.zip", b"text", "unpack it"),
     "no suffix": ("x", b"text", "rename the file"),
 }
 

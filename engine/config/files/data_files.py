@@ -38,9 +38,10 @@ _WITH_PANDAS = (
 OTHER_FORMATS = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV, in UTF-8"),
     **dict.fromkeys((".pkl", ".pickle"), _WITH_PANDAS.format(read="read_pickle")),
+    **dict.fromkeys((".zip", ".tar", ".7z", ".rar"), "unpack it, and name a file or the folder that comes out"),
     ".feather": _WITH_PANDAS.format(read="read_feather"),
     ".orc": _WITH_PANDAS.format(read="read_orc"),
-    **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".db", ".sqlite"),
+    **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".pdf", ".docx", ".db", ".sqlite"),
                     "write its rows as lines of JSON, an object each"),
 }  # fmt: skip
 """What to do with a file of another format, by suffix."""
