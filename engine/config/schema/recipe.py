@@ -58,8 +58,7 @@ class Model(Table):
     micro-batch. keep: also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or another
     micro-batch then changes what is learned. off: switched off."""
     kernels: Literal["auto", "torch"] = "torch"
-    """What computes norms, gated feed-forward blocks and rotary embedding in training. auto: Liger's fused kernels on
-    CUDA, where liger-kernel is installed, for the modules that these equal; torch: the model's own operations."""
+    """torch: the model's own operations; auto: Liger's norms, gated blocks, rotary embedding on CUDA, if installed."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
