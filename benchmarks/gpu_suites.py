@@ -364,13 +364,19 @@ def _largest(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
 
 
 def speed(_device: SuiteDevice) -> Iterator[Measurement]:
-    """Yield measurements of tokens/s beside transformers' Trainer and TRL, with recomputed and with kept activations,
-    and of the time of each kernel in a step."""
-    from benchmarks.gpu_speed import compared, profiled  # imports torch, which the other suites leave to their engines
+    """Yield measurements of tokens/s beside transformers' Trainer and TRL, and of the time of each kernel in a step,
+    with recomputed and with kept activations."""
+    # Imports torch, which the other suites leave to their engines.
+    from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER, compared, profiled
 
+    for name, contestants in {
+        "peers-with-liger": (FUSED, TRAINER + WITH_LIGER, TRL + WITH_LIGER),
+        "peers": (OURS, TRAINER, TRL),
+    }.items():
+        yield Measurement(name, partial(compared, contestants=contestants))
     for name, checkpointing in (("recomputed", True), ("kept", False)):
-        yield Measurement(f"peers-{name}", partial(compared, checkpointing=checkpointing))
         yield Measurement(f"kernels-{name}", partial(profiled, checkpointing=checkpointing))
+    yield Measurement("kernels-kept-fused", partial(profiled, checkpointing=False, kernels="auto"))
 
 
 SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
