@@ -5,7 +5,9 @@ file of text rows; `datasets.map` tokenises batches and writes its table, as tra
 taken off: each side also prepares a twentieth of the rows, and the difference counts. Then a preparation is killed with
 SIGKILL halfway and gone on with, and its tokens must be those of the one that was not killed.
 
-Run: `python -m benchmarks.preparing --rows 100000`; `--out FILE` keeps the figures
+Run: `python -m benchmarks.preparing --rows 100000`; `--out FILE` keeps the figures.
+`python -m benchmarks.preparing --large --rows 2000000` prepares that many with a SIGKILL in the middle, beside a
+twentieth of them: memory must not grow with the rows, and each row must be there once, as the tokenizer has it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -66,10 +72,11 @@ def words(count: int, drawn: random.Random) -> list[str]:
 def write_rows(file: Path, count: int, tokens: int, vocabulary: list[str], seed: int) -> None:
     """`count` rows of text of about `tokens` tokens: a word is about a token, since common words become one."""
     drawn = random.Random(seed)
-    weights = [1 / (rank + 1) for rank in range(len(vocabulary))]
+    weights = list(accumulate(1 / (rank + 1) for rank in range(len(vocabulary))))
     with file.open("w") as opened:
         for _ in range(count):
-            text = " ".join(drawn.choices(vocabulary, weights, k=drawn.randint(tokens // 2, tokens * 3 // 2)))
+            length = drawn.randint(tokens // 2, tokens * 3 // 2)
+            text = " ".join(drawn.choices(vocabulary, cum_weights=weights, k=length))
             opened.write(json.dumps({"text": text}) + "\n")
 
 
@@ -164,14 +171,95 @@ def measure(folder: Path, rows: int, tokens: int) -> dict[str, object]:
     }
 
 
+POLL_S = 0.5
+COMPARED = 20_000
+"""Rows of a large preparation, drawn at random, whose tokens are compared with the tokenizer's own."""
+
+
+@dataclass
+class LargeCost(Cost):
+    own_mib: float = 0.0
+    """Most memory of its own that the process had: without pages that only mirror files, which the system takes back
+    at will."""
+
+
+def watched(command: list[str], cache: Path, *, kill_at_bytes: float = float("inf")) -> LargeCost:
+    """Run a command and watch its memory, until it ends or its tokens have reached so many bytes on the disk."""
+    began, process = time.monotonic(), start(command, cache)
+    assert process.stderr is not None
+    said: list[bytes] = []
+    reader = threading.Thread(target=lambda: said.append(process.stderr.read() if process.stderr else b""))
+    reader.start()
+    own_bytes, killed = 0, False
+    while (found := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+        try:
+            memory = psutil.Process(process.pid).memory_info()
+        except psutil.NoSuchProcess:
+            continue
+        own_bytes = max(own_bytes, memory.rss - memory.shared)
+        written = sum(path.stat().st_size for path in cache.rglob("ids.npy"))
+        if written >= kill_at_bytes and not killed:
+            killed = True
+            process.send_signal(signal.SIGKILL)
+        time.sleep(POLL_S)
+    reader.join()
+    _, status, used = found
+    if status and not killed:
+        raise RuntimeError(b"".join(said).decode(errors="replace")[-2000:])
+    wall_s, processor_s = time.monotonic() - began, used.ru_utime + used.ru_stime
+    return LargeCost(processor_s, wall_s, used.ru_maxrss / 1024, own_bytes / 2**20)
+
+
+def differing_rows(cache: Path, file: Path, folder: Path, rows: int) -> int:
+    """Of COMPARED rows drawn at random, those whose prepared tokens are not the tokenizer's own. RuntimeError: the
+    cache does not hold each row once, in order."""
+    (entry,) = {path.parent for path in cache.rglob("ids.npy")}
+    ids, offsets, origins = (np.load(entry / f"{name}.npy", mmap_mode="r") for name in ("ids", "offsets", "origins"))
+    if not np.array_equal(origins, np.arange(rows)):
+        raise RuntimeError(f"{len(origins):,} documents for {rows:,} rows, or in another order")
+    chosen = set(random.Random(0).sample(range(rows), min(rows, COMPARED)))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    different = 0
+    with file.open() as opened:
+        for number, line in enumerate(opened):
+            if number in chosen:
+                wanted = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
+                found = ids[offsets[number] : offsets[number + 1]].tolist()
+                different += found != [*wanted, tokenizer.eos_token_id]
+    return different
+
+
+def measure_large(folder: Path, rows: int, tokens: int) -> dict[str, object]:
+    vocabulary, few = words(VOCABULARY // 2, random.Random(0)), max(1, rows // SAMPLE_SHARE)
+    files = {"all": folder / "all.jsonl", "few": folder / "few.jsonl"}
+    write_rows(files["all"], rows, tokens, vocabulary, 1)
+    write_rows(files["few"], few, tokens, vocabulary, 2)
+    write_tokenizer(folder / "tokenizer", files["all"])
+    costs = {"few": watched(ours(recipe(folder, files["few"], 0)), folder / "cache-few")}
+    (written,) = (path.stat().st_size for path in (folder / "cache-few").rglob("ids.npy"))
+    command, cache = ours(recipe(folder, files["all"], 0)), folder / "cache-all"
+    costs["killed"] = watched(command, cache, kill_at_bytes=written * rows / few / 2)
+    costs["continued"] = watched(command, cache)
+    return {
+        "rows": rows,
+        "tokens": int(np.load(next(cache.rglob("ids.npy")), mmap_mode="r").size),
+        "text_mib": round(files["all"].stat().st_size / 2**20),
+        "rows_compared": min(rows, COMPARED),
+        "rows_that_differ": differing_rows(cache, files["all"], folder / "tokenizer", rows),
+        "costs": {name: {key: round(value, 1) for key, value in asdict(each).items()} for name, each in costs.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--large", action="store_true", help="our side alone, killed in the middle")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    taken = measure_large if given.large else measure
     with tempfile.TemporaryDirectory(prefix="preparing-") as folder:
-        figures = json.dumps(measure(Path(folder), given.rows, given.tokens), indent=2)
+        figures = json.dumps(taken(Path(folder), given.rows, given.tokens), indent=2)
     print(figures)
     if given.out:
         given.out.write_text(figures + "\n")

@@ -79,6 +79,12 @@ def evaluate(
     include_path: Annotated[
         str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
     ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write answers, each beside another, for a judge.")
+    ] = None,
+    verdicts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The judge's verdicts on them: the win rate of the answers.")
+    ] = None,
     profile: Annotated[str | None, typer.Option("-p", "--profile", help="With MODEL: the hardware profile.")] = None,
     recipe: Annotated[
         str | None, typer.Option("-r", "--recipe", help="With MODEL: the recipe whose validation data are used.")
@@ -95,6 +101,11 @@ def evaluate(
     if harness is not None or include_path is not None:
         sets += tuple(harness_overrides(harness, include_path))
     asked = Asked(checkpoint, base, sets, scorer)
+    if answers is not None or verdicts is not None:
+        others = {"-p": profile, "-r": recipe, "--harness": harness, "--scorer": scorer}
+        beside = [name for name, given in others.items() if given]
+        _judge(targets, runs, asked, Judging(answers, verdicts), beside, as_json)
+        return
     if profile or recipe:
         profile, recipe = _both_files(targets[0], profile, recipe, checkpoint)
         specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
@@ -111,6 +122,58 @@ def evaluate(
         _print(results)
     if tasks:
         print_tasks(tasks)
+
+
+class Judging(NamedTuple):
+    answers: Path | None
+    verdicts: Path | None
+
+
+def _judge(
+    targets: list[str], runs: Path | None, asked: Asked, files: Judging, beside: list[str], as_json: bool
+) -> None:
+    """Write the answers of a run for a judge, or score its verdicts on them. Raises UsageError for options that do not
+    go with this."""
+    command = "tunedeck eval RUN --answers FILE [--base] [--checkpoint STEP], then: tunedeck eval RUN --verdicts FILE"
+    if files.answers is not None and files.verdicts is not None:
+        beside = [*beside, "--answers"]
+    if files.verdicts is not None:
+        given = {"--checkpoint": asked.checkpoint, "--base": asked.base, "--set or --limit": asked.overrides}
+        beside = [*beside, *(name for name, value in given.items() if value)]
+    option = "--answers" if files.verdicts is None else "--verdicts"
+    if beside or len(targets) > 1 or asked.checkpoint == "all":
+        extra = ", ".join(beside) or ("several runs" if len(targets) > 1 else "--checkpoint all")
+        raise UsageError(f"{extra} with {option}", expected="the answers of one checkpoint of a run", fix=command)
+    place = _find_run(targets[0], runs)
+    with importing():
+        from engine.evaluate.run import score_verdicts_of, write_answers_to_judge
+    if files.verdicts is not None:
+        step, scores = score_verdicts_of(place, files.verdicts, print_progress)
+        scored = Scored(place.name, step, scores)
+        if as_json:
+            print_json([_as_json(scored)], indent=None)
+        else:
+            _print([scored])
+        return
+    from engine.config.load import load_run_spec
+
+    assert files.answers is not None
+    prepare_libraries(load_run_spec(place.run_toml, own=True))
+    judged = write_answers_to_judge(
+        place, files.answers, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides
+    )
+    facts = {"path": str(files.answers), "pairs": len(judged.ids), "step": judged.step, "against": judged.against}
+    if as_json:
+        print_json(facts)
+        return
+    name = shlex.quote(str(files.answers))
+    make_console().print(
+        f'{files.answers}: {len(judged.ids):,} pairs of answers, each in both orders. Add "winner": "a", "b" or "tie" '
+        f"to each row, then: tunedeck eval {shlex.quote(targets[0])} --verdicts {name}",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
 
 
 def _on_tasks(targets: Sequence[Any], asked: Asked | None = None) -> TaskResults:

@@ -27,6 +27,7 @@ from engine.errors import DataError, UsageError
 from engine.evaluate.answers import (
     KeptAnswers,
     KeptLosses,
+    answer_first,
     data_fingerprint,
     planned_rows,
     tokens_hash,
@@ -35,6 +36,7 @@ from engine.evaluate.answers import (
 from engine.evaluate.context import EvaluationContext, FailedPass, stored_reference
 from engine.evaluate.generation import within_positions
 from engine.evaluate.scores import Kept, Scorer, Scores, evaluate, load_scorer, sequence_log_probabilities
+from engine.evaluate.verdicts import BASE, REFERENCE, RUN, JudgedSet, PromptsToJudge, score_verdicts, write_answers
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
@@ -128,6 +130,49 @@ def score_run(
             _record(place, step, scores, spec, data, Recorded(fingerprint, identity, scorer))
             results.append((step, scores))
     return results
+
+
+def write_answers_to_judge(
+    place: RunDirectory,
+    file: Path,
+    wanted: str | None,
+    notify: Notify,
+    *,
+    base: bool = False,
+    overrides: Sequence[str] = (),
+) -> JudgedSet:
+    """Write pairs of answers to `file`: those of one checkpoint, each beside the data's own answer, or with `base` the
+    answer of the model that the run started from. `evaluate.limit` counts pairs. Raises as `score_run` does."""
+    ((step, weights),) = weights_to_score(place, wanted)
+    spec = with_overrides(load_run_spec(place.run_toml, own=True), overrides)
+    device = open_device(spec)
+    with scoring(place, notify), device.activate():
+        context, data = _prepare(spec, device, notify)
+        prompts, tokens = PromptsToJudge(data), tokens_hash(data)
+        count = min(len(prompts), spec.recipe.evaluate.limit or len(prompts))
+        answers = {}
+        for name, folder in ((BASE, None), (RUN, weights)) if base else ((RUN, weights),):
+            notify(f"answering {count:,} prompts as {'the starting model' if folder is None else f'step {step}'}")
+            if folder is not None:
+                context.loaded.load_weights(folder)
+            kept = _kept_in(place, spec, weights_identity(spec, folder), hash_text(tokens, "to judge"))
+            with eval_mode(context.loaded.model):
+                answers[name] = answer_first(context, prompts, count, kept.answers)
+        own = answers[RUN]
+        others = [each["answer"] for each in answers[BASE]] if base else [each["reference"] for each in own]
+        judged = JudgedSet(
+            step, BASE if base else REFERENCE, data_fingerprint(data), spec.recipe.generate.model_dump(mode="json"),
+            weights_identity(spec, weights), data.source_names,
+        )  # fmt: skip
+        questions, texts = ([each[key] for each in own] for key in ("prompt", "answer"))
+        return write_answers(file, place, judged, questions, texts, others)
+
+
+def score_verdicts_of(place: RunDirectory, file: Path, notify: Notify) -> tuple[int, Scores]:
+    """(step, scores) by a judge's verdicts. Raises DataError for verdicts that are not on the answers written for
+    it."""
+    with scoring(place, notify):
+        return score_verdicts(place, file)
 
 
 class Recorded(NamedTuple):
