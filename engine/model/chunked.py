@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_liger_kernel_available
 
-from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.model.decoder import OutputHead
+from engine.model.liger import in_use
 from engine.model.token_rows import HeadRows, add_gradients, put_logits
 
 
@@ -59,12 +59,11 @@ def chunked_loss(
 def chunked_token_losses(head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, settings: LossSettings) -> Tensor:
     """The loss of each token, fp32 [N], chunk by chunk and without gradients."""
     losses = []
-    compute = _losses_and_gradient_by_liger if settings.liger else _losses_and_gradient
     with torch.no_grad():
         if head.scale != 1.0:
             hidden_NH = hidden_NH * head.scale
         for hidden_CH, targets_C, _ in _chunks(hidden_NH, targets_N, settings):
-            losses.append(compute(head.project(hidden_CH), targets_C, settings, False)[0])
+            losses.append(_losses_and_gradient(head.project(hidden_CH), targets_C, settings, False)[0])
     return torch.cat(losses)
 
 
@@ -151,8 +150,7 @@ class _LinearLoss(torch.autograd.Function):
                 logits_CV = torch.nn.functional.linear(hidden_CH, weight_in, bias_in)
                 if rows is not None:
                     put_logits(logits_CV, hidden_CH, rows, bias_in)
-                compute = _losses_and_gradient_by_liger if settings.liger else _losses_and_gradient
-                losses_C, grad_CV = compute(logits_CV, targets_C, settings, any(ctx.needs_input_grad))
+                losses_C, grad_CV = _losses_and_gradient(logits_CV, targets_C, settings, any(ctx.needs_input_grad))
                 del logits_CV
                 total += weighted_sum(losses_C, weights_C)
                 del losses_C
@@ -181,13 +179,16 @@ class _LinearLoss(torch.autograd.Function):
 def _losses_and_gradient(
     logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The chunk's token losses and d(their sum)/d(logits) [C, V] in fp32 (None unless wanted), in place on one copy of
-    the logits.
+    """The chunk's token losses and d(their sum)/d(logits) [C, V] (None unless wanted): by Liger's kernel in the place
+    of the logits, else in fp32, in place on one copy of them.
 
     With p the softmax, y one-hot and ε the smoothing: d = p - (1-ε)·y - ε/V; a soft-cap z = c·tanh(x/c) multiplies it
     by 1 - (z/c)².
     """
     smoothing = settings.label_smoothing
+    if settings.liger:
+        losses_C = in_use().token_losses(logits_CV, targets_C, smoothing, settings.softcap, wants_gradient)
+        return losses_C, logits_CV if wants_gradient else None
     work_CV = logits_CV.float()
     slope_CV = None
     if settings.softcap is not None:
@@ -212,49 +213,6 @@ def _losses_and_gradient(
     if slope_CV is not None:
         work_CV *= slope_CV
     return loss_C, work_CV
-
-
-def _losses_and_gradient_by_liger(
-    logits_CV: Tensor, targets_C: Tensor, settings: LossSettings, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """As `_losses_and_gradient`, by the kernel of liger-kernel 0.8 (ops/cross_entropy.py), which overwrites the logits.
-    Liger's own function around it would count the targets on the GPU and wait for the number; all are counted here."""
-    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
-
-    tokens, vocabulary = logits_CV.shape
-    losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
-    liger_cross_entropy_kernel[(tokens,)](
-        X_ptr=logits_CV,
-        X_stride=logits_CV.stride(0),
-        Y_ptr=targets_C,
-        Y_stride=targets_C.stride(0),
-        weight_ptr=None,
-        loss_ptr=losses_C,
-        z_loss_ptr=None,
-        loss_stride=1,
-        token_accuracy_ptr=None,
-        token_accuracy_stride=0,
-        predicted_tokens_ptr=None,
-        predicted_tokens_stride=0,
-        n_cols=vocabulary,
-        n_non_ignore=tokens,
-        sum_non_ignore_weight=tokens,
-        weight_sum=0.0,
-        ignore_index=IGNORED,
-        lse_square_scale=0.0,
-        label_smoothing=settings.label_smoothing,
-        reduction="sum",
-        softcap=settings.softcap,
-        RETURN_Z_LOSS=False,
-        RETURN_TOKEN_ACCURACY=False,
-        RETURN_PREDICTED_TOKENS=False,
-        BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocabulary - 1).bit_length()),
-        HAS_WEIGHT=False,
-        HAS_SOFTCAPPING=settings.softcap is not None,
-        HAS_GRADIENTS=wants_gradient,
-        num_warps=32,
-    )
-    return losses_C, logits_CV if wants_gradient else None
 
 
 def _chunks(

@@ -5,7 +5,7 @@ What a module computes is asked of the module's own class, on a few numbers in h
 alone: a class that computes anything else keeps its own operations. Before the first step the proof `fused` compares
 every decoder layer with the layer as it is, on the run's own samples.
 
-Shapes: B rows, S positions, H hidden size, I width of the feed-forward block, D head size, N tokens (B · S).
+Shapes: B rows, S positions, H hidden size, D head size, N tokens (B · S).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.budget.trace.operations import MULTIPROCESSORS
+from engine.model.liger import NormForm, in_use
 from engine.model.trained import checkpointing_layers
 
 ASKED_SIZE = 6
@@ -31,133 +31,13 @@ ROTARY = "apply_rotary_pos_emb"
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
-class NormForm(NamedTuple):
-    """How a class computes an RMS norm in half precision."""
-
-    offset: float
-    """What is added to the weight."""
-    casting: str
-    """Liger's word for it. "llama": the normalised values are rounded before they are multiplied by the weight.
-    "gemma": everything is computed in fp32 and rounded once."""
-
-
-class Kernels(Protocol):
-    """What computes the fused operations: Liger's kernels, or in a simulated run what allocates the same tensors."""
-
-    def norm(self, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor, Any]:
-        """Return the output, the fp32 reciprocal of each token's root mean square [N], and what `norm_backward` needs
-        besides."""
-        ...
-
-    def norm_backward(
-        self, grad: Tensor, x: Tensor, weight_H: Tensor, reciprocal_N: Tensor, launch: Any, trained: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the input and, if it is `trained`, of the weight."""
-        ...
-
-    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        """Return act(gate) · up; `activation`: "silu" or "gelu"."""
-        ...
-
-    def gated_backward(self, gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-        """Return the gradients of `gate` and `up`, written over them."""
-        ...
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-        """Return q [B, heads, S, D] and k rotated, or with `back` rotated back: written over them, if [B, S, heads, D]
-        is their order in memory."""
-        ...
-
-
-class LigerKernels:
-    """The kernels of the package liger-kernel."""
-
-    def norm(self, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor, Any]:
-        from liger_kernel.ops.rms_norm import rms_norm_forward
-
-        output, _, reciprocal_N, *launch = rms_norm_forward(x, weight_H, eps, form.offset, form.casting, None)
-        return output, reciprocal_N, (form.offset, *launch)
-
-    def norm_backward(
-        self, grad: Tensor, x: Tensor, weight_H: Tensor, reciprocal_N: Tensor, launch: Any, trained: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        from liger_kernel.ops.rms_norm import rms_norm_backward
-
-        offset, block, warps, casting = launch
-        tokens_NH = x.view(-1, x.shape[-1])
-        # Not in place: the gradient may be that of a residual connection, too.
-        found: tuple[Tensor, Tensor | None] = rms_norm_backward(
-            grad, tokens_NH, weight_H, reciprocal_N, offset, casting, block, warps, False, None, trained
-        )
-        return found
-
-    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        from liger_kernel.ops import geglu, swiglu
-
-        forward = swiglu.swiglu_forward if activation == "silu" else geglu.geglu_forward
-        output: Tensor = forward(gate, up)[2]
-        return output
-
-    def gated_backward(self, gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-        from liger_kernel.ops import geglu, swiglu
-
-        backward = swiglu.swiglu_backward if activation == "silu" else geglu.geglu_backward
-        found: tuple[Tensor, Tensor] = backward(gate, up, grad)
-        return found
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-        from liger_kernel.ops.rope import rope_backward, rope_forward
-
-        turned: tuple[Tensor, ...] = (rope_backward if back else rope_forward)(q, k, cos, sin)
-        return turned[0], turned[1]
-
-
-class OutlineKernels:
-    """Allocates what Liger's kernels allocate and computes nothing, for simulated runs."""
-
-    def norm(self, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor, Any]:
-        return torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32), None
-
-    def norm_backward(
-        self, grad: Tensor, x: Tensor, weight_H: Tensor, reciprocal_N: Tensor, launch: Any, trained: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        grad_x = torch.empty_like(grad)
-        if not trained:
-            return grad_x, None
-        return grad_x, weight_H.new_empty((MULTIPROCESSORS, len(weight_H)), dtype=torch.float32).sum(0).to(grad.dtype)
-
-    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return torch.empty_like(gate)
-
-    def gated_backward(self, gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-        return gate.view(gate.shape), up.view(up.shape)
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-        q, k = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, k))
-        return q, k
-
-
-_in_use: list[Kernels] = [LigerKernels()]
-"""The last of them computes the fused operations."""
-
-
-@contextmanager
-def using(kernels: Kernels) -> Iterator[None]:
-    """Inside the block, `kernels` compute the fused operations."""
-    _in_use.append(kernels)
-    try:
-        yield
-    finally:
-        _in_use.pop()
-
-
 class _Norm(torch.autograd.Function):
     """Saves its input and a number per token, where torch's operations save the input in fp32 twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> Tensor:
         x = x.contiguous()
-        output, reciprocal_N, ctx.launch = _in_use[-1].norm(x, weight_H, eps, form)
+        output, reciprocal_N, ctx.launch = in_use().norm(x, weight_H, eps, form)
         ctx.save_for_backward(x, weight_H, reciprocal_N)
         return output
 
@@ -165,7 +45,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_H, reciprocal_N = ctx.saved_tensors
         trained = ctx.needs_input_grad[1]
-        found = _in_use[-1].norm_backward(grads[0].contiguous(), x, weight_H, reciprocal_N, ctx.launch, trained)
+        found = in_use().norm_backward(grads[0].contiguous(), x, weight_H, reciprocal_N, ctx.launch, trained)
         return *found, None, None
 
 
@@ -176,23 +56,23 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         gate, up, ctx.activation = gate.contiguous(), up.contiguous(), activation
         ctx.save_for_backward(gate, up)
-        return _in_use[-1].gated(gate, up, activation)
+        return in_use().gated(gate, up, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *_in_use[-1].gated_backward(gate, up, grads[0].contiguous(), ctx.activation), None
+        return *in_use().gated_backward(gate, up, grads[0].contiguous(), ctx.activation), None
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _in_use[-1].rotate(q, k, cos, sin, back=False)
+        return in_use().rotate(q, k, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_in_use[-1].rotate(*grads, *ctx.saved_tensors, back=True), None, None
+        return *in_use().rotate(*grads, *ctx.saved_tensors, back=True), None, None
 
 
 class FusedModules:

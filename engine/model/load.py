@@ -19,7 +19,7 @@ from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.budget.predict.recompute import recompute_order
-from engine.budget.trace.memory_config import fused_kernels, memory_config_of
+from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import install_command
@@ -179,6 +179,11 @@ def fuse_modules(loaded: LoadedModel, spec: RunSpec) -> None:
     compared with the layers' own before they are relied on (proof `fused`)."""
     if fused_kernels(spec):
         loaded.fused = FusedModules(decoder_of(loaded.base)) or None
+    elif wants_fused_kernels(spec):
+        loaded.notices.append(
+            "torch computes norms, gated blocks and rotary embedding, at about 0.8 of the speed: "
+            f"{install_command('cuda', ['liger-kernel'])} brings fused kernels"
+        )
 
 
 def _recompute_order(spec: RunSpec, config: PreTrainedConfig) -> tuple[int, ...]:

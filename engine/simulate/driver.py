@@ -16,7 +16,7 @@ from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList, P
 from transformers.cache_utils import DynamicLayer
 
 from engine.budget.architecture.lookup import added_tokens, find_config, with_added_tokens
-from engine.budget.trace.memory_config import resolved_dtype
+from engine.budget.trace.memory_config import resolved_dtype, resolved_loss
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
 from engine.evaluate.generation import generate_tokens, generation_config, sampling
@@ -24,7 +24,7 @@ from engine.model.config import auto_class
 from engine.model.decoder import find_head
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.expert_balance import expert_balance
-from engine.model.fused import OutlineKernels, using
+from engine.model.liger import OutlineKernels, using
 from engine.model.load import LoadedModel, assemble, choose_settings, fuse_modules
 from engine.model.loaded import embedding_rows
 from engine.model.loss import LossFunction, choose_implementation
@@ -85,7 +85,10 @@ class SimulatedRun(Generic[Recorder]):
         self.spec, self.device, self.loaded, train = spec, device, loaded, spec.recipe.train
         self.row_images = row_images
         self.head = find_head(loaded.base)
-        implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device)
+        if resolved_loss(spec) == "liger" and self.head.linear is not None:
+            implementation = "liger"
+        else:
+            implementation = choose_implementation(train.loss, self.head, train.label_smoothing, device)
         self.loss = LossFunction(loaded, self.head, implementation, train.label_smoothing, 1)
         self.loss.offload.on = train.activation_offload
         self.loss.balance = expert_balance(spec.recipe, loaded)

@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     "model.dtype": Case(plan, "float32", "bfloat16"),
     "model.attention": Case(plan, "sdpa", "eager"),
     "model.attention_dropout": Case(plan, "off", "keep", ("model.id=DROPS",), refused=True),
-    "model.kernels": Case(plan, "torch", "auto", (*LORA, *CUDA, "train.gradient_checkpointing=false")),
+    "model.kernels": Case(plan, "auto", "torch", (*LORA, *CUDA, "train.gradient_checkpointing=false")),
     "model.quantize": Case(plan, "none", "nf4", (*LORA, *CUDA)),
     "model.rope_scaling.type": Case(positions, "yarn", "linear", ("model.rope_scaling.factor=4.0",)),
     "model.rope_scaling.factor": Case(

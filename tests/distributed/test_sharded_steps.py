@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
+from engine.model.liger import using
 from tests.distributed.faults import differences, sampled, wrong_among
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import (
@@ -23,6 +24,7 @@ from tests.distributed.rank_workbench import (
     small_model,
     wrong_on_uneven_devices,
 )
+from tests.model.torch_kernels import TorchKernels, with_fused_modules
 
 pytestmark = NEEDS_SHARDS
 
@@ -52,6 +54,18 @@ def every_case(ranks: Ranks, folder: Path) -> Any:
         work = RankWorkbench(folder, ranks, small_model(folder, tables))
         clean = work.steps()
         found[name] = (clean, sampled(work, FAULTS, seed=number))
+        work.close()
+    return found
+
+
+def fused(ranks: Ranks, folder: Path) -> Any:
+    found = {}
+    for name, tables in CASES.items():
+        work = RankWorkbench(folder, ranks, small_model(folder, tables))
+        modules = with_fused_modules(work.setup)
+        with using(TorchKernels()):
+            found[name] = work.steps()
+        modules.remove()
         work.close()
     return found
 
@@ -90,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crew(folder: Path) -> dict[str, list[Any]]:
-    return run_ranks([every_case, precisions, uneven_devices, memory, exchanged], folder)
+    return run_ranks([every_case, fused, precisions, uneven_devices, memory, exchanged], folder)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +126,12 @@ def alone(folder: Path, seen: list[Any]) -> dict[str, Any]:
 def test_ranks_in_shards_learn_what_one_process_learns(case: str, seen: list[Any], alone: dict[str, Any]) -> None:
     for rank in seen:
         assert differences(rank[case][0], alone[case]) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_modules_get_their_gathered_weights(case: str, crew: dict[str, list[Any]], alone: dict[str, Any]) -> None:
+    for rank in crew["fused"]:
+        assert differences(rank[case], alone[case]) == []
 
 
 def test_mixed_precision_in_shards_is_that_of_one_process(folder: Path, crew: dict[str, list[Any]]) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.fused import LigerKernels, NormForm
+from engine.model.liger import LigerKernels, NormForm
 
 
 class Scalar(float):

@@ -21,10 +21,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from engine.budget.architecture.facts import from_config
 from engine.budget.trace.layer import fuses_gate, fuses_rotary
-from engine.model.fused import FusedModules, NormForm, gated_activation, norm_form, rotates_by_halves, using
+from engine.model.fused import FusedModules, gated_activation, norm_form, rotates_by_halves
+from engine.model.liger import NormForm, using
 from engine.model.trained import decoder_of
-from engine.train.step.context import TrainingSetup
 from tests.budget.budget_cases import FAMILIES
+from tests.model.torch_kernels import TorchKernels, with_fused_modules
 from tests.train.proofs.proved import proved, small_setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,8 @@ import triton
 import triton.language as tl
 from transformers import AutoConfig, AutoModelForCausalLM
 import liger_kernel.ops.geglu, liger_kernel.ops.rms_norm, liger_kernel.ops.swiglu
-from engine.model.fused import FusedModules, LigerKernels, using
+from engine.model.fused import FusedModules
+from engine.model.liger import LigerKernels, using
 from engine.model.trained import decoder_of
 from tests.model.interpreted_liger import Interpreted, patch
 
@@ -129,49 +131,6 @@ def test_liger_s_kernels_give_the_results_of_the_modules_they_replace() -> None:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 3
-
-
-class TorchKernels:
-    """What the kernels compute, by torch; with `wrong`, norms are scaled by that."""
-
-    def __init__(self, wrong: float = 1.0) -> None:
-        self.wrong = wrong
-
-    def norm(self, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor, Any]:
-        reciprocal = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
-        return self.wrong * x * reciprocal[..., None] * (form.offset + weight_H), reciprocal.flatten(), form.offset
-
-    def norm_backward(
-        self, grad: Tensor, x: Tensor, weight_H: Tensor, reciprocal_N: Tensor, launch: Any, trained: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        scale = reciprocal_N.view(*x.shape[:-1], 1)
-        weighted, normed = grad * (launch + weight_H), x * scale
-        grad_x = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
-        return grad_x, (grad * normed).flatten(0, -2).sum(0) if trained else None
-
-    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return nn.functional.silu(gate) * up
-
-    def gated_backward(self, gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-        share = torch.sigmoid(gate)
-        grad_gate = grad * up * share * (1 + gate * (1 - share))
-        return grad_gate, grad * gate * share
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-        sin = -sin if back else sin
-
-        def turned(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
-
-        return turned(q), turned(k)
-
-
-def with_fused_modules(setup: TrainingSetup) -> FusedModules:
-    loaded = setup.context.loaded
-    loaded.fused = FusedModules(decoder_of(loaded.base))
-    assert loaded.fused.norms and loaded.fused.gates and loaded.fused.rotary
-    return loaded.fused
 
 
 @pytest.mark.parametrize("method", [{"kind": "lora", "rank": 4, "alpha": 12}, {"kind": "full"}], ids=str)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model import chunked
-from engine.model.chunked import LossSettings
+from engine.model.liger import LigerKernels
 
 triton = pytest.importorskip("triton", reason="Triton has no build for this platform")
 
@@ -59,8 +58,7 @@ def test_ligers_kernel_compiles_as_we_call_it(
         "liger_kernel.ops.cross_entropy.liger_cross_entropy_kernel", {(4,): lambda **given: launched.update(given)}
     )
     logits_CV, targets_C = torch.zeros(4, MAX_FUSED_SIZE + 5, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    settings = LossSettings(0.1, 30.0 if softcap else None, 4, liger=True)
-    chunked._losses_and_gradient_by_liger(logits_CV, targets_C, settings, True)
+    LigerKernels().token_losses(logits_CV, targets_C, 0.1, 30.0 if softcap else None, True)
 
     del launched["num_warps"]
     types = {name: TYPES[type(value)] for name, value in launched.items()}

@@ -26,7 +26,7 @@ from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
 from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
-from engine.budget.trace.memory_config import MemoryConfig, fused_kernels, memory_config_of
+from engine.budget.trace.memory_config import MemoryConfig, fused_kernels, memory_config_of, resolved_loss
 from engine.config.check.data_rules import image_key
 from engine.config.files.caches import cache_folder, known_images
 from engine.config.files.machine import installed
@@ -83,6 +83,7 @@ def simulation_key(spec: RunSpec) -> str:
         "device": [spec.profile.device.kind, spec.profile.device.compute_capability],
         "images": _images(recipe),
         "fused": fused_kernels(spec),
+        "loss": resolved_loss(spec),
     }
     facts = find_config(model.id, model.revision)
     reached = 0 < shortest_window(facts) < recipe.data.max_length

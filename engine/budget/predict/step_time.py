@@ -33,6 +33,9 @@ FORWARD_PASSES, BACKWARD_PASSES = 7, 11
 """How often as many bytes as a layer saves pass through memory between its products: values are written and read
 several times before one of them is saved (norms, rotary embedding, activation and adapters of an 8B model, each as one
 kernel after the other: 256 ms of 750)."""
+FUSED_FORWARD_PASSES, FUSED_BACKWARD_PASSES = 3.5, 8
+"""The same with fused kernels, which read and write each value once: the 8B model on an H100, 579 ms a micro-batch with
+nothing recomputed and 816 ms with everything."""
 LAUNCHES_PER_LAYER, LAUNCHES_PER_ADAPTER = 28, 3
 """Kernels of a layer's forward pass, and of each adapter in it; backward has twice as many (6,300 in a micro-batch of a
 recomputing 8B model with adapters on all seven linear layers)."""
@@ -107,17 +110,20 @@ class LayerWork:
     """Kernels of forward."""
     saved: BytesPolynomial
     """What a layer that is not recomputed saves."""
+    passes: tuple[float, float]
+    """How often as many bytes pass through memory in forward and in backward."""
 
     def seconds(self, speed: Speed, shape: Shape, rows: int, length: int) -> tuple[float, float, float]:
         """(products, between products, forward alone), without launches."""
         flops, reading = self.forward.of(rows, length), self.weight_bytes / speed.bytes
         moved = self.saved.at(shape) / speed.bytes
         once = max(flops / speed.flops, reading)
-        forward = once + FORWARD_PASSES * moved
+        in_forward, in_backward = self.passes
+        forward = once + in_forward * moved
         if not self.learns:
-            return once, FORWARD_PASSES * moved, forward
+            return once, in_forward * moved, forward
         back = max(self.backward_share * flops / speed.flops, reading)
-        return once + back, (FORWARD_PASSES + BACKWARD_PASSES) * moved, forward
+        return once + back, (in_forward + in_backward) * moved, forward
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,8 @@ def _work(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerWor
     weight_bytes = elements(parameters) * config.base_bytes
     launches = LAUNCHES_PER_LAYER + LAUNCHES_PER_ADAPTER * len(kind.trainable.adapted)
     saved = layer_forward(arch, config, kind).saved
-    return LayerWork(kind.learns, forward, backward_share, weight_bytes, launches, saved)
+    passes = (FUSED_FORWARD_PASSES, FUSED_BACKWARD_PASSES) if config.fused else (FORWARD_PASSES, BACKWARD_PASSES)
+    return LayerWork(kind.learns, forward, backward_share, weight_bytes, launches, saved, passes)
 
 
 @lru_cache(maxsize=64)
@@ -212,4 +219,5 @@ def _head(arch: Architecture, config: MemoryConfig) -> LayerWork:
     """Final norm, head and loss; every token is a target."""
     weights, learns = arch.vocab * arch.hidden, bool(static_bytes(arch, config).head_gradient)
     saved = BytesPolynomial((0, arch.vocab * 4, *[0] * 8))
-    return LayerWork(True, Flops(2.0 * weights, 0.0), 1.0 + learns, weights * config.base_bytes, 0, saved)
+    passes = FORWARD_PASSES, BACKWARD_PASSES
+    return LayerWork(True, Flops(2.0 * weights, 0.0), 1.0 + learns, weights * config.base_bytes, 0, saved, passes)

@@ -101,7 +101,8 @@ class Head:
 
     def chunked(self, hidden: TracedTensor) -> TracedTensor:
         """`engine.model.chunked`: forward computes logits and the gradients of hidden states and head, chunk by chunk;
-        these gradients are kept until backward. Liger's kernel needs less: it makes no copy in fp32."""
+        these gradients are kept until backward. Liger's kernel writes the gradient over the logits, where torch's
+        operations compute it in an fp32 copy of them."""
         trace, vocab, size = self.trace, self.arch.vocab, hidden.size
         trained = self.table_name in self.trained
         saved = [trace.allocate(size)] if trace.learning else []
@@ -114,7 +115,8 @@ class Head:
         logits = narrow if narrow < FLOAT or capped else 0  # 0: fp32 logits are overwritten in place
         if capped and not trace.learning:
             capped = int(narrow < FLOAT)
-        logits_and_work = trace.allocate(vocab * (logits + FLOAT * (1 + capped)) * CHUNK)
+        each = narrow if self.config.loss == "liger" else logits + FLOAT * (1 + capped)
+        logits_and_work = trace.allocate(vocab * each * CHUNK)
         del logits_and_work
 
         def back(gradient: Storage) -> list[Storage | None]:

@@ -46,6 +46,10 @@ class Patterns(NamedTuple):
     freeze: tuple[str, ...]
 
 
+PlannedLoss = Literal["plain", "chunked", "liger", "fused"]
+"""As train.loss; "liger": in chunks, by Liger's kernel, if the head is a plain linear layer."""
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """The choices of a run that decide its memory, apart from the architecture and the shape of a micro-batch."""
@@ -64,7 +68,7 @@ class MemoryConfig:
     """Gradient checkpointing: layers are recomputed in backward, all but `kept_layers` of the decoder."""
     activation_offload: bool
     """Tensors saved for backward are moved to the host until backward needs them."""
-    loss: Literal["plain", "chunked", "fused"]
+    loss: PlannedLoss
     chunk_tokens: int
     optimizer: Optimizer
     rounding: Rounding
@@ -247,17 +251,25 @@ def resolved_dtype(spec: RunSpec) -> str:
 
 
 def fused_kernels(spec: RunSpec) -> bool:
-    """Whether fused kernels replace modules of decoder layers; under autocast, whose products of fp32 weights are not
-    in the inputs' dtype, and in compiled layers they do not."""
+    """Whether fused kernels replace modules of decoder layers."""
+    return wants_fused_kernels(spec) and bool(installed("liger-kernel"))
+
+
+def wants_fused_kernels(spec: RunSpec) -> bool:
+    """Whether fused kernels would replace modules if they are installed; not in compiled layers, and not under
+    autocast, whose products of fp32 weights are not in the inputs' dtype."""
     recipe = spec.recipe
-    wanted = spec.profile.device.kind == "cuda" and recipe.model.kernels == "auto" and not recipe.train.compile
     autocast = recipe.method.kind != "lora" and resolved_dtype(spec) == "float16"
-    return wanted and not autocast and bool(installed("liger-kernel"))
+    wanted = recipe.model.kernels == "auto" and not recipe.train.compile
+    return spec.profile.device.kind == "cuda" and wanted and not autocast
 
 
-def resolved_loss(spec: RunSpec) -> Literal["plain", "chunked", "fused"]:
-    """ "auto" is planned as the engine's chunked loss, which works on every device."""
+def resolved_loss(spec: RunSpec) -> PlannedLoss:
+    """What "auto" and "fused" are planned as: Liger's kernel on CUDA where it is installed, else the engine's chunked
+    loss, and torch's."""
     asked = spec.recipe.train.loss
+    if asked in ("auto", "fused") and spec.profile.device.kind == "cuda" and installed("liger-kernel"):
+        return "liger"
     return "chunked" if asked == "auto" else asked
 
 

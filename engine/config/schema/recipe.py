@@ -57,8 +57,8 @@ class Model(Table):
     (seed, step, sample, module); switched off with a warning in other kernels, whose masks would change with the
     micro-batch. keep: also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or another
     micro-batch then changes what is learned. off: switched off."""
-    kernels: Literal["auto", "torch"] = "torch"
-    """torch: the model's own operations; auto: Liger's norms, gated blocks, rotary embedding on CUDA, if installed."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """auto: Liger's norms, gated blocks, rotary embedding on CUDA, if installed; torch: the model's own operations."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
