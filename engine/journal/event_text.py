@@ -72,7 +72,7 @@ def format_share(used: float, total: float) -> str:
 
 def speed_text(slower_percent: float) -> str:
     """An estimate of a change's step time, such as "about 12 % slower"."""
-    if not slower_percent:
+    if abs(slower_percent) < 0.5:
         return "same speed"
     return f"about {abs(slower_percent):.0f} % {'slower' if slower_percent > 0 else 'faster'}"
 

@@ -76,11 +76,15 @@ class Lever:
 
     changes: tuple[tuple[str, Any], ...]
     slower_percent: float
+    """Rough estimate of a step; negative if it is faster."""
     note: str
     changes_learning: bool = False
     """What the run learns, or the data it learns from."""
     changes_arithmetic: bool = False
     """Lower precision or other rounding: results differ by more than the order of summation explains."""
+    timed: bool = False
+    """The model of time predicts the effect on a step, where it knows the device's speed; `slower_percent` then only
+    orders the search."""
     quality: float = 0.0
     """Rough estimate of lost quality, as percent that `cost` adds to `slower_percent`."""
 
@@ -105,12 +109,12 @@ def levers_of(spec: RunSpec, plan: Plan, facts: ModelFacts) -> list[Lever]:
 def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     train = spec.recipe.train
     if train.micro_batch != "auto" and plan.micro_batch > 1:
-        yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces")
+        yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces", timed=True)
     if train.loss == "plain":
         yield Lever((("train.loss", "auto"),), 1.0, "logits are made and dropped in chunks; the same loss")
     if not recomputes_all(train.gradient_checkpointing):
         note = "activations are computed again in backward; the same gradients"
-        yield Lever((("train.gradient_checkpointing", True),), 30.0, note)
+        yield Lever((("train.gradient_checkpointing", True),), 30.0, note, timed=True)
 
 
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
@@ -123,7 +127,7 @@ def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
         if value_of(spec, key) and not plan.host_fits:
             yield Lever(((key, False),), 0.0, "what the host cannot hold stays on the device")
         elif not value_of(spec, key) and spec.profile.device.kind != "cpu":
-            yield Lever(((key, True),), slower, note)
+            yield Lever(((key, True),), slower, note, timed=key == "train.activation_offload")
 
 
 def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
@@ -178,17 +182,17 @@ def _learning_levers(spec: RunSpec, plan: Plan, facts: ModelFacts) -> Iterator[L
         changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
         kept = tuple(change for change in changes if value_of(spec, change[0]) != change[1])
         note = "adapters instead of all weights; raise the learning rate about tenfold"
-        yield Lever(kept, 0.0, note, True, quality=20.0)
+        yield Lever(kept, 0.0, note, True, timed=True, quality=20.0)
     rank = method.rank // 2
     while method.kind == "lora" and rank >= LOWEST_RANK:
         note, quality = f"rank {rank}: smaller adapters", 10.0 * method.rank / rank
-        yield Lever((("method.rank", rank),), 0.0, note, True, quality=quality)
+        yield Lever((("method.rank", rank),), 0.0, note, True, timed=True, quality=quality)
         rank //= 2
     yield from _image_levers(plan, facts)
     length = longest // 2
     while length >= SHORTEST:
         note = f"samples longer than {length} tokens are dropped or cut"
-        yield Lever((("data.max_length", length),), 0.0, note, True, quality=15.0 * longest / length)
+        yield Lever((("data.max_length", length),), 0.0, note, True, timed=True, quality=15.0 * longest / length)
         length //= 2
 
 
@@ -211,12 +215,13 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
     """Levers that use the unused memory of a run that fits, each without the others."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing not in (False, "auto"):
-        yield Lever((("train.gradient_checkpointing", False),), -25.0, "nothing is computed twice; the same gradients")
+        note = "nothing is computed twice; the same gradients"
+        yield Lever((("train.gradient_checkpointing", False),), -25.0, note, timed=True)
     if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.sequences_per_step:
-        yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit")
-    yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True)
+        yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit", timed=True)
+    yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True, timed=True)
     if recipe.method.kind == "lora":
-        yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True)
+        yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True, timed=True)
 
 
 MOST_NAMED = 2

@@ -111,6 +111,11 @@ class Suggestion:
     changes: dict[str, tuple[Any, Any]]
     """By recipe or profile key: values (before, after)."""
     plan: Plan
+    slower_percent: float
+    """Percent by which a token takes longer than in the run as written; negative if it is faster. By the model of time
+    as far as that knows the device and the changes, else a rough estimate."""
+    tokens_per_second: float | None
+    """By that; None where nothing is known of the device's speed."""
 
     @property
     def changes_learning(self) -> bool:
@@ -123,14 +128,10 @@ class Suggestion:
         return any(lever.changes_arithmetic for lever in self.levers)
 
     @property
-    def slower_percent(self) -> float:
-        """Rough estimate of a step; negative if it is faster."""
-        return sum(lever.slower_percent for lever in self.levers)
-
-    @property
     def summary(self) -> str:
-        """One line: the estimated change of speed, and whether arithmetic or learning changes."""
-        speed = speed_text(self.slower_percent)
+        """One line: the speed, and whether arithmetic or learning changes."""
+        speed, predicted = speed_text(self.slower_percent), self.tokens_per_second
+        speed += f" ({predicted:,.0f} tokens/s)" if predicted else ""
         arithmetic = ", changes arithmetic" if self.changes_arithmetic else ""
         return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
 
@@ -143,6 +144,7 @@ class Suggestion:
             "host_bytes": self.plan.host_bytes,
             "micro_batch": self.plan.micro_batch,
             "slower_percent": self.slower_percent,
+            "tokens_per_second": self.tokens_per_second,
             "changes_learning": self.changes_learning,
             "changes_arithmetic": self.changes_arithmetic,
             "notes": [lever.note for lever in self.levers],
@@ -173,9 +175,17 @@ def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
     facts = find_facts(spec.recipe.model)
     plan = make_plan(spec, longest=longest, facts=facts)
     if fits(plan):
-        return Advice(plan, [], list(_room(spec, longest, facts)))
+        return Advice(plan, [], list(_room(spec, plan, longest, facts)))
     search = _suggestions if plan.predictor == "closed_form" else _simulated_suggestions
-    return Advice(plan, roomier_first(search(spec, plan, longest, facts)), [])
+    fastest_first = sorted(search(spec, plan, longest, facts), key=_rank)
+    return Advice(plan, roomier_first(fastest_first), [])
+
+
+def _rank(suggestion: Suggestion) -> tuple[int, float]:
+    """Sorts suggestions: the fewest changes of what is learned, then the least cost in speed and quality."""
+    levers = suggestion.levers
+    quality = sum(lever.quality for lever in levers)
+    return sum(lever.changes_learning for lever in levers), suggestion.slower_percent + quality
 
 
 def roomier_first(suggestions: Iterable[Suggestion]) -> list[Suggestion]:
@@ -227,10 +237,12 @@ def _suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFac
     MAX_SUGGESTIONS. `longest`: as in `advise`."""
 
     def holds(levers: Levers) -> bool:
-        return not is_refused(changed(spec, levers), facts) and fits(_suggestion(spec, levers, longest, facts).plan)
+        return not is_refused(changed(spec, levers), facts) and fits(
+            _suggestion(spec, plan, levers, longest, facts).plan
+        )
 
     found = fitting_sets(possible_levers(spec, plan, facts), Trial(spec, longest, facts), holds)
-    yield from (_suggestion(spec, levers, longest, facts) for levers in islice(found, MAX_SUGGESTIONS))
+    yield from (_suggestion(spec, plan, levers, longest, facts) for levers in islice(found, MAX_SUGGESTIONS))
 
 
 def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
@@ -245,42 +257,53 @@ def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts
         overlaps = len({key for lever in chosen for key in lever.keys}) < sum(len(lever.keys) for lever in chosen)
         if overlaps or len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier in found):
             continue
-        suggestion = _simulated(spec, chosen, longest, facts)
+        suggestion = _simulated(spec, plan, chosen, longest, facts)
         if suggestion is not None and fits(suggestion.plan):
             found.append(frozenset(chosen))
             yield suggestion
 
 
-def _simulated(spec: RunSpec, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion | None:
+def _simulated(spec: RunSpec, plan: Plan, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion | None:
     """The suggestion that applies `levers`; None if `train` would refuse the changed run. Some refusals are found only
     by the changed run's simulation: raises NotSimulatedError if it has not been run."""
     if is_refused(changed(spec, levers), facts):
         return None
     try:
-        return _suggestion(spec, levers, longest, facts)
+        return _suggestion(spec, plan, levers, longest, facts)
     except NotSimulatedError:
         raise
     except UsageError:
         return None
 
 
-def _suggestion(spec: RunSpec, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion:
-    """Apply `levers` and plan the changed run; returns the suggestion, whether or not the run fits. `longest`: tokens
-    of the longest sequence; None: as in `make_plan`. Raises the errors of `make_plan`."""
+def _suggestion(spec: RunSpec, plan: Plan, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion:
+    """Apply `levers` to the run of `plan` and plan it anew; returns the suggestion, whether or not it fits. `longest`:
+    tokens of the longest sequence; None: as in `make_plan`. Raises the errors of `make_plan`."""
     after = changed(spec, levers)
     length = min(longest, after.recipe.data.max_length) if longest else None
     in_order = sorted(levers, key=lambda lever: lever.cost)
     keys = [key for lever in in_order for key, _ in lever.changes]
     moved = {key: (value_of(spec, key), value_of(after, key)) for key in keys}
-    return Suggestion(tuple(in_order), moved, make_plan(after, longest=length, facts=facts))
+    planned = make_plan(after, longest=length, facts=facts)
+    slower = _slower_percent(plan, planned, levers)
+    speed = plan.time.tokens_per_second / (1 + slower / 100) if plan.time else None
+    return Suggestion(tuple(in_order), moved, planned, slower, speed)
 
 
-def _room(spec: RunSpec, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+def _slower_percent(before: Plan, after: Plan, levers: Levers) -> float:
+    if before.time is None or after.time is None:
+        return sum(lever.slower_percent for lever in levers)
+    predicted = 100 * (before.time.tokens_per_second / after.time.tokens_per_second - 1)
+    return round(predicted + sum(lever.slower_percent for lever in levers if not lever.timed), 1)
+
+
+def _room(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
     """Yield suggestions that use the unused memory of a run that fits: no gradient checkpointing, a larger micro-batch,
     longer sequences, or a higher rank. `longest`: as in `advise`."""
     for lever in room_levers(spec):
         if is_refused(changed(spec, (lever,)), facts):
             continue
-        suggestion = _simulated(spec, (lever,), None if "data.max_length" in lever.keys else longest, facts)
+        length = None if "data.max_length" in lever.keys else longest
+        suggestion = _simulated(spec, plan, (lever,), length, facts)
         if suggestion is not None and fits(suggestion.plan):
             yield suggestion
