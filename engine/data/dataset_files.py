@@ -32,7 +32,7 @@ from engine.config.schema.data import Source
 from engine.data.bounds import screen
 from engine.data.csv_files import csv_options, separator_of, without_long_records
 from engine.data.documents import Documents, unpacked
-from engine.data.folders import data_of_folder
+from engine.data.folders import csv_of_images, data_of_folder, image_tables, is_image
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.json_rows import SKIP_FIX, JsonRows
 from engine.data.records import (
@@ -104,9 +104,11 @@ def _data_files(source: Source, path: Path, files: list[Path], version: int) -> 
     if not path.is_dir() or _is_saved(path) or version < 3:
         return files, []
     found = data_of_folder(source, files)
-    if not found.data or not found.beside:
-        return files, []
-    names = [str(file.relative_to(path)) for file in found.beside]
+    named = image_tables(files)
+    beside = [file for file in found.beside if not (named and is_image(file))]
+    if not found.data or not beside:
+        return found.data if named else files, []
+    names = [str(file.relative_to(path)) for file in beside]
     listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return found.data, [f"source {source.name}: not read, as it holds no rows of the data: {listed}"]
 
@@ -186,7 +188,8 @@ def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: 
     suffix = suffix_of(screened[0].file)
     if {LOADERS.get(suffix_of(each.file)) for each in screened} == {"csv"}:
         options |= csv_options(screened[0].reads, as_text=version > 3)
-    if path.is_dir():
+    table = csv_of_images(source, find_data_files_in(path)) if path.is_dir() else None
+    if path.is_dir() and table is None:
         if options.get("sep") == ",":
             del options["sep"]
         return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,9 @@ ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "con
 
 SETTINGS_BYTES = 1 << 16
 """A larger file without keys is no settings of another program."""
+
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Tables that name images beside them in a column `file_name` (the layout `imagefolder` of `datasets`)."""
 
 
 class FolderFiles(NamedTuple):
@@ -42,6 +46,28 @@ def data_of_folder(source: Source, files: Sequence[Path]) -> FolderFiles:
             fix=f'make one source of each, such as path = "{source.path}/**/*{kinds[0]}"',
         )
     return FolderFiles(data, [file for file in files if file not in data])
+
+
+def image_tables(files: Sequence[Path]) -> list[Path]:
+    """The tables of METADATA among `files`; none where there are no images."""
+    return [file for file in files if file.name in METADATA] if any(map(is_image, files)) else []
+
+
+def is_image(file: Path) -> bool:
+    """By its suffix."""
+    return (mimetypes.guess_type(file.name)[0] or "").startswith("image/")
+
+
+def csv_of_images(source: Source, files: Sequence[Path]) -> Path | None:
+    """The CSV file of a folder of images; None if another table, or none, names them. Raises DataError for several: its
+    paths start from its own folder."""
+    found = [file for file in image_tables(files) if file.suffix == ".csv"]
+    if len(found) > 1:
+        raise DataError(
+            f"source {source.name}: the folder {source.path} holds {len(found)} files {found[0].name}",
+            fix=f'make one source of each, such as path = "{found[0]}"',
+        )
+    return found[0] if found else None
 
 
 def _stray_objects(tables: Sequence[Path]) -> list[Path]:

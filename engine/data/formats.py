@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.config.files.data_files import find_data_files_in
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
+from engine.data.folders import csv_of_images
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat, image_pair
 from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord, sides_of
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
@@ -43,6 +45,9 @@ OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "s
 
 IMAGE_CHATS = (("messages",), ("conversations",), ("prompt", "completion"))
 """Columns of a conversation, of which a source of images has one set, beside `image` or `images`."""
+
+FILE_COLUMNS = {"image": "file_name", "images": "file_names"}
+"""What `metadata.csv` and `metadata.jsonl` of a folder of images call them."""
 
 NEEDS_BY_NAME = {
     "unpaired-preference": "prompt + completion + label, or messages + label",
@@ -236,6 +241,9 @@ def _with_images(columns: Sequence[str], source: Source) -> Format:
     )  # fmt: skip
     mapped = _mapped_columns(columns, source, set(names))
     fields = {name: mapped.get(name, name) for name in names if mapped.get(name, name).partition(".")[0] in columns}
+    for ours, theirs in FILE_COLUMNS.items():
+        if theirs in columns and ours not in fields:
+            fields[ours] = theirs
     images = {name: column for name, column in fields.items() if name in ("image", "images")}
     if source.format == "detection":
         if {"image", "boxes"} <= set(fields):
@@ -260,7 +268,8 @@ def _image_root(source: Source) -> str | None:
     if source.image_root is not None or source.path is None:
         return source.image_root
     path = Path(source.path).expanduser()
-    return str(path if path.is_dir() else path.parent)
+    table = csv_of_images(source, find_data_files_in(path)) if path.is_dir() else path
+    return str(path if table is None else table.parent)
 
 
 def _value(row: dict[str, Any], column: str) -> Any:

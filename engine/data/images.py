@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.config.schema.data import Source
 from engine.data.bounds import IMAGE_BYTES, IMAGE_PIXELS, read_regular
 from engine.data.chat import TokenRow
 from engine.data.chat_template import Span
@@ -320,3 +321,14 @@ def place_images(
         flags += [False] * len(parts)
         end = len(ids)
     return PlacedImages((ids, flags), len(added), end, added)
+
+
+def image_notice(rows: SourceRows, source: Source, reads_images: bool) -> str | None:
+    """What is said of a source whose rows hold images that its format leaves out; None if there are none."""
+    found = sorted({"image", "images", "file_name", *rows.image_columns}.intersection(rows.columns))
+    if reads_images or not found or source.columns:
+        return None
+    return (
+        f"source {source.name}: {', '.join(found)} {'is' if len(found) == 1 else 'are'} not read: images are "
+        'learned from with format = "image-chat", "image-preference" or "detection"'
+    )

@@ -21,7 +21,7 @@ from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNP
 from engine.data.chat_template import REFUSAL
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format, Judged, judged_by, recognise
-from engine.data.images import ImageProcessor, ImageReader, ImageSource, stamps_of_images
+from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
 from engine.data.order import pack
 from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
@@ -238,7 +238,7 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     """What is said of a source: files left aside, preference columns, columns that an older version ignores."""
     source, columns, notices = opened.source, opened.rows.columns, list(opened.rows.notices)
     preferred = preference_notice(columns, source, opened.format.name, [*opened.format.fields.values()])
-    notices += [preferred] if preferred else []
+    notices += [each for each in (preferred, image_notice(opened.rows, source, opened.format.has_images)) if each]
     if tokeniser.version < DATA_VERSION and not opened.format.has_images:
         now = recognise(columns, source, has_template=tokeniser.has_template)
         if ignored := sorted(set(now.fields.values()) - set(opened.format.fields.values())):

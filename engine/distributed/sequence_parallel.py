@@ -46,6 +46,12 @@ class SequenceGroup:
         _free(sent)
         return received
 
+    def sum_(self, values: Tensor) -> None:
+        """Sum `values` over the group's ranks, in place. Raises the errors of `exchange`."""
+        self.voted_group.ready()
+        with raising_lost_rank():
+            dist.all_reduce(values, group=self.group)
+
 
 def join_sequence_group(ranks: Ranks, size: int, voted_group: VotedGroup | None = None) -> SequenceGroup:
     """This rank's group of `size` consecutive ranks. All ranks call this. If that is all of them, the existing group is

@@ -222,3 +222,39 @@ def _chunks(
     hidden, targets = hidden_NH.split(size), targets_N.split(size)
     weights = [None] * len(hidden) if weights_N is None else weights_N.split(size)
     return list(zip(hidden, targets, weights, strict=True))
+
+
+def torch_loss(
+    head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int, weights_N: Tensor | None = None
+) -> Tensor:
+    """torch's chunked linear_cross_entropy. Per-token losses are summed here in fp32: torch's own sum has the input's
+    dtype and would lose all precision in bf16."""
+    scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
+    assert head.linear is not None
+    bias_V: Tensor | None = head.linear.bias
+    losses_N = torch.nn.functional.linear_cross_entropy(
+        scaled_NH,
+        head.linear.weight.to(scaled_NH.dtype),
+        targets_N,
+        linear_bias=None if bias_V is None else bias_V.to(scaled_NH.dtype),
+        reduction="none",
+        options=torch.nn.LinearCrossEntropyOptions(
+            batch_chunk_size=min(chunk_tokens, len(targets_N)), chunking_method=None, acc_policy="accurate"
+        ),
+    )
+    return weighted_sum(losses_N.float(), weights_N)
+
+
+def torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
+    """Why `torch_loss` cannot compute this head's loss; None if it can."""
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
+    if head.linear is None:
+        return "the head carries an adapter or is quantised, which no fused kernel handles"
+    if head.rows is not None:
+        return "the head has rows of added tokens, which torch's kernel cannot train"
+    if head.softcap is not None:
+        return "this model caps its logits, which torch's kernel cannot"
+    if label_smoothing:
+        return "with train.label_smoothing torch's kernel falls back to holding all logits"
+    return None

@@ -31,6 +31,8 @@ from engine.model.chunked import (
     chunked_token_losses,
     liger_applies,
     token_losses,
+    torch_loss,
+    torch_obstacle,
     weighted_sum,
 )
 from engine.model.config import auto_class, blaming_own_code
@@ -111,6 +113,9 @@ class LossFunction:
         """`sum_of_losses`, or if weights are sharded, a module that gathers the head's weights and runs it."""
         self.weigh: Callable[[Batch, Tensor], WeightedSequences] | None = None
         """In training on an objective of whole sequences: weighs a micro-batch by its rows' log-probabilities."""
+        self.ranks_per_row = 1
+        """Ranks that each have a part of every row's tokens, inside `on_slices`."""
+        self._sum_over_parts: Callable[[Tensor], None] = lambda sums_B: None
 
     @property
     def implementation(self) -> str:
@@ -125,6 +130,17 @@ class LossFunction:
     def chunks(self) -> int | None:
         """Tokens whose logits exist at once; None in "plain" (all)."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
+
+    @contextmanager
+    def on_slices(self, ranks: int, sum_over_parts: Callable[[Tensor], None]) -> Iterator[None]:
+        """Inside the block, batches are slices of rows that `ranks` share; `sum_over_parts` sums in place, over these
+        ranks, what is known of each row."""
+        before = self.ranks_per_row, self._sum_over_parts
+        self.ranks_per_row, self._sum_over_parts = ranks, sum_over_parts
+        try:
+            yield
+        finally:
+            self.ranks_per_row, self._sum_over_parts = before
 
     def set_chunks(self, tokens: int | None) -> None:
         """Compute the loss for `tokens` tokens at a time; "plain" gives way to "chunked" until called with None."""
@@ -158,10 +174,10 @@ class LossFunction:
             del logits
             hidden_NH, targets_N = self._at_targets(hidden_BSH, batch)
             del hidden_BSH
-            if targets_N.numel() == 0:
-                return MicroBatchLoss(hidden_NH.float().sum(), *routing)
             if self.weigh is not None and self.loaded.model.training:
                 return self._of_sequences(self.weigh, hidden_NH, targets_N, batch, routing)
+            if targets_N.numel() == 0:
+                return MicroBatchLoss(hidden_NH.float().sum(), *routing)
             return MicroBatchLoss(self.head_forward(hidden_NH, targets_N), *routing)
 
     def _of_sequences(
@@ -178,9 +194,9 @@ class LossFunction:
         found = weigh(batch, self._log_probabilities(hidden_NH, targets_N, rows_N, batch))
         weights_N = found.weights_B.neg().float().index_select(0, rows_N)
         del rows_N
-        weighted = self.sum_of_losses(hidden_NH, targets_N, weights_N)
-        value = weighted - weighted.detach() + found.loss.float()
-        return MicroBatchLoss(value, *routing, metrics=found.metrics)
+        weighted = self.sum_of_losses(hidden_NH, targets_N, weights_N) if len(targets_N) else hidden_NH.float().sum()
+        value = weighted - weighted.detach() + found.loss.float() / self.ranks_per_row
+        return MicroBatchLoss(value, *routing, metrics=found.metrics / self.ranks_per_row)
 
     @torch.no_grad()
     def log_probabilities(self, batch: Batch, *, adapter: bool = True) -> Tensor:
@@ -194,9 +210,12 @@ class LossFunction:
 
     def _log_probabilities(self, hidden_NH: Tensor, targets_N: Tensor, rows_N: Tensor, batch: Batch) -> Tensor:
         settings = LossSettings(0.0, self.head.softcap, self.chunk_tokens, self.implementation == "liger")
-        losses_N = chunked_token_losses(self.head, hidden_NH.detach(), targets_N, settings)
-        sums_B = torch.zeros(len(batch.input_ids_BS), dtype=torch.float64, device=losses_N.device)
-        return sums_B.index_add_(0, rows_N, losses_N.double()).neg_()
+        sums_B = torch.zeros(len(batch.input_ids_BS), dtype=torch.float64, device=hidden_NH.device)
+        if len(targets_N):  # a slice of rows may have none
+            losses_N = chunked_token_losses(self.head, hidden_NH.detach(), targets_N, settings)
+            sums_B.index_add_(0, rows_N, losses_N.double()).neg_()
+        self._sum_over_parts(sums_B)
+        return sums_B
 
     def _at_targets(self, hidden_BSH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [N, H] whose next token is a target, and these targets [N]. N was counted on the host, which
@@ -270,7 +289,7 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
         return "liger"
     if asked == "auto":
         return "chunked"
-    obstacle = _torch_obstacle(head, label_smoothing)
+    obstacle = torch_obstacle(head, label_smoothing)
     if obstacle:
         raise UsageError(f'train.loss = "fused": {obstacle}', fix='set train.loss = "auto"')
     return "torch"
@@ -317,41 +336,6 @@ def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
             expected="a model that predicts text from text alone",
             fix="choose another model.id",
         ) from error
-
-
-def torch_loss(
-    head: OutputHead, hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int, weights_N: Tensor | None = None
-) -> Tensor:
-    """torch's chunked linear_cross_entropy. Per-token losses are summed here in fp32: torch's own sum has the input's
-    dtype and would lose all precision in bf16."""
-    scaled_NH = hidden_NH * head.scale if head.scale != 1.0 else hidden_NH
-    assert head.linear is not None
-    bias_V: Tensor | None = head.linear.bias
-    losses_N = torch.nn.functional.linear_cross_entropy(
-        scaled_NH,
-        head.linear.weight.to(scaled_NH.dtype),
-        targets_N,
-        linear_bias=None if bias_V is None else bias_V.to(scaled_NH.dtype),
-        reduction="none",
-        options=torch.nn.LinearCrossEntropyOptions(
-            batch_chunk_size=min(chunk_tokens, len(targets_N)), chunking_method=None, acc_policy="accurate"
-        ),
-    )
-    return weighted_sum(losses_N.float(), weights_N)
-
-
-def _torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
-    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
-    if head.linear is None:
-        return "the head carries an adapter or is quantised, which no fused kernel handles"
-    if head.rows is not None:
-        return "the head has rows of added tokens, which torch's kernel cannot train"
-    if head.softcap is not None:
-        return "this model caps its logits, which torch's kernel cannot"
-    if label_smoothing:
-        return "with train.label_smoothing torch's kernel falls back to holding all logits"
-    return None
 
 
 class HeadWithLoss(nn.Module):

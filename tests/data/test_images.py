@@ -306,3 +306,32 @@ def test_only_regular_files_are_opened_as_images(qwen: Path, tmp_path: Path) -> 
     (count,) = prepared(qwen, chat_file(tmp_path, rows)).report.sources
     assert (count.kept, sum(count.dropped.values())) == (1, 6)
     assert all(reason.startswith(UNREADABLE) for reason in count.dropped)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+@pytest.mark.parametrize("whole", [True, False], ids=["folder", "file"])
+def test_a_folder_of_images_is_read_by_its_metadata(qwen: Path, tmp_path: Path, name: str, whole: bool) -> None:
+    """The layout of `imagefolder`: paths start from the folder of the table, and a cell of digits stays text."""
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    pictures(folder, (56, 56), (84, 56), (84, 84))
+    rows = [{"file_name": f"{number}.png", "prompt": "Which?", "completion": f"00{number}"} for number in range(3)]
+    if name.endswith("csv"):
+        (folder / name).write_text(
+            "file_name,prompt,completion\n" + "".join(f"{','.join(row.values())}\n" for row in rows)
+        )
+    else:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "scans", "path": str(folder if whole else folder / name), "format": "image-chat"}
+    found = prepared(qwen, source)
+    assert present(found.train.patches).tolist() == [16, 24, 36] and not found.report.notices
+    tokenizer = load_tokenizer(spec_for(qwen, source).recipe.model)
+    answers = [str(tokenizer.decode(found.train.split_question(row)[1], skip_special_tokens=True)) for row in range(3)]
+    assert [answer.strip() for answer in answers] == ["000", "001", "002"]
+
+
+def test_images_that_a_format_leaves_out_are_told(qwen: Path, tmp_path: Path) -> None:
+    (image,) = pictures(tmp_path, (28, 28))
+    source = chat_file(tmp_path, [{"image": image, "prompt": "Which?", "completion": "A box."}])
+    (notice,) = prepared(qwen, {**source, "format": "auto"}).report.notices
+    assert "image is not read" in notice and '"image-chat"' in notice

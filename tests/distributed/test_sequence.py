@@ -22,7 +22,9 @@ from engine.model.ulysses_attention import join_ulysses_attention
 from tests.distributed.faults import differences, sampled, wrong_among
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import (
+    DPO,
     FULL,
+    KTO,
     LADDER,
     LORA,
     NEEDS_SHARDS,
@@ -45,6 +47,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"method": {**LORA["method"], "dropout": 0.3}},
     "lora, checkpointing": {**LORA, "train": {"gradient_checkpointing": True, "micro_batch": 1}},
     "plain loss": {**FULL, "train": {"loss": "plain", "label_smoothing": 0.1, "micro_batch": 3}},
+    "pairs": {**DPO, "preference": {"sft_weight": 0.3}},
+    "split pairs, in full": {"method": {"kind": "full", "objective": "dpo"}, "train": {"micro_batch": 1}},
+    "labelled answers": KTO,
 }
 HEADS = [(4, 4, 3), (4, 2, 3), (4, 1, 5), (8, 4, 5)]
 """Heads, those of keys and values, and values of a head where queries have 3."""
@@ -53,7 +58,9 @@ FAMILIES = ("qwen3", "phi3", "gpt2", "mixtral")
 CONVOLUTION = "lfm2"
 """Its convolutions mix neighbouring positions."""
 IN_SHARDS = "full, checkpointing"
-SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4}
+FAULTY = (IN_SHARDS, "split pairs, in full", "labelled answers")
+SHARED = {"full": 2, "full, checkpointing": 4, "lora with dropout": 4, "lora, checkpointing": 2, "plain loss": 4,
+          "pairs": 4, "split pairs, in full": 2, "labelled answers": 2}  # fmt: skip
 """Kinds, and how many ranks share a sequence; where they are two, two such pairs are replicas of each other."""
 
 
@@ -151,11 +158,13 @@ def in_shards(ranks: Ranks, folder: Path) -> Any:
 
 def faults(ranks: Ranks, folder: Path) -> Any:
     """Take steps with failing allocations, on pairs of ranks that share sequences."""
-    work = RankWorkbench(folder, ranks, {**shared(small(folder, IN_SHARDS), 2), "backoff": LADDER})
-    work.steps()
-    tried = sampled(work, FAULTS, seed=11)
-    work.close()
-    return tried
+    found = {}
+    for kind in FAULTY:
+        work = RankWorkbench(folder, ranks, {**shared(small(folder, kind), 2), "backoff": LADDER})
+        work.steps()
+        found[kind] = sampled(work, FAULTS, seed=11)
+        work.close()
+    return found
 
 
 def uneven_devices(ranks: Ranks, folder: Path) -> Any:
@@ -238,7 +247,8 @@ def test_each_rank_holds_what_the_plan_predicts_for_it(seen: dict[str, list[Any]
             assert planned == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", FAULTY)
 def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_nothing(
-    seen: dict[str, list[Any]], alone: dict[str, Any]
+    kind: str, seen: dict[str, list[Any]], alone: dict[str, Any]
 ) -> None:
-    assert wrong_among(seen["faults"], alone[IN_SHARDS]) == []
+    assert wrong_among([rank[kind] for rank in seen["faults"]], alone[kind]) == []

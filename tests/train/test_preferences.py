@@ -27,7 +27,7 @@ from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
 from engine.objectives.preference import METRICS, WIN_RATE, sequence_losses
 from engine.train.run.preferences import learn_preferences
-from engine.train.step.pairs import plan_pairs
+from engine.train.step.objective import plan_pairs
 from engine.train.step.transaction import StepOutcome, StepTransaction
 from tests.present import metered
 from tests.train.preference_rows import write_pairs

@@ -74,10 +74,6 @@ def _compiled(spec: RunSpec, condition: bool, beside: str) -> str | None:
     return _when(spec.recipe.train.compile and condition, f"train.compile beside {beside}")
 
 
-def _pairs_across_ranks(spec: RunSpec, shared: bool, beside: str) -> str | None:
-    return _when(spec.recipe.learns_preferences and shared, f'method.objective = "dpo" beside {beside}')
-
-
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     (_images_in_shards, "sharding of a model that is trained on images"),
     (
@@ -96,14 +92,11 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         "sharding with optimizers that need whole tensors",
     ),
     (
-        lambda spec: _pairs_across_ranks(
-            spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'
+        lambda spec: _when(
+            spec.recipe.learns_preferences and spec.profile.parallel.strategy == "sharded",
+            'method.objective = "dpo" beside parallel.strategy = "sharded"',
         ),
         "preference learning with sharded weights",
-    ),
-    (
-        lambda spec: _pairs_across_ranks(spec, spec.profile.parallel.sequence > 1, "parallel.sequence > 1"),
-        "preference learning on sequences that ranks share",
     ),
     (
         lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),

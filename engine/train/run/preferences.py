@@ -22,8 +22,7 @@ from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.pairs import PairObjective
-from engine.train.step.unpaired import UnpairedObjective
+from engine.train.step.objective import PairObjective, UnpairedObjective
 
 FOLDER = "reference"
 """In the run's folder: log-probabilities of the weights at the start."""

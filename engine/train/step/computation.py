@@ -24,7 +24,6 @@ from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
 from engine.train.step.context import StepContext
 from engine.train.step.objective import SequenceObjective, StepTokens
-from engine.train.step.unpaired import UnpairedObjective
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
@@ -141,16 +140,17 @@ class StepComputation:
         self._note_sums(total)
         self.busy_seconds = time.perf_counter() - began
 
-    def measure_mismatched(self, step: int, samples: NDArray[np.int64]) -> None:
-        """For KTO, before any gradient: this rank's part of the divergence of policy and reference."""
-        context, objective = self.context, self.context.objective
-        assert isinstance(objective, UnpairedObjective)
-        budget, lengths = context.budget, objective.mismatched.lengths[samples]
-        objective.nothing_measured()
+    def measure_first(
+        self, step: int, samples: NDArray[np.int64], objective: SequenceObjective, data: TokenData
+    ) -> None:
+        """Before any gradient: measure this rank's sequences of `data`, which belong to `samples`."""
+        budget = self.context.budget
+        objective.begin_measuring()
         plan = plan_micro_batches(
-            lengths, context.cost, budget.budget_bytes, budget.floor_tokens, None, budget.launch_tokens
-        )
-        self._measure(step, samples, plan, objective, objective.mismatched)
+            data.lengths[samples], self.context.cost, budget.budget_bytes, budget.floor_tokens, None,
+            budget.launch_tokens,
+        )  # fmt: skip
+        self._measure(step, samples, plan, objective, data)
 
     @contextmanager
     def _objective(

@@ -1,5 +1,14 @@
-"""What a step asks of an objective of whole sequences: which of them are measured before they are trained on, and how
-much each log-probability weighs."""
+"""Objectives of whole sequences within a step: preference pairs, and single answers with labels (KTO). They decide what
+is measured before it is trained on, and what log-probabilities, with those of the reference, make of the loss.
+
+A pair whose sequences fit together is computed in one pass: the head runs first without gradients, the objective makes
+weights of the log-probabilities, then the weighted loss is computed on the same hidden states. The sequences of a pair
+that does not fit are micro-batches of their own, and pass through the model twice: first without gradients for the
+log-probabilities of both, then with the weights. So the largest unit of memory is one sequence, not a pair.
+
+The divergence of KTO is one estimate for the step: its mismatched sequences, prompts with the answers of other samples,
+are measured before any gradient and summed over all ranks. So no split into micro-batches changes the loss.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +17,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batching.micro_batches import MicroBatch
+from engine.batching.micro_batches import Cost, MicroBatch, plan_micro_batches
 from engine.config.schema.preference import Preference
 from engine.data.batch import Batch
 from engine.data.tokens import TokenData
 from engine.distributed.ranks import Ranks
 from engine.evaluate.context import Reference
 from engine.model.loss import LossFunction, WeightedSequences
+from engine.objectives.kto import SUMS, answer_losses, divergence_of, metrics_of
+from engine.objectives.preference import METRICS, SequenceLoss, sequence_losses
 
 
 class StepTokens(NamedTuple):
@@ -38,6 +50,8 @@ class SequenceObjective(ABC):
     """Sequences of a sample, which stand side by side in the data and go to the same rank."""
     sums: Sequence[str]
     """Names of the metrics that are summed over sequences."""
+    measured_first: TokenData | None = None
+    """Sequences, one for each of the data, that a step measures before any gradient; None if it needs none."""
 
     def __init__(self, asked: Preference, loss: LossFunction, data: TokenData, reference: Reference | None) -> None:
         self.asked, self.loss, self.data, self.reference = asked, loss, data, reference
@@ -52,6 +66,10 @@ class SequenceObjective(ABC):
     def end(self) -> None:
         """Forget the sequences of the attempt, also one that failed."""
         self._reference_B = None
+
+    def begin_measuring(self) -> None:
+        """Before this rank measures its sequences of `measured_first`, of which it may have none."""
+        raise NotImplementedError(f"{type(self).__name__} measures nothing first")
 
     def split(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> list[MicroBatch]:
         """The micro-batches that are measured before any is trained on."""
@@ -72,3 +90,168 @@ class SequenceObjective(ABC):
     def metrics(self, means: list[float], samples: NDArray[np.int64]) -> dict[str, float]:
         """Of a step event, from `sums` of all ranks divided by `StepTokens.targets`; `samples` are all of the step."""
         return dict(zip(self.sums, means, strict=True))
+
+
+class PairObjective(SequenceObjective):
+    """The objective of pairs of a chosen and a rejected sequence, 2·p and 2·p + 1 in the data."""
+
+    unit = 2
+    sums = METRICS
+
+    def __init__(self, asked: Preference, loss: LossFunction, data: TokenData, reference: Reference | None) -> None:
+        super().__init__(asked, loss, data, reference)
+        self._measured: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """By sequence of a split pair: log-probabilities of the policy and the reference, scalars."""
+        self._weighed: dict[int, SequenceLoss] = {}
+        """The same sequences once both sides are measured; tensors of one sequence each."""
+
+    def end(self) -> None:
+        super().end()
+        self._measured.clear()
+        self._weighed.clear()
+
+    def split(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> list[MicroBatch]:
+        """Those whose sequences were planned without their pair."""
+        return [group for group in plan if not _is_whole(tuple(samples[list(group.members)].tolist()))]
+
+    def measure(self, batch: Batch) -> None:
+        policy_B = self.loss.log_probabilities(batch)
+        reference_B = None if self.reference is None else self.reference(batch)
+        for row, sample in enumerate(batch.sample_ids):
+            held = None if reference_B is None else reference_B[row]
+            self._measured[sample] = (policy_B[row], held)
+            if sample ^ 1 in self._measured:
+                self._weigh_pair(sample & ~1)
+
+    def prepare(self, batch: Batch) -> None:
+        if batch.sample_ids[0] in self._weighed:
+            self._reference_B = None
+        else:
+            super().prepare(batch)
+
+    def weigh(self, batch: Batch, logps_B: Tensor) -> WeightedSequences:
+        """Of a micro-batch of whole pairs, or of measured sequences. A sequence whose other side is not there, in a
+        probe, weighs 1."""
+        if all(sample in self._weighed for sample in batch.sample_ids):
+            rows = [self._weighed[sample] for sample in batch.sample_ids]
+            found = SequenceLoss(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+        elif _is_whole(batch.sample_ids):
+            found = self._sequence_losses(logps_B, self._reference_B, batch.sample_ids)
+        else:
+            metrics_BM = logps_B.new_zeros(len(logps_B), len(METRICS))
+            found = SequenceLoss(torch.zeros_like(logps_B), torch.ones_like(logps_B), metrics_BM)
+        return WeightedSequences(found.weights_S, found.losses_S.sum(), found.metrics_SM.sum(0))
+
+    def _weigh_pair(self, chosen: int) -> None:
+        sides = [self._measured[chosen], self._measured[chosen + 1]]
+        policy_2 = torch.stack([policy for policy, _ in sides])
+        held = [reference for _, reference in sides if reference is not None]
+        found = self._sequence_losses(policy_2, torch.stack(held) if held else None, (chosen, chosen + 1))
+        for place in range(2):
+            self._weighed[chosen + place] = SequenceLoss(*(part[place : place + 1] for part in found))
+
+    def _sequence_losses(self, logps_S: Tensor, reference_S: Tensor | None, samples: tuple[int, ...]) -> SequenceLoss:
+        tokens_S = torch.from_numpy(self.data.target_counts[list(samples)].astype(np.float64)).to(logps_S.device)
+        return sequence_losses(logps_S, reference_S, tokens_S, self.asked, self._sft_scale)
+
+
+class UnpairedObjective(SequenceObjective):
+    """The objective of single answers that are desirable or not (KTO)."""
+
+    sums = SUMS
+
+    def __init__(
+        self,
+        asked: Preference,
+        loss: LossFunction,
+        data: TokenData,
+        reference: Reference,
+        mismatched_reference: Reference,
+    ) -> None:
+        super().__init__(asked, loss, data, reference)
+        assert data.mismatched is not None
+        self.measured_first, self._mismatched_reference = data.mismatched, mismatched_reference
+        self._differences: float | None = None
+        """Of this rank's mismatched sequences; None where none were measured, in a probe."""
+        self.divergence = 0.0
+        """Of the step."""
+
+    def begin(self, tokens: StepTokens, ranks: Ranks) -> None:
+        super().begin(tokens, ranks)
+        total = 0.0
+        if self._differences is not None:
+            total = float(sum(ranks.all_gather_object(self._differences)))
+        self.divergence = divergence_of(total, tokens.targets)
+
+    def end(self) -> None:
+        super().end()
+        self._differences = None
+
+    def measure(self, batch: Batch) -> None:
+        """Of mismatched sequences."""
+        difference = (self.loss.log_probabilities(batch) - self._mismatched_reference(batch)).sum()
+        # Each rank that shares a sequence knows its whole log-probability.
+        self._differences = (self._differences or 0.0) + float(difference) / self.loss.ranks_per_row
+
+    def begin_measuring(self) -> None:
+        self._differences = 0.0
+
+    def weigh(self, batch: Batch, logps_B: Tensor) -> WeightedSequences:
+        assert self._reference_B is not None
+        desirable_B = torch.from_numpy(self.data.desirable[list(batch.sample_ids)]).to(logps_B.device)
+        found = answer_losses(logps_B, self._reference_B, desirable_B, self.divergence, self.asked, self._sft_scale)
+        return WeightedSequences(found.weights_S, found.losses_S.sum(), found.metrics_SM.sum(0))
+
+    def metrics(self, means: list[float], samples: NDArray[np.int64]) -> dict[str, float]:
+        desirable = int(self.data.desirable[samples].sum())
+        sums = [mean * len(samples) for mean in means]
+        return metrics_of(sums, desirable, len(samples) - desirable, self.divergence)
+
+
+def plan_pairs(
+    lengths: NDArray[np.int32],
+    cost: Cost,
+    budget_bytes: int,
+    floor_tokens: int,
+    patches: NDArray[np.int64] | None,
+    launch_tokens: int,
+) -> list[MicroBatch]:
+    """As `plan_micro_batches`, for sequences of which 2·p and 2·p + 1 are a pair: pairs stay together where two
+    sequences of their length fit the budget; the others' sequences are planned one by one."""
+    longest_P = np.maximum(lengths[0::2], lengths[1::2])
+    patches_P = None if patches is None else patches[0::2] + patches[1::2]
+
+    def cost_of_pairs(rows: int, length: int, patches: int | None = None, /) -> int:
+        return cost(2 * rows, length, patches)
+
+    alone_P = [cost_of_pairs(1, int(longest), None) for longest in longest_P]
+    whole, split = (
+        np.array([p for p, bytes_ in enumerate(alone_P) if (bytes_ <= budget_bytes) is fits], np.int64)
+        for fits in (True, False)
+    )
+    groups: list[MicroBatch] = []
+    if len(whole):
+        planned = plan_micro_batches(
+            longest_P[whole], cost_of_pairs, budget_bytes, floor_tokens // 2,
+            None if patches_P is None else patches_P[whole], launch_tokens // 2,
+        )  # fmt: skip
+        groups += [
+            _placed(group, [2 * p + side for p in whole[list(group.members)] for side in (0, 1)]) for group in planned
+        ]
+    if len(split):
+        sides = np.concatenate([2 * split, 2 * split + 1])
+        planned = plan_micro_batches(
+            lengths[sides], cost, budget_bytes, floor_tokens, None if patches is None else patches[sides], launch_tokens
+        )
+        groups += [_placed(group, sides[list(group.members)].tolist()) for group in planned]
+    return sorted(groups, key=lambda group: -group.cost_bytes)
+
+
+def _placed(group: MicroBatch, members: list[int]) -> MicroBatch:
+    return MicroBatch(tuple(int(member) for member in members), group.length, group.cost_bytes)
+
+
+def _is_whole(samples: tuple[int, ...]) -> bool:
+    """Whether chosen and rejected sequences of pairs stand side by side."""
+    ids = np.asarray(samples)
+    return len(ids) % 2 == 0 and bool((ids[0::2] % 2 == 0).all()) and bool((ids[1::2] == ids[0::2] + 1).all())

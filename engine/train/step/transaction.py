@@ -37,10 +37,8 @@ from engine.train.step.failures import (
     smallest_failed,
 )
 from engine.train.step.ladder import back_off, current_settings
-from engine.train.step.objective import StepTokens
+from engine.train.step.objective import StepTokens, plan_pairs
 from engine.train.step.oom_report import memory_breakdown
-from engine.train.step.pairs import plan_pairs
-from engine.train.step.unpaired import UnpairedObjective
 
 
 @dataclass(frozen=True)
@@ -157,9 +155,10 @@ class StepTransaction:
 
     def _measuring(self, step: int, own_samples: NDArray[np.int64]) -> list[Stage]:
         """The stage before gradients of an objective that measures other sequences over the whole step."""
-        if not isinstance(self.context.objective, UnpairedObjective):
+        objective = self.context.objective
+        if objective is None or objective.measured_first is None:
             return []
-        return [lambda _: self.work.measure_mismatched(step, own_samples)]
+        return [lambda _: self.work.measure_first(step, own_samples, objective, objective.measured_first)]
 
     def probe(self, step: int, samples: NDArray[np.int64]) -> TimedPass:
         """Run the most expensive micro-batch of `samples` and drop its gradients: what would run out of memory hours

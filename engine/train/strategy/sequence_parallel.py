@@ -6,8 +6,8 @@ exchange heads for positions (`engine.model.ulysses_attention`). The wrapped str
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -54,8 +54,11 @@ class SequenceParallel(Strategy):
     def local_part(self, batch: Batch, *, pad_id: int) -> Batch:
         return self._attention.slice_of(batch, pad_id=pad_id)
 
-    def micro_batch(self) -> AbstractContextManager[None]:
-        return self._attention.installed()
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        group = self._attention.group
+        with self._attention.installed(), self.loss.on_slices(group.size, group.sum_):
+            yield
 
     def evaluation_cost(self, cost: Cost) -> Cost:
         return cost_on_one_device(self._spec)  # in evaluation, ranks do not share sequences
