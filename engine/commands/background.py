@@ -62,7 +62,10 @@ NICENESS = 10
 ToOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--to", metavar="TRACKER", help="tensorboard, wandb or trackio; by default the recipe's.", show_default=False
+        "--to",
+        metavar="TRACKER",
+        help="tensorboard, wandb, trackio, mlflow or swanlab; by default the recipe's.",
+        show_default=False,
     ),
 ]
 

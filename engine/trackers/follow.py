@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from engine.journal.events import Event, EventTail
 from engine.journal.files import locked
 from engine.journal.liveness import ProcessIdentity, identify, is_alive
 from engine.journal.stages import stage_name
+from engine.trackers.mlflow_tracker import MlflowTracker
+from engine.trackers.swanlab_tracker import SwanLabTracker
 from engine.trackers.tensorboard_tracker import TensorBoardTracker
 from engine.trackers.tracker import Record, TrackedRun, Tracker, install_command, point_of, read_record, write_record
 from engine.trackers.trackio_tracker import TrackioTracker
@@ -25,19 +27,25 @@ from engine.trackers.wandb_tracker import WandbTracker
 
 DEFAULT_PROJECT = "tunedeck"
 
-TRACKER_CLASSES: dict[str, type[TensorBoardTracker] | type[WandbTracker] | type[TrackioTracker]] = {
+TRACKER_CLASSES: dict[str, Callable[[TrackedRun, dict[str, Any] | None], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanLabTracker,
 }
 
 
 def open_tracker(directory: RunDirectory, name: str, position: dict[str, Any] | None) -> Tracker:
     """Open a tracker; `position` is what its `position` or `close` returned in an earlier process. Raises UsageError
     for an unknown name, and whatever the tracker's package raises."""
+    return _tracker_class(name)(tracked_run(directory, name), position)
+
+
+def _tracker_class(name: str) -> Callable[[TrackedRun, dict[str, Any] | None], Tracker]:
     if name not in TRACKER_CLASSES:
         raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
-    return TRACKER_CLASSES[name](tracked_run(directory, name), position)
+    return TRACKER_CLASSES[name]
 
 
 def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
@@ -54,6 +62,7 @@ def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
         tags=spec.recipe.trackers.tags,
         config=spec.recipe.model_dump(mode="json", by_alias=True, exclude_none=True),
         folder=folder,
+        names_result=spec.recipe.trackers.result,
     )
 
 
@@ -90,8 +99,10 @@ def _follow(
         record = read_record(directory, name)
         with _failures_recorded(directory, name, record):
             with _ended_if_it_hangs(directory, name, record, "starting"):
-                tracker = open_tracker(directory, name, record.position)
-            return _Follower(directory, name, record, tracker).run(engine, after)
+                made = _tracker_class(name)
+                shown = tracked_run(directory, name)
+                tracker = made(shown, record.position)
+            return _Follower(directory, name, record, tracker, shown.names_result).run(engine, after)
 
 
 @contextmanager
@@ -139,11 +150,23 @@ def _problem(directory: RunDirectory, name: str, error: Exception) -> Environmen
     return EnvironmentProblem(f"tracker {name} failed: {text}", fix=f"see {directory.trackers}/{name}.log; {again}")
 
 
+def _done_again(events: Sequence[Event]) -> set[int]:
+    """`seq` of the events whose step a later one of `events` resumes before."""
+    found, resumed = set(), None
+    for event in reversed(events):
+        if event["kind"] == "resumed":
+            resumed = event["step"] if resumed is None else min(resumed, event["step"])
+        elif resumed is not None and event["kind"] in ("step", "eval") and event["step"] > resumed:
+            found.add(event["seq"])
+    return found
+
+
 class _Follower:
-    def __init__(self, directory: RunDirectory, name: str, record: Record, tracker: Tracker) -> None:
+    def __init__(self, directory: RunDirectory, name: str, record: Record, tracker: Tracker, refers: bool) -> None:
         self._directory, self._name, self._record, self._tracker = directory, name, record, tracker
         self._tail = EventTail(directory.events)
         self._seq = record.seq if tracker.last_seq is None else tracker.last_seq
+        self._refers = refers
         self._exit_code = 0
         self._ended = False
 
@@ -169,13 +192,15 @@ class _Follower:
     def _forward_new(self, after: int) -> int:
         self._tail.path = self._directory.events  # of a run that was moved elsewhere than before
         events = [event for event in self._tail.poll() if event["seq"] > self._seq]
-        count = sum(self._forward(event, after) for event in events)
+        skipped = set() if self._tracker.replaces_steps else _done_again(events)
+        count = sum(self._forward(event, after, send=event["seq"] not in skipped) for event in events)
         if count:
             self._remember()
         return count
 
-    def _forward(self, event: Event, after: int) -> bool:
-        """Whether the event had metrics. A `run_finished` event ends the following if its `seq` is above `after`."""
+    def _forward(self, event: Event, after: int, *, send: bool) -> bool:
+        """Whether the event had metrics that were sent. A `run_finished` event ends the following if its `seq` is above
+        `after`."""
         self._seq = event["seq"]
         if event["kind"] == "resumed":
             self._tracker.rewind(event["step"])
@@ -183,7 +208,10 @@ class _Follower:
             stopped = event["exit_code"] == StoppedError.exit_code
             self._exit_code = 0 if stopped else event["exit_code"]
             self._ended = event["seq"] > after
-        point = point_of(event)
+            if self._refers and event["result"]:
+                with self._limited("naming the result"):
+                    self._tracker.refer_to(self._directory.path / event["result"])
+        point = point_of(event) if send else None
         if point is not None:
             with self._limited("logging"):
                 self._tracker.forward(point)

@@ -23,6 +23,7 @@ class TensorBoardTracker:
     """Each process that follows the run begins a new event file in the folder of `run`."""
 
     last_seq: int | None = None
+    replaces_steps = True
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
         """`position` is {file name: size in bytes}. What is beyond these sizes or not named, a killed process wrote
@@ -40,7 +41,7 @@ class TensorBoardTracker:
         self._make_event = Event
         self._add(time.time(), 0, file_version="brain.Event:2")
         if position is None:
-            self._add(time.time(), 0, summary=_description(run))
+            self._add(time.time(), 0, summary=_text("run", _description(run)))
 
     def forward(self, point: Point) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -53,6 +54,10 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._add(time.time(), step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def refer_to(self, result: Path) -> None:
+        """As a text: TensorBoard has no artifacts."""
+        self._add(time.time(), 0, summary=_text("result", f"`{result}`"))
 
     def position(self) -> dict[str, Any]:
         """Write all metrics to the disk; returns {file name: bytes} for every event file of the run."""
@@ -80,18 +85,21 @@ def _cut_back(folder: Path, sizes: dict[str, int]) -> None:
             path.unlink()
 
 
-def _description(run: TrackedRun) -> Any:
+def _description(run: TrackedRun) -> str:
+    about = {"run": run.name, "group": run.group, "project": run.project, "tags": ", ".join(run.tags)}
+    lines = [f"- {name}: {text}" for name, text in about.items() if text]
+    return "\n".join([*lines, "", "```json", json.dumps(run.config, indent=2), "```"])
+
+
+def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
     from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 
-    about = {"run": run.name, "group": run.group, "project": run.project, "tags": ", ".join(run.tags)}
-    lines = [f"- {name}: {text}" for name, text in about.items() if text]
-    text = "\n".join([*lines, "", "```json", json.dumps(run.config, indent=2), "```"])
     shown_as = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
     tensor = TensorProto(
         dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     )
-    value = Summary.Value(tag="run/text_summary", metadata=SummaryMetadata(plugin_data=shown_as), tensor=tensor)
+    value = Summary.Value(tag=f"{tag}/text_summary", metadata=SummaryMetadata(plugin_data=shown_as), tensor=tensor)
     return Summary(value=[value])

@@ -109,6 +109,8 @@ class TrackedRun:
     config: dict[str, Any]
     folder: Path
     """For the tracker's own files; exists."""
+    names_result: bool = False
+    """Whether `refer_to` is called for the run's result."""
 
 
 class Tracker(Protocol):
@@ -117,12 +119,19 @@ class Tracker(Protocol):
     last_seq: int | None
     """`seq` of the last event in the tracker's own storage; None leaves it to the
     follower's record."""
+    replaces_steps: bool
+    """Whether `rewind` discards points. If not, the points of steps that a resume does again are not sent, as far as
+    the resume is known by then."""
 
     def forward(self, point: Point) -> None:
         """Send the metrics of one event to the tracker."""
 
     def rewind(self, step: int) -> None:
         """Discard the metrics of the steps after `step`: the run was resumed from its checkpoint of that step."""
+
+    def refer_to(self, result: Path) -> None:
+        """Name the folder of the run's result beside its metrics, as an artifact by reference where the tracker has
+        such."""
 
     def position(self) -> dict[str, Any] | None:
         """Store everything forwarded; returns what a later process needs to continue, None if only `close` can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from engine.trackers.tracker import Point, TrackedRun
@@ -15,6 +16,8 @@ SEQ_METRIC = "journal/seq"
 
 class TrackioTracker:
     """One trackio run, continued under the same name by every process that follows the run."""
+
+    replaces_steps = False
 
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
         """`position` is None if no earlier process began the run; trackio's database says which events it has."""
@@ -31,6 +34,14 @@ class TrackioTracker:
 
     def rewind(self, step: int) -> None:
         """Nothing: trackio keeps its points, and those of repeated steps appear beside them."""
+
+    def refer_to(self, result: Path) -> None:
+        """As an artifact by reference: nothing is copied."""
+        import trackio
+
+        artifact = trackio.Artifact(f"{result.parent.name}-{result.name}", type="model")
+        artifact.add_reference(result.as_uri(), checksum=False)
+        self._run.log_artifact(artifact)
 
     def position(self) -> dict[str, Any]:
         """Empty: the run was begun. Which events it has is in trackio's database."""

@@ -21,6 +21,8 @@ class WandbTracker:
     removed and its events are forwarded again.
     """
 
+    replaces_steps = False
+
     def __init__(self, run: TrackedRun, position: dict[str, Any] | None) -> None:
         """`position`: {"id": id of the wandb run, "finished": names of complete offline folders}; None before the first
         end."""
@@ -52,6 +54,14 @@ class WandbTracker:
 
     def rewind(self, step: int) -> None:
         """Nothing: wandb keeps its points, and those of repeated steps appear beside them."""
+
+    def refer_to(self, result: Path) -> None:
+        """As an artifact by reference: nothing is uploaded."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{self._run.id}-{result.name}", type="model")
+        artifact.add_reference(result.as_uri(), checksum=False)
+        self._run.log_artifact(artifact)
 
     def position(self) -> None:
         """None: only after `close` is everything stored."""

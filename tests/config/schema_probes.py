@@ -61,11 +61,11 @@ def accepted(spec: RunSpec, folder: Path) -> Any:
 
 
 def tracked(spec: RunSpec, folder: Path) -> Any:
-    """The trackers whose packages a start asks for, and the project and tags that they show."""
+    """The trackers whose packages a start asks for, what they show, and whether they name the result."""
     run = create_run_directory(folder / "tracked", spec.name, dump_run_spec(spec), {})
     shown = tracked_run(run, "wandb")
     with patch.object(tracker, "find_spec", return_value=None):
-        return missing_trackers(spec.recipe), shown.project, shown.tags
+        return missing_trackers(spec.recipe), shown.project, shown.tags, shown.names_result
 
 
 def data(spec: RunSpec, folder: Path) -> Any:

@@ -243,6 +243,7 @@ CASES: dict[str, Case] = {
     "trackers.use": Case(tracked, "", '["wandb"]'),
     "trackers.project": Case(tracked, "", "mine"),
     "trackers.tags": Case(tracked, "", '["one"]'),
+    "trackers.result": Case(tracked, "false", "true", ('trackers.use=["wandb"]',)),
     "finish.merge": Case(accepted, "false", "true"),
     "sweep": Case(points, '{"train.seed" = [1]}', '{"train.seed" = [1, 2]}'),
     "stages.name": stage('name = "b"'),

@@ -132,13 +132,22 @@ def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch
     require_trackers(resolve("demo", "demo").spec.recipe)
 
 
+def test_of_steps_that_a_resume_does_again_wandb_gets_the_last_if_the_resume_is_known(run: RunDirectory) -> None:
+    with EventWriter(run) as writer:
+        writer.write("resumed", **{"step": 1, "from": "step-00000001"})
+        write_step(writer, 2)
+    assert forward_all(run, "wandb") == 3
+    assert points_of(run, "wandb") == [(1, "train/loss"), (1, "eval/loss"), (2, "train/loss")]
+    assert [call["step"] for call in calls_of_wandb(run) if "data" in call] == [1, 2, 5]
+
+
 HANGING = """
 import sys, threading
 from engine.journal.directory import RunDirectory
 from engine.trackers import follow
 
 class Hanging:
-    last_seq = None
+    last_seq, replaces_steps = None, False
     def __init__(self, run, position): pass
     def position(self): return {{}}
     def rewind(self, step): pass

@@ -274,12 +274,15 @@ class RecipeParallel(Table):
 class Trackers(Table):
     """Experiment trackers beside the journal."""
 
-    use: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    use: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = []
     """Trackers that get the metrics of a run; each needs its package."""
     project: str | None = None
     """Project name in the trackers; by default tunedeck."""
     tags: list[str] = []
     """Tags of the run in the trackers."""
+    result: bool = False
+    """Name the folder of the result in the trackers, too: as an artifact by reference in wandb and trackio, in mlflow
+    as a tag, in swanlab in the configuration, in tensorboard as a text. Nothing is uploaded."""
 
 
 class Finish(Table):
