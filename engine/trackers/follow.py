@@ -36,20 +36,16 @@ TRACKER_CLASSES: dict[str, Callable[[TrackedRun, dict[str, Any] | None], Tracker
 }
 
 
-def open_tracker(directory: RunDirectory, name: str, position: dict[str, Any] | None) -> Tracker:
-    """Open a tracker; `position` is what its `position` or `close` returned in an earlier process. Raises UsageError
-    for an unknown name, and whatever the tracker's package raises."""
-    return _tracker_class(name)(tracked_run(directory, name), position)
-
-
-def _tracker_class(name: str) -> Callable[[TrackedRun, dict[str, Any] | None], Tracker]:
-    if name not in TRACKER_CLASSES:
-        raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
-    return TRACKER_CLASSES[name]
+def open_tracker(run: TrackedRun, name: str, position: dict[str, Any] | None) -> Tracker:
+    """Open a tracker; `position` is what its `position` or `close` returned in an earlier process. Raises whatever the
+    tracker's package raises."""
+    return TRACKER_CLASSES[name](run, position)
 
 
 def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
-    """Also creates the folder for the tracker's files."""
+    """Also creates the folder for the tracker's files. Raises UsageError for a tracker of an unknown name."""
+    if name not in TRACKER_CLASSES:
+        raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
     spec = load_run_spec(directory.run_toml, own=True)
     parent = directory.path.parent.parent.name if directory.path.parent.name == "stages" else None
     sweep = spec.provenance.sweep
@@ -99,9 +95,8 @@ def _follow(
         record = read_record(directory, name)
         with _failures_recorded(directory, name, record):
             with _ended_if_it_hangs(directory, name, record, "starting"):
-                made = _tracker_class(name)
                 shown = tracked_run(directory, name)
-                tracker = made(shown, record.position)
+                tracker = open_tracker(shown, name, record.position)
             return _Follower(directory, name, record, tracker, shown.names_result).run(engine, after)
 
 

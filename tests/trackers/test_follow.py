@@ -76,7 +76,7 @@ def test_a_process_that_is_killed_before_it_remembers_forwards_nothing_twice(run
     forward_all(run, name)
     with EventWriter(run) as writer:
         write_step(writer, 3)
-    killed: Tracker = open_tracker(run, name, read_record(run, name).position)
+    killed: Tracker = open_tracker(tracked_run(run, name), name, read_record(run, name).position)
     killed.forward(Point(4, 0.0, 3, {"train/loss": 3.0}))
     killed.position()  # on its way to the disk, but not in the record
     forward_all(run, name)
@@ -118,7 +118,7 @@ def test_a_failure_is_recorded_with_what_to_do(run: RunDirectory, monkeypatch: p
 
 def test_every_tracker_of_the_schema_can_be_opened(run: RunDirectory) -> None:
     classes = (TensorBoardTracker, WandbTracker, TrackioTracker)
-    assert [type(open_tracker(run, name, None)) for name in TRACKERS] == list(classes)
+    assert [type(open_tracker(tracked_run(run, name), name, None)) for name in TRACKERS] == list(classes)
 
 
 def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.trackers.follow import forward_all, open_tracker
+from engine.trackers.follow import forward_all, open_tracker, tracked_run
 from engine.trackers.tracker import Point, read_record
 from tests.trackers.look_alikes import new_run, write_eval, write_step
 
@@ -63,7 +63,7 @@ def test_mlflow_has_one_run_with_each_step_once(resumed: RunDirectory) -> None:
     with EventWriter(resumed) as writer:
         write_step(writer, 4)
     # A process that is killed before it remembers: the store knows the event, and another does not send it again.
-    killed = open_tracker(resumed, "mlflow", read_record(resumed, "mlflow").position)
+    killed = open_tracker(tracked_run(resumed, "mlflow"), "mlflow", read_record(resumed, "mlflow").position)
     killed.forward(Point(9, 1.0, 4, {"train/loss": 4.0}))
     assert forward_all(resumed, "mlflow") == 0
     assert losses() == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
@@ -77,7 +77,7 @@ def test_mlflow_has_one_run_with_each_step_once(resumed: RunDirectory) -> None:
 def test_mlflow_continues_a_run_that_was_begun_and_not_remembered(resumed: RunDirectory) -> None:
     from mlflow.tracking import MlflowClient
 
-    open_tracker(resumed, "mlflow", None)
+    open_tracker(tracked_run(resumed, "mlflow"), "mlflow", None)
     assert forward_all(resumed, "mlflow") == 4
     client = MlflowClient()
     assert len(client.search_runs([each.experiment_id for each in client.search_experiments()])) == 1
