@@ -79,18 +79,25 @@ def _axes(*sections: int) -> Config:
 _ROPES: Config = {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}
 _CONVOLUTIONS: Config = {"layer_types": ["conv", "full_attention"]}
 _INDEXER: Config = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
 _WORDS: Config = {
     "vocabulary_map": {"<image>": 300, "<|extra_200|>": 301, "<|visual token 000000|>": 302, "IMGIMGAZ": 303}
 }
 
+_VISION_START: Config = {"vision_start_token_id": 310}
+_BYTES: Config = {"vocab_size": 512}
+
 CHANGES: dict[str, Config] = {
     "chameleon": _WORDS, "emu3": _WORDS,
     "cohere_compass": {"text_config": {"rope_parameters": _ROPES}},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {
+        **_BYTES, **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config"), _BYTES),
+        "global_config": {"hidden_size": 128, "head_dim": 32},
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "ernie4_5_vl_moe": {"text_config": {**_axes(3, 3, 2)["text_config"], "moe_intermediate_size": [96, 64]}},
@@ -111,8 +118,11 @@ CHANGES: dict[str, Config] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl": _axes(4, 6, 6),
-    "qwen2_5_omni_thinker": _axes(2, 3, 3), "qwen2_5_vl": _axes(2, 3, 3), "qwen2_vl": _axes(2, 3, 3),
+    "paligemma": {"text_config": {"num_key_value_heads": KEY_HEADS}},
+    "qwen2_5_omni_thinker": _axes(2, 3, 3) | _VISION_START, "qwen2_5_vl": _axes(2, 3, 3), "qwen2_vl": _axes(2, 3, 3),
+    "qwen3_omni_moe_thinker": _VISION_START,
     "qwen4_exp": {"text_config": _INDEXER}, "qwen4_exp_text": _INDEXER,
+    "shieldgemma2": {"architectures": ["ShieldGemma2ForImageClassification"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "step3p7": {
         "text_config": {

@@ -27,7 +27,8 @@ from engine.device.oom import ATTEMPTS, catch_oom
 from engine.errors import DataError, MemoryExhaustedError
 from engine.evaluate.answers import append_rows, read_rows
 from engine.evaluate.generation import generate
-from engine.model.decoder import autocast, eval_mode, find_head
+from engine.model.decoder import autocast, eval_mode
+from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.trained import decoder_of
 

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from engine.budget.architecture.families import (
     SCAN_WEIGHTS,
     expert_reason,
-    names_of_experts,
     no_adapter_on,
     scan_reason,
     untrained_experts,
@@ -25,17 +24,20 @@ from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
+from engine.model.peft_names import names_of_experts, not_found_again
 from engine.model.token_rows import row_targets
 from engine.model.trained import language_model, outside_text, select
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
     """{dotted name: reason} for those of `linears` that cannot have an adapter. These are routers, which return more
-    than one tensor; layers that peft takes for fused experts by their names; layers whose weights a Mamba layer's
-    kernels read directly; and layers that do not compute x·Wᵀ, such as the grouped ones of DeepSeek V4, to whose output
-    peft cannot add."""
+    than one tensor; layers that peft takes for fused experts by their names, or does not find again in a saved adapter;
+    layers whose weights a Mamba layer's kernels read directly; and layers that do not compute x·Wᵀ, such as the grouped
+    ones of DeepSeek V4, to whose output peft cannot add."""
     model_type = str(model.config.get_text_config().model_type)
-    experts, routers = names_of_experts(model_type), router_modules(model)
+    linears, routers = list(linears), router_modules(model)
+    experts = names_of_experts(model, linears)
+    lost = not_found_again(model, [name for name in linears if name.rpartition(".")[2] not in experts])
     reasons: dict[str, str] = {}
     for name in linears:
         parent, _, last = name.rpartition(".")
@@ -43,6 +45,8 @@ def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> di
             reasons[name] = "it is a router; moe.freeze_router = false trains it in full"
         elif last in experts:
             reasons[name] = expert_reason(model_type)
+        elif name in lost:
+            reasons[name] = f"peft renames it when it opens the adapter of a {model.config.model_type}, and loses it"
         elif last in SCAN_WEIGHTS and _scans(model.get_submodule(parent)):
             reasons[name] = scan_reason(model_type)
         elif not _is_matrix_product(model.get_submodule(name)):
@@ -261,6 +265,11 @@ def choose_targets(
     for name in kept:
         if name in impossible:
             raise no_adapter_on(name, impossible[name])
+    if not chosen and impossible:
+        raise UsageError(
+            f"no layer of text can have an adapter: {next(iter(impossible.values()))}",
+            fix='set method.kind = "full", or choose another model.id',
+        )
     if not kept:
         raise UsageError(
             "method.targets and method.exclude leave no module for an adapter",

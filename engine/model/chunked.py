@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from engine.device.base import Device
-from engine.model.decoder import OutputHead
+from engine.model.head import OutputHead
 from engine.model.liger import in_use
 from engine.model.token_rows import HeadRows, add_gradients, put_logits
 

@@ -1,19 +1,16 @@
-"""Runs a model's decoder on a batch: hidden states in the dtype and mode asked for; and its output head, tried against
-the logits of the whole model where that has a vision encoder."""
+"""Runs a model's decoder on a batch: hidden states in the dtype and mode asked for. `require_images` tries it on an
+image."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.data.batch import Batch
 from engine.data.images import ImageFacts
@@ -21,100 +18,10 @@ from engine.data.own_processor import OwnProcessor
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.attention import POSITIONS_BY_AXIS
+from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.positions import flash_options, separate_documents, takes_starts
-from engine.model.token_rows import HeadRows, head_rows
-from engine.model.trained import decoder_of, language_model
-
-LOGIT_MULTIPLIERS = {
-    "cohere": "logit_scale",
-    "cohere2": "logit_scale",
-    "cohere2_moe": "logit_scale",
-    "falcon_h1": "lm_head_multiplier",
-    "hyperclovax": "logits_scaling",
-}
-"""By model type, the config key of the factor of its logits (transformers 5.23, modeling_*.py, forward)."""
-LOGIT_DIVISORS = {
-    "granite": "logits_scaling",
-    "granite_swa": "logits_scaling",
-    "granitemoe": "logits_scaling",
-    "granitemoe_swa": "logits_scaling",
-    "granitemoeshared": "logits_scaling",
-    "granitemoehybrid": "logits_scaling",
-    "minicpm3": "logits_scaling",
-}
-"""By model type, the config key of the number that its logits are divided by."""
-SOFTCAP_KEYS = {"recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
-"""By model type, the config key of the number that its logits are capped at; elsewhere final_logit_softcapping."""
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """logits = softcap(project(hidden · scale)). The scale is applied to hidden states: they have fewer elements."""
-
-    project: nn.Module
-    scale: float
-    softcap: float | None
-
-    @property
-    def linear(self) -> nn.Linear | None:
-        """None if the head is quantised or has an adapter or another wrapper; the base's for one with trained rows."""
-        base, _ = head_rows(self.project)
-        return base if type(base) is nn.Linear else None
-
-    @property
-    def rows(self) -> HeadRows | None:
-        """Rows of added tokens, which are trained and stand in place of the linear layer's."""
-        return head_rows(self.project)[1]
-
-    @property
-    def vocabulary(self) -> int:
-        inner: Any = getattr(self.project, "base_layer", None) or getattr(self.project, "original_module", self.project)
-        return int(inner.out_features)
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """[N, V] in fp32."""
-        logits_NV: Tensor = self.project(hidden_NH * self.scale if self.scale != 1.0 else hidden_NH).float()
-        return logits_NV if self.softcap is None else (logits_NV / self.softcap).tanh() * self.softcap
-
-
-def find_head(model: PreTrainedModel) -> OutputHead:
-    """The output head of a transformers model, with its adapters. UsageError: the model names no output embeddings."""
-    model = language_model(model)
-    project = model.get_output_embeddings()
-    if project is None:
-        raise UsageError(
-            f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
-        )
-    config = model.config.get_text_config()
-    cap = getattr(config, SOFTCAP_KEYS.get(config.model_type, "final_logit_softcapping"), None)
-    if config is model.config:
-        return OutputHead(project, _scale(config), float(cap) if cap else None)
-    applied = inspect.getsource(type(model).forward)
-    return OutputHead(project, _nested_scale(config, applied), float(cap) if cap and "softcapping" in applied else None)
-
-
-def _scale(config: PreTrainedConfig) -> float:
-    if config.model_type in LOGIT_MULTIPLIERS:
-        return float(getattr(config, LOGIT_MULTIPLIERS[config.model_type]))
-    if config.model_type in LOGIT_DIVISORS:
-        return 1.0 / float(getattr(config, LOGIT_DIVISORS[config.model_type]))
-    return 1.0
-
-
-SCALED_LOGITS = re.compile(r"logits = .*([*/]) self\.config\.(?:text_config|get_text_config\(\))\.(\w+)")
-"""In the source of a class with a vision encoder: its logits times, or divided by, a key of its text config."""
-
-
-def _nested_scale(text: PreTrainedConfig, source: str) -> float:
-    """A class with a vision encoder has a forward of its own, which may leave out what the text class does with logits
-    (Command A Vision); `engine.model.loss.verify_logits` tries what this finds."""
-    scale = 1.0
-    for operator, key in SCALED_LOGITS.findall(source):
-        if "softcapping" not in key:
-            scale *= float(getattr(text, key)) if operator == "*" else 1.0 / float(getattr(text, key))
-    return scale
-
+from engine.model.trained import decoder_of
 
 TRIED_SIZE = (80, 60)
 """Height and width, in pixels, of the image on which `require_images` tries a model."""

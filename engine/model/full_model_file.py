@@ -36,6 +36,8 @@ class SavedPart:
     entries: tuple[FileTensor, ...]
     """The tensors in the file, in order; several for fused experts."""
     model: PreTrainedModel
+    as_it_is: bool
+    """The file holds the tensor itself, perhaps by another name. Interleaved rows have the same shape, too."""
 
     @property
     def size_bytes(self) -> int:
@@ -43,7 +45,7 @@ class SavedPart:
 
     def in_file(self, whole: Tensor) -> Iterator[Tensor]:
         """Yield the tensors of `entries`, computed from `whole`, the model's tensor in host memory."""
-        if len(self.entries) == 1 and self.entries[0].shape == tuple(whole.shape):
+        if self.as_it_is:
             yield whole
             return
         converted = revert_weight_conversion(self.model, {self.name: whole})
@@ -58,12 +60,15 @@ def saved_parts(model: PreTrainedModel) -> list[SavedPart] | None:
     together = revert_weight_conversion(model, dict(shown))
     names = {id(tensor): name for name, tensor in shown.items()}
     parts = [
-        SavedPart(names[id(tensor)], (FileTensor.like(name, tensor),), model)
+        SavedPart(names[id(tensor)], (FileTensor.like(name, tensor),), model, True)
         for name, tensor in together.items() if id(tensor) in names
     ]  # fmt: skip
     for name in shown.keys() - {part.name for part in parts}:
-        alone = revert_weight_conversion(model, {name: shown[name]})
-        parts.append(SavedPart(name, tuple(FileTensor.like(*item) for item in alone.items()), model))
+        try:
+            alone = revert_weight_conversion(model, {name: shown[name]})
+        except ValueError:  # it lacks the others
+            return None
+        parts.append(SavedPart(name, tuple(FileTensor.like(*item) for item in alone.items()), model, False))
     found = {entry.name: entry for part in parts for entry in part.entries}
     if found != {name: FileTensor.like(name, tensor) for name, tensor in together.items()}:
         return None

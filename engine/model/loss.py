@@ -36,8 +36,9 @@ from engine.model.chunked import (
     weighted_sum,
 )
 from engine.model.config import auto_class, blaming_own_code
-from engine.model.decoder import OutputHead, autocast, decoder_output, eval_mode, find_head
+from engine.model.decoder import autocast, decoder_output, eval_mode
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
+from engine.model.head import OutputHead, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
 from engine.model.trained import decoder_of
@@ -319,7 +320,7 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
             f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
             f"of {size:.3g}), so its loss cannot be computed in pieces",
             expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
-            fix="report the model id; its family needs a line in engine/model/decoder.py",
+            fix="choose another model.id",
         )
 
 

@@ -24,8 +24,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that maps token ids [B, S] to hidden states [B, S, H], without output head."""
     inner = language_model(model)
     decoder: Any = inner.get_decoder()
-    # Llama 4's language model names no decoder, and gives itself: head and all.
-    return cast(nn.Module, decoder if decoder is not inner else getattr(inner, "model", inner))
+    # Llama 4's language model names no decoder, and gives itself, head and all; ModernBERT's names its head so.
+    none = decoder is inner or decoder is inner.get_output_embeddings()
+    return cast(nn.Module, getattr(inner, "model", inner) if none else decoder)
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:

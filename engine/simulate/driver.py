@@ -21,9 +21,9 @@ from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
 from engine.evaluate.generation import generate_tokens, generation_config, sampling
 from engine.model.config import auto_class
-from engine.model.decoder import find_head
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.expert_balance import expert_balance
+from engine.model.head import find_head
 from engine.model.liger import OutlineKernels, using
 from engine.model.load import LoadedModel, assemble, choose_settings, fuse_modules
 from engine.model.loaded import embedding_rows

@@ -15,7 +15,7 @@ import torch
 from engine.errors import UsageError
 from engine.model import chunked
 from engine.model.chunked import LossSettings, chunked_loss
-from engine.model.decoder import OutputHead
+from engine.model.head import OutputHead
 from engine.model.loss import choose_implementation
 
 CPU = torch.device("cpu")

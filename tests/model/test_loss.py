@@ -13,7 +13,7 @@ from torch import nn
 from engine.device.metered import MeteredDevice
 from engine.errors import UsageError
 from engine.model.chunked import LossSettings, chunked_loss, token_losses, torch_loss
-from engine.model.decoder import OutputHead
+from engine.model.head import OutputHead
 from engine.model.loss import LossChoice, choose_implementation, make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, run_spec
 from tests.present import grad_of

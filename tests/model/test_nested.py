@@ -18,9 +18,11 @@ from transformers import AutoModelForImageTextToText
 from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture import classes
 from engine.budget.architecture.classes import why_not_text_alone
+from engine.budget.architecture.families import refuse_family
 from engine.errors import UsageError
 from engine.export.merge import merge
-from engine.model.decoder import find_head, hidden_states
+from engine.model.decoder import hidden_states
+from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss, verify_logits
 from engine.model.trained import outside_text
@@ -212,3 +214,28 @@ def test_the_files_of_a_class_that_takes_text_tell_nothing_against_it(bases: dic
     assert problems_with_model(run_spec(str(bases[family])).recipe) == []
     model_type, (name,) = named_class(bases[family])
     assert why_not_text_alone(name, model_type) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"model_type": "chameleon"}, "changes the logits of some tokens behind its head"),
+        ({"model_type": "modernbert-decoder"}, "computes its logits with a second layer before its head"),
+        ({"model_type": "cpmant"}, "lets tokens see those behind them"),
+        ({"model_type": "gemma4_assistant"}, "drafts tokens from the states of another model"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "gives no text"),
+    ],
+)
+def test_what_gives_no_text_of_one_head_is_refused_by_its_files(facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        classes.refuse_class(facts, "owner/name")
+
+
+def test_logits_cut_by_rows_are_not_taken_for_changed_ones() -> None:
+    """xLSTM assigns its logits in slices."""
+    assert why_not_text_alone("xLSTMForCausalLM", "xlstm") is None
+
+
+def test_a_decoder_by_its_class_with_bidirectional_attention_is_refused() -> None:
+    with pytest.raises(UsageError, match="use_bidirectional_attention"):
+        refuse_family({"model_type": "gemma3_text", "use_bidirectional_attention": True}, run_spec("owner/name").recipe)

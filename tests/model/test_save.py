@@ -11,6 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from benchmarks.type_cell import opened, write_tiny
+from benchmarks.type_configs import tiny_config
 from engine.errors import UsageError
 from engine.model.loaded import LoadedModel
 from tests.model.samples import batch_of, disturb, load, load_family, logits_of, run_spec, tokenizer_at, write_model
@@ -147,3 +149,16 @@ def test_the_tokenizer_is_saved_with_the_result(tmp_path: Path) -> None:
     loaded.save(tmp_path / "result")
     text = "the 5 of march 2021 → née"
     assert tokenizer_at(tmp_path / "result").encode(text) == loaded.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("model_type", ["inkling2_text", "ernie4_5_vl_moe"])
+def test_weights_that_transformers_converts_are_saved_as_it_saves_them(tmp_path: Path, model_type: str) -> None:
+    """Interleaved rows have the shape of the rows before; Ernie's experts for text and images are one tensor."""
+    config = tiny_config(model_type)
+    config.get_text_config().vocab_size = 400
+    base = write_tiny(config, tmp_path / "base")
+    loaded = load(run_spec(str(base), method={"kind": "full"}))
+    disturb(loaded)
+    loaded.save(tmp_path / "full")
+    batch = batch_of()
+    torch.testing.assert_close(logits_of(opened(tmp_path / "full"), batch), logits_of(loaded.model, batch))

@@ -20,9 +20,24 @@ from engine.errors import UsageError
 MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 """In transformers' `models/auto/modeling_auto.py`: names of classes by model type, in the order in which the engine
 looks for one (`engine.model.config.auto_class`)."""
-NEEDS_IMAGES = frozenset({"idefics", "kosmos-2"})
-"""Model types whose `forward` raises an error without images, which its inputs do not tell: refused earlier than by the
-row of text on which the engine tries every model (`engine.model.loss.verify_logits`)."""
+NEED_AN_IMAGE, DRAFTS = (
+    "takes no text alone: it needs an image in every sample",
+    "takes no text alone: it drafts tokens from the states of another model",
+)
+NOT_FROM_TEXT = {
+    "idefics": NEED_AN_IMAGE,
+    "kosmos-2": NEED_AN_IMAGE,
+    "evolla": "takes no text alone: it needs a protein in every sample",
+    "gemma4_assistant": DRAFTS,
+    "gemma4_unified_assistant": DRAFTS,
+    "cpmant": "lets tokens see those behind them",
+    "paligemma": "lets the tokens of a prompt see those behind them",
+}
+"""Why a model type does not predict text from text alone, which the inputs of its `forward` do not tell. The engine
+tries every model on a row of text (`engine.model.loss.verify_logits`, `engine.model.packing.require_causality`); these
+are refused earlier than by that."""
+NO_TEXT = ("Classification", "Regression", "QuestionAnswering")
+"""Ends of the names of transformers' classes that give no text."""
 
 
 def refuse_class(facts: Mapping[str, Any], model: str) -> None:
@@ -39,18 +54,27 @@ def refuse_class(facts: Mapping[str, Any], model: str) -> None:
     names = classes_of(model_type)
     if not names:
         raise no_class(model, model_type)
-    named = [name for name in names if name in (facts.get("architectures") or ())]
-    reason = why_not_text_alone([*named, names[0]][0], model_type)
-    if model_type in NEEDS_IMAGES:
-        reason = "takes no text alone: it needs an image in every sample"
+    stated = [str(name) for name in facts.get("architectures") or ()]
+    named = [name for name in names if name in stated]
+    reason = NOT_FROM_TEXT.get(model_type) or why_not_text_alone([*named, names[0]][0], model_type)
+    if not named and stated and stated[0].endswith(NO_TEXT):
+        reason = f"has a {stated[0]}, which gives no text"
     if reason is not None:
         raise _not_text_alone(model, model_type, reason)
-    _refuse_missing_timm(facts, model)
+    _refuse_missing_package(facts, model)
 
 
-def _refuse_missing_timm(facts: Mapping[str, Any], model: str) -> None:
-    """Raise UsageError if a part of the model is one of the package timm (Gemma 3n's vision encoder), which is not
-    installed."""
+def _refuse_missing_package(facts: Mapping[str, Any], model: str) -> None:
+    """Raise UsageError if a part of the model is one of the package timm (Gemma 3n's vision encoder), or its class is
+    built with scipy (Inkling), and that is not installed."""
+    model_type = str(facts.get("model_type") or "")
+    with_images = model_type in _table("modeling_auto.py", MAPPINGS[0])
+    if with_images and _imports_scipy(model_type) and find_spec("scipy") is None:
+        raise UsageError(
+            f"{model} needs the package scipy, which is not installed",
+            expected="the packages that the model is made of",
+            fix="pip install scipy",
+        )
     types = {str(part.get("model_type")) for part in facts.values() if isinstance(part, Mapping)}
     if types & _types_of_timm() and find_spec("timm") is None:
         raise UsageError(
@@ -58,6 +82,15 @@ def _refuse_missing_timm(facts: Mapping[str, Any], model: str) -> None:
             expected="the packages that the model is made of",
             fix="pip install timm, or choose a model.id without a vision encoder",
         )
+
+
+@lru_cache(maxsize=64)
+def _imports_scipy(model_type: str) -> bool:
+    """Whether transformers imports scipy inside a function of the model type, without asking whether it is there."""
+    return any(
+        re.search(r"^\s+from scipy", text, re.M) and "scipy_avail" not in text
+        for text in _texts(model_type, "modeling")
+    )
 
 
 @lru_cache(maxsize=1)
@@ -189,22 +222,52 @@ def _models() -> Path | None:
 
 @lru_cache(maxsize=64)
 def why_not_text_alone(name: str, model_type: str) -> str | None:
-    """Why the class `name` of transformers does not predict text from text alone, by the inputs of its `forward`, as
+    """Why the class `name` of transformers does not predict text from text alone, by the source of its `forward`, as
     the end of a sentence. None if it does, or if its source is not in the folder of its model type."""
-    required, optional = _inputs(name, model_type)
-    needed = [each for each in required if each != "input_ids"]
+    forward = _forward(name, model_type)
+    if forward is None:
+        return None
+    given = [argument.arg for argument in forward.args.args[1:]]
+    split = len(given) - len(forward.args.defaults)
+    needed = [each for each in given[:split] if each != "input_ids"]
     if needed:
         return f"takes no text alone: it needs {' and '.join(needed)} in every sample"
-    return ENCODER_DECODER if "decoder_input_ids" in optional else None
+    return ENCODER_DECODER if "decoder_input_ids" in given[split:] else _why_other_logits(forward)
 
 
-def _inputs(name: str, model_type: str) -> tuple[list[str], list[str]]:
-    """(inputs without a default, inputs with one) of `forward`; empty if it is not found."""
+def _why_other_logits(forward: ast.FunctionDef) -> str | None:
+    """Why the logits are not those of one head, as `engine.model.head` finds on the model itself."""
+    for line in (each for each in ast.walk(forward) if isinstance(each, ast.Assign)):
+        for target in line.targets:
+            if _is_named(target, "logits") and _calls_of_self(line.value) > 1:
+                return "computes its logits with a second layer before its head"
+            if isinstance(target, ast.Subscript) and _is_named(target.value, "logits") and _of_tokens(target.slice):
+                return "changes the logits of some tokens behind its head"
+    return None
+
+
+def _of_tokens(places: ast.expr) -> bool:
+    """Whether the last index chooses some tokens of the vocabulary: `[..., chosen]`, but not `[:, first:last]`."""
+    last = places.elts[-1] if isinstance(places, ast.Tuple) else places
+    return not isinstance(last, ast.Slice)
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _calls_of_self(node: ast.AST) -> int:
+    """How many modules are called, one on the result of the other: `self.decoder(self.lm_head(states))` has two."""
+    if not isinstance(node, ast.Call):
+        return 0
+    own = isinstance(node.func, ast.Attribute) and _is_named(node.func.value, "self")
+    return int(own) + max(map(_calls_of_self, node.args), default=0)
+
+
+def _forward(name: str, model_type: str) -> ast.FunctionDef | None:
     sources = (re.split(rf"^class {name}\b", text, flags=re.MULTILINE) for text in _texts(model_type, "modeling"))
     for source in (re.split(r"^[^\s()]", found[1], flags=re.MULTILINE)[0] for found in sources if len(found) > 1):
         for each in ast.walk(ast.parse(f"class {name}{source}")):
             if isinstance(each, ast.FunctionDef) and each.name == "forward":
-                given = [argument.arg for argument in each.args.args[1:]]
-                split = len(given) - len(each.args.defaults)
-                return given[:split], given[split:]
-    return [], []
+                return each
+    return None

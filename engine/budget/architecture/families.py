@@ -263,6 +263,8 @@ def why_not_causal(facts: Mapping[str, Any]) -> str | None:
     model_type = str(facts.get("model_type", "unknown"))
     if model_type in ENCODERS and not facts.get("is_decoder"):
         return f"is an encoder ({model_type}), whose tokens see those behind them"
+    if text_of(facts).get("use_bidirectional_attention") is True:
+        return f"is an encoder ({model_type}) by its use_bidirectional_attention, whose tokens see those behind them"
     if model_type in PERMUTED:
         return f"predicts tokens in a permuted order ({model_type})"
     return None

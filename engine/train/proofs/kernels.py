@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.model.chunked import token_losses
-from engine.model.decoder import OutputHead, autocast
+from engine.model.decoder import autocast
 from engine.model.dropout import keyed_dropouts
 from engine.model.dropout_kernel import difference, kernel_in_use, reference_drop, stop_using
+from engine.model.head import OutputHead
 from engine.model.loss import LossFunction
 from engine.model.positions import takes_starts
 from engine.model.trained import decoder_of

@@ -21,7 +21,7 @@ from engine.distributed.sharded import ShardedModel, groups_of
 from engine.distributed.votes import VotedGroup
 from engine.distributed.weight_loading import WeightFiles, WeightFiller
 from engine.evaluate.context import EvaluationContext, Questions
-from engine.model.decoder import find_head
+from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
 from engine.model.loss import HeadWithLoss, LossFunction, ModelWithLoss, loss_of
