@@ -10,38 +10,39 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from engine.batching.budget import MicroBatchBudget
 from engine.config.schema.preference import Preference
 from engine.config.schema.run import RunSpec
-from engine.data.prepare import prepare_data
-from engine.device import open_device
 from engine.evaluate.run import score_run
 from engine.journal.directory import RunDirectory
 from engine.journal.writer import Journal
-from engine.model.load import load_model
-from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer
 from engine.objectives.preference import METRICS, WIN_RATE, sequence_losses
 from engine.train.run.preferences import learn_preferences
 from engine.train.step.objective import plan_pairs
 from engine.train.step.transaction import StepOutcome, StepTransaction
 from tests.present import metered
+from tests.train.beside_trl import (
+    LONG_STEPS,
+    STEPS,
+    TRAIN,
+    WEIGHTS,
+    AsTheyAre,
+    arguments_of,
+    differing_weights,
+    prompt_tokens,
+    rows_of,
+    started,
+    train_of,
+    weights_of,
+)
 from tests.train.preference_rows import write_pairs
 from tests.train.run_helpers import Event, Workshop, losses, make_spec, new_run, of_kind, train
 from tests.train.test_resume import started_until_step
 
-STEPS, BATCH = 10, 4
-TRAIN: dict[str, Any] = {
-    "max_steps": STEPS,
-    "batch_size": BATCH,
-    "learning_rate": 1e-3,
-    "scheduler": "linear",
-    "max_grad_norm": 1.0,
-}
 LORA = {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear", "objective": "dpo"}
 FULL = {"kind": "full", "objective": "dpo"}
 
@@ -83,65 +84,28 @@ def spec_of(base: Path, method: dict[str, Any], preference: dict[str, Any], **ta
     return make_spec(base / "pairs.jsonl", method=method, preference=preference, **given)
 
 
-class Theirs(DPOTrainer):
-    """TRL's trainer on rows that are tokenised already; keeps the loss of every step as it is computed."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = super()
-        found = trainer.compute_loss(*args, **kwargs)
-        self.seen = [*getattr(self, "seen", []), float((found[0] if isinstance(found, tuple) else found).detach())]
-        return found
+class Theirs(AsTheyAre, DPOTrainer):
+    """TRL's trainer on our pairs."""
 
 
 def with_trl(spec: RunSpec, model: Any, folder: Path, reference: Any, **loss: Any) -> Any:
     """Train `model` on the same pairs in the same order."""
-    tokenizer = load_tokenizer(spec.recipe.model)
-    rows = list(prepare_data(spec, tokenizer).train)
-    table = []
+    tokenizer, data = rows_of(spec)
+    rows, table = list(data), []
     for chosen, rejected in zip(rows[0::2], rows[1::2], strict=True):
-        prompt = int(np.flatnonzero(chosen.labels != -100)[0])
+        prompt = prompt_tokens(chosen)
         assert (chosen.input_ids[:prompt] == rejected.input_ids[:prompt]).all()
         answers = {
             "chosen_ids": chosen.input_ids[prompt:].tolist(),
             "rejected_ids": rejected.input_ids[prompt:].tolist(),
         }
         table.append({"prompt_ids": chosen.input_ids[:prompt].tolist(), **answers})
-    arguments = DPOConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=TRAIN["learning_rate"],
-        lr_scheduler_type="linear",
-        warmup_steps=0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        max_length=None,
-        gradient_checkpointing=False,
-        **loss,
-    )
     trainer = Theirs(
-        model=model, ref_model=reference, args=arguments, train_dataset=Dataset.from_list(table),
-        processing_class=tokenizer,
+        model=model, ref_model=reference, args=DPOConfig(**arguments_of(spec, folder), **loss),
+        train_dataset=Dataset.from_list(table), processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     return trainer
-
-
-def started(spec: RunSpec) -> Any:
-    """The model as a run starts with it."""
-    device = open_device(spec)
-    with device.activate():
-        return load_model(spec, device, load_tokenizer(spec.recipe.model)).model
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -159,37 +123,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG_STEPS, marks=pytest.mark.torture)])
 @pytest.mark.parametrize(("method", "preference", "theirs"), CASES.values(), ids=CASES.keys())
 def test_losses_rewards_and_weights_are_those_of_trl(
-    tmp_path: Path, base: Path, method: dict[str, Any], preference: dict[str, Any], theirs: dict[str, Any]
+    tmp_path: Path, base: Path, method: dict[str, Any], preference: dict[str, Any], theirs: dict[str, Any], steps: int
 ) -> None:
-    spec = spec_of(base, method, preference)
+    spec = spec_of(base, method, preference, train=train_of(steps))
     model = started(spec)
     reference = None if method is LORA else AutoModelForCausalLM.from_pretrained(base / "base", dtype=torch.float32)
     trainer = with_trl(spec, model, tmp_path / "theirs", reference, **theirs)
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
-    steps = of_kind(events, "step")
-    assert code == 0 and len(steps) == STEPS
-    assert [step["loss"] for step in steps] == pytest.approx(trainer.seen, rel=1e-5, abs=1e-6)
+    ours = of_kind(events, "step")
+    assert code == 0 and len(ours) == steps
+    assert [step["loss"] for step in ours] == pytest.approx(trainer.seen, rel=1e-5, abs=1e-6)
     logged = [row for row in trainer.state.log_history if "rewards/chosen" in row]
-    for ours, its in (("rewards_chosen", "rewards/chosen"), ("rewards_margin", "rewards/margins")):
-        assert [step[ours] for step in steps] == pytest.approx([row[its] for row in logged], abs=2e-4)
-    trained = {plain_name(name): weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    found = weights_of(base, place, method)
-    assert found.keys() == trained.keys()
-    for name, weight in trained.items():
-        assert torch.allclose(found[name], weight, atol=2e-5), name
-
-
-def weights_of(base: Path, place: RunDirectory, method: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The trained weights of a finished run, opened by peft or transformers."""
-    if method["kind"] == "full":
-        model: Any = AutoModelForCausalLM.from_pretrained(place.path / "model", dtype=torch.float32)
-        return dict(model.named_parameters())
-    whole = AutoModelForCausalLM.from_pretrained(base / "base", dtype=torch.float32)
-    model = PeftModel.from_pretrained(whole, str(place.path / "adapter"))
-    return {plain_name(name): weight for name, weight in model.named_parameters() if ".lora_" in name}
+    for name, its in (("rewards_chosen", "rewards/chosen"), ("rewards_margin", "rewards/margins")):
+        assert [step[name] for step in ours] == pytest.approx([row[its] for row in logged], abs=2e-4)
+    assert differing_weights(weights_of(base, place, method), trainer.model, WEIGHTS[steps]) == {}
 
 
 def pairs_of(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,29 +19,33 @@ from trl import KTOConfig, KTOTrainer
 from engine.batching.budget import MicroBatchBudget
 from engine.config.schema.preference import Preference
 from engine.config.schema.run import RunSpec
-from engine.data.prepare import prepare_data
 from engine.evaluate.run import score_run
-from engine.model.loaded import plain_name
-from engine.model.tokenizer import load_tokenizer
 from engine.objectives.kto import SUMS, answer_losses, divergence_of
 from engine.train.step.transaction import StepOutcome, StepTransaction
 from tests.present import metered
+from tests.train.beside_trl import (
+    BATCH,
+    LONG_STEPS,
+    STEPS,
+    TRAIN,
+    WEIGHTS,
+    AsTheyAre,
+    arguments_of,
+    differing_weights,
+    prompt_tokens,
+    rows_of,
+    started,
+    train_of,
+    weights_of,
+)
 from tests.train.run_helpers import Event, losses, new_run, of_kind, train
-from tests.train.test_preferences import SGD, Objective, base, spec_of, started, weights_of
+from tests.train.test_preferences import SGD, Objective, base, spec_of
 from tests.train.test_resume import started_until_step
 
 __all__ = ["base"]
 
-STEPS, BATCH = 10, 4
 LORA = {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear", "objective": "dpo"}
 FULL = {"kind": "full", "objective": "dpo"}
-TRAIN: dict[str, Any] = {
-    "max_steps": STEPS,
-    "batch_size": BATCH,
-    "learning_rate": 1e-3,
-    "scheduler": "linear",
-    "max_grad_norm": 1.0,
-}
 
 
 def write_labelled(path: Path, *, count: int, seed: int = 0) -> Path:
@@ -65,17 +69,8 @@ def kto_spec(base: Path, method: dict[str, Any], preference: dict[str, Any] | No
     return spec_of(base, method, {"loss": "kto", **(preference or {})}, **given)
 
 
-class Theirs(KTOTrainer):
-    """TRL's trainer on rows that are tokenised already; keeps the loss of every step as it is computed."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = super()
-        found = trainer.compute_loss(*args, **kwargs)
-        self.seen = [*getattr(self, "seen", []), float((found[0] if isinstance(found, tuple) else found).detach())]
-        return found
+class Theirs(AsTheyAre, KTOTrainer):
+    """TRL's trainer on our answers."""
 
 
 def rotated(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,36 +84,14 @@ def rotated(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def with_trl(spec: RunSpec, model: Any, folder: Path, reference: Any, **loss: Any) -> Any:
     """Train `model` on the same answers in the same order."""
-    tokenizer = load_tokenizer(spec.recipe.model)
-    data = prepare_data(spec, tokenizer).train
+    tokenizer, data = rows_of(spec)
     table = []
     for row, desirable in zip(data, data.desirable.tolist(), strict=True):
-        prompt = int(np.flatnonzero(row.labels != -100)[0])
-        ids = row.input_ids.tolist()
+        prompt, ids = prompt_tokens(row), row.input_ids.tolist()
         table.append({"prompt_ids": ids[:prompt], "completion_ids": ids[prompt:], "label": desirable})
-    arguments = KTOConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=TRAIN["learning_rate"],
-        lr_scheduler_type="linear",
-        warmup_steps=0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        max_length=None,
-        gradient_checkpointing=False,
-        **loss,
-    )
     trainer = Theirs(
-        model=model, ref_model=reference, args=arguments, train_dataset=Dataset.from_list(rotated(table)),
-        processing_class=tokenizer,
+        model=model, ref_model=reference, args=KTOConfig(**arguments_of(spec, folder), **loss),
+        train_dataset=Dataset.from_list(rotated(table)), processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -131,18 +104,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("count", [STEPS, pytest.param(LONG_STEPS, marks=pytest.mark.torture)])
 @pytest.mark.parametrize(("method", "preference"), CASES.values(), ids=CASES.keys())
 def test_losses_rewards_and_weights_are_those_of_trl(
-    tmp_path: Path, base: Path, method: dict[str, Any], preference: dict[str, Any]
+    tmp_path: Path, base: Path, method: dict[str, Any], preference: dict[str, Any], count: int
 ) -> None:
-    spec = kto_spec(base, method, preference)
+    spec = kto_spec(base, method, preference, train=train_of(count))
     model = started(spec)
     reference = None if method is LORA else AutoModelForCausalLM.from_pretrained(base / "base", dtype=torch.float32)
     trainer = with_trl(spec, model, tmp_path / "theirs", reference, **preference)
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     steps = of_kind(events, "step")
-    assert code == 0 and len(steps) == STEPS
+    assert code == 0 and len(steps) == count
     assert [step["loss"] for step in steps] == pytest.approx(trainer.seen, rel=1e-5, abs=1e-6)
     logged = [row for row in trainer.state.log_history if "kl" in row]
     names = {
@@ -155,11 +129,7 @@ def test_losses_rewards_and_weights_are_those_of_trl(
     for ours, its in names.items():
         assert [step[ours] for step in steps] == pytest.approx([row[its] for row in logged], rel=1e-4, abs=2e-3), ours
     assert max(step["kl"] for step in steps) > 0.01
-    trained = {plain_name(name): weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    found = weights_of(base, place, method)
-    assert found.keys() == trained.keys()
-    for name, weight in trained.items():
-        assert torch.allclose(found[name], weight, atol=2e-5), name
+    assert differing_weights(weights_of(base, place, method), trainer.model, WEIGHTS[count]) == {}
 
 
 def three_steps(
