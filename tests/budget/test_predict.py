@@ -51,7 +51,8 @@ def published_window(arch: Architecture, method: str, rank: int) -> int:
 )
 def test_layer_window_is_the_one_of_the_specification(model: str, method: str, table: dict[str, Any]) -> None:
     arch = from_config(find_config(model))
-    config = memory_config_of(arch, run_spec(model, H100, method=table, train={"gradient_checkpointing": True}))
+    tables = {"method": table, "train": {"gradient_checkpointing": True}, "model": {"kernels": "torch"}}
+    config = memory_config_of(arch, run_spec(model, H100, **tables))
     maxima = layer_backward(arch, config, layer_stack(arch, config).layers[-1], False)
     assert max(size.per_token for size in maxima) == published_window(arch, method, 128)
 
