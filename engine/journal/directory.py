@@ -254,7 +254,7 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
         runs_dir.mkdir(parents=True, exist_ok=True)
         draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
         _fill(draft, run_toml_text, plan)
-        made = _settle(draft, runs_dir / f"{stamp}-{name}")
+        made = settle(draft, runs_dir / f"{stamp}-{name}")
     except OSError as error:
         raise EnvironmentProblem(
             f"no run directory can be created in {runs_dir}: {error.strerror or error}",
@@ -297,7 +297,7 @@ def _fill(draft: RunDirectory, run_toml_text: str, plan: dict[str, Any]) -> None
         raise
 
 
-def _settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
+def settle(draft: RunDirectory, wanted: Path) -> RunDirectory:
     """Rename the draft to `wanted`, `wanted-2` and so on. Raises OSError, after deleting it, if that fails."""
     for number in count(1):
         final = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
