@@ -45,7 +45,7 @@ from engine.model.decoder import eval_mode
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossChoice, make_loss
 from engine.model.packing import require_separation
-from engine.model.reference import find_run_weights, refuse_removed
+from engine.model.reference import find_run_weights, find_starting_weights, refuse_removed
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 
 Notify = Callable[[str], None]
@@ -290,7 +290,9 @@ def _make_context(
     settings, note = within_positions(spec.recipe.generate, model_config_dict(spec), data)
     if note:
         notify(note)
-    asked, new_adapter = spec.recipe.preference, loaded.adapter_is_all and spec.recipe.model.adapter is None
+    # model.id may be an adapter, as the result of an earlier run or stage is.
+    new_adapter = loaded.adapter_is_all and find_starting_weights(spec.recipe.model).adapter is None
+    asked = spec.recipe.preference
     base = partial(loss.log_probabilities, adapter=False) if asked.needs_reference and new_adapter else None
     return EvaluationContext(
         device,

@@ -288,3 +288,31 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, base: Path, method: di
     assert losses(resumed) == losses(events)
     expected, found = (weights_of(base, place, method) for place in (undisturbed, killed))
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tmp_path: Path, base: Path) -> None:
+    """Also where model.id names the run that trained it, as a stage after another does."""
+    first = new_run(tmp_path / "runs", spec_of(base, LORA, {}, train={**TRAIN, "max_steps": 4, "learning_rate": 1e-2}))
+    assert train(first)[0] == 0
+    validation = [{"name": "held", "path": str(base / "held.jsonl")}]
+    data = {
+        "sources": [{"name": "main", "path": str(base / "pairs.jsonl")}],
+        "max_length": 96,
+        "validation": validation,
+    }
+    spec = spec_of(
+        base,
+        LORA,
+        {},
+        model={"id": f"run:{first.path}", "init": "pretrained"},
+        data=data,
+        train={**TRAIN, "max_steps": 2},
+    )
+    second = new_run(tmp_path / "runs", spec)
+    code, events = train(second)
+    steps = of_kind(events, "step")
+    assert code == 0 and steps[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert steps[0]["rewards_margin"] == pytest.approx(0.0, abs=1e-4) and (second.path / "reference").is_dir()
+    ((_, scored),) = score_run(second, None, lambda text: None)
+    (held,) = [event["metrics"] for event in of_kind(events, "eval") if event["step"] == 2]
+    assert scored.metrics["rewards_margin"] == pytest.approx(held["rewards_margin"], abs=1e-4)

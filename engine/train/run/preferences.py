@@ -20,6 +20,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table, write_atomically
 from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
+from engine.model.reference import find_starting_weights
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.objective import PairObjective, UnpairedObjective
@@ -56,13 +57,15 @@ def _references(setup: TrainingSetup, place: RunDirectory, journal: Journal) -> 
     if not asked.needs_reference:
         return lambda data: None
     whole = context.loaded.adapter_is_all
-    if asked.reference == "adapter_off" and not whole:
+    # model.id may be an adapter, as the result of an earlier run or stage is.
+    continued = find_starting_weights(setup.spec.recipe.model).adapter is not None
+    if asked.reference == "adapter_off" and (not whole or continued):
+        found = "an adapter goes on, which is the reference" if whole else "more than the adapter is trained"
         raise UsageError(
-            'preference.reference = "adapter_off", and more than the adapter is trained',
+            f'preference.reference = "adapter_off", and {found}',
             expected="a model that is the one at the start once its adapter is off",
             fix="add --set preference.reference=precomputed",
         )
-    continued = setup.spec.recipe.model.adapter is not None
     if asked.reference != "precomputed" and whole and not continued:
         return lambda data: partial(context.loss.log_probabilities, adapter=False)
     stored = {id(data): _stored(setup, place, journal, name, data) for name, data in _parts(setup)}
