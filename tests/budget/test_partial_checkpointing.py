@@ -22,7 +22,7 @@ from tests.budget.metered_step import GEMMA2, GEMMA3, GPT2, LLAMA, QWEN3_MOE, fo
 LORA: dict[str, Any] = {"rank": 8}
 FULL: dict[str, Any] = {"kind": "full"}
 LAYERS = 4
-LLAMA_8B = ["model.id=meta-llama/Llama-3.1-8B", "data.max_length=4096"]
+LLAMA_8B = ["model.id=meta-llama/Llama-3.1-8B", "data.max_length=4096", "model.kernels=torch"]
 
 
 def deep(config: dict[str, Any], method: dict[str, Any], folder: Path, layers: Any, **train: Any) -> RunSpec:
