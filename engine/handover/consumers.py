@@ -26,6 +26,8 @@ START_SECONDS = 1_800.0
 ANSWER_SECONDS = 600.0
 POLL_SECONDS = 0.5
 TAIL = 12
+SHELL_SIGNAL = 128
+"""A shell adds it to the number of the signal that ended a command."""
 NODE_SCRIPT = Path(__file__).with_name("ask_llama_cpp.mjs")
 OLLAMA_HOST = "http://127.0.0.1:11434"
 
@@ -83,7 +85,7 @@ def ask_llama_cpp(gguf: Path, prompts: Sequence[Prompt], log: Path, notify: Call
     )  # fmt: skip
     log.write_text(ended.stderr, "utf-8")
     if ended.returncode:
-        raise _failed("llama.cpp", log)
+        raise _failed("llama.cpp", ended.returncode, log)
     found = json.loads(ended.stdout.splitlines()[-1])
     for prompt, tokens in zip(prompts, found["tokens"], strict=True):
         if tokens != prompt.ids:
@@ -115,7 +117,7 @@ def ask_ollama(modelfile: Path, prompts: Sequence[Prompt], *, chat: bool) -> lis
             [program, "create", name, "-f", str(modelfile)], stdout=output, stderr=output, check=False
         )
     if made.returncode:
-        raise _failed("ollama create", log)
+        raise _failed("ollama create", made.returncode, log)
     host = os.environ.get("OLLAMA_HOST") or OLLAMA_HOST
     host = (host if "://" in host else f"http://{host}").rstrip("/")
     body = {"model": name, "stream": False, "options": {"temperature": 0, "num_predict": NEW_TOKENS}}
@@ -157,7 +159,7 @@ def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None
                     return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(POLL_SECONDS)
-    raise _failed("the server", log)
+    raise _failed("the server", process.poll(), log)
 
 
 def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -173,11 +175,21 @@ def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _failed(what: str, log: Path) -> EnvironmentProblem:
+def _failed(what: str, code: int | None, log: Path) -> EnvironmentProblem:
+    """`code`: the exit code, negative or above 128 after a signal; None: it still runs, and does not answer."""
     lines = log.read_text("utf-8", "replace").strip().splitlines()[-TAIL:]
-    return EnvironmentProblem(
-        f"{what} failed; the end of {log}:\n  " + "\n  ".join(lines), fix="see the log; a model may need --merged"
-    )
+    end = f"; the end of {log}:\n  " + "\n  ".join(lines) if lines else f"; {log} is empty"
+    fix = "see the log; a model may need --merged"
+    number = -code if code is not None and code < 0 else (code or 0) - SHELL_SIGNAL
+    if code is None:
+        how = f"does not answer after {START_SECONDS:.0f} s"
+    elif number in set(signal.Signals):
+        how = f"was ended by {signal.Signals(number).name}"
+        if number == signal.SIGILL:
+            fix = "install a build for this processor: this one uses instructions that it lacks"
+    else:
+        how = f"failed with exit code {code}"
+    return EnvironmentProblem(f"{what} {how}{end}", fix=fix)
 
 
 def _free_port() -> int:

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.commands.handover import handover
 from engine.commands.wrong_usage import right_command
 from engine.config.load import load_run_spec
-from engine.errors import UsageError
+from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.answers import Greedy, Reference, compare, make_reference
+from engine.handover.consumers import ask_server
 from engine.handover.prepare import Order, prepare
 from engine.handover.result import Result, read_result
 from engine.journal.directory import RunDirectory
@@ -218,3 +219,15 @@ def test_one_tool_at_a_time(finished: RunDirectory) -> None:
 def test_words_of_other_tools_lead_to_handover(typed: str, meant: str) -> None:
     words = typed.split()
     assert right_command(f"No such command '{words[0]}'.", words) == f"tunedeck {meant}"
+
+
+@pytest.mark.parametrize(
+    ("ends", "how", "fix"),
+    [("sys.exit(3)", "failed with exit code 3", "see the log"), ("os.kill(os.getpid(), 4)", "SIGILL", "processor"),
+     ("sys.exit(128 + 9)", "was ended by SIGKILL", "see the log")],
+)  # fmt: skip
+def test_a_server_that_ends_is_told_with_how_it_ended(ends: str, how: str, fix: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", f"import os, sys; {ends}"]
+    with pytest.raises(EnvironmentProblem, match=how) as refused:
+        ask_server(words, "model", [], tmp_path / "log", lambda text: None)
+    assert fix in refused.value.fix
