@@ -31,6 +31,7 @@ from engine.commands import (
     plan,
     push,
     queue,
+    report,
     runs,
     train,
 )
@@ -40,7 +41,7 @@ SECTIONS = {
     "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
     "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
     "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm"),
-    "After a run": ("eval", "chat", "merge", "handover", "push", "export", "import", "sync"),
+    "After a run": ("eval", "chat", "merge", "handover", "push", "export", "import", "sync", "report"),
 }
 """The commands in the order of `tunedeck --help`; one that is not named here comes last, under "More"."""
 
@@ -118,7 +119,7 @@ app.command("eval")(evaluate.evaluate)
 _add(chat.chat, background.sync, export.merge, handover.handover, push.push, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
-_add(archive.export, doctor.doctor)
+_add(archive.export, doctor.doctor, report.report)
 app.command("import")(archive.import_archive)
 # Old names.
 app.command("fit", hidden=True)(plan.fit)

@@ -1,0 +1,131 @@
+"""`tunedeck report`: what a bug report needs, as text to paste: versions, and what a run was and how it ended. No rows
+of data, answers, names of files and machines, or values of the environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.commands.shared import RunsOption, find_run, print_line, print_notices, runs_folder
+from engine.errors import EnvironmentProblem, TunedeckError, UsageError
+
+if TYPE_CHECKING:
+    from engine.config.schema.data import Source
+    from engine.journal.directory import RunDirectory
+
+TOLD = (
+    "run_started",
+    "stage_started",
+    "backoff",
+    "remedy_lifted",
+    "proof",
+    "warning",
+    "stage_finished",
+    "run_finished",
+)
+"""Kinds of events that are quoted; the others are counted."""
+LEFT_OUT = ("host", "pid", "path", "samples", "report", "result", "device_processes", "from", "seq", "time")
+"""Fields of events that name places, people or data, or say nothing."""
+LAST_EVENTS, LOG_LINES, LONGEST_LINE = 25, 60, 1000
+TRACEBACK = "Traceback (most recent call last):"
+SECRET = re.compile(r"\b(hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}|://[^/\s:@]+:[^/\s@]+@")
+PLACE = re.compile(r"(?<![\w.])~?(?:/[\w.@+ -]+){2,}")
+"""A path of at least two parts; of it the last part is kept."""
+
+
+def report(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run to tell of.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
+    runs: RunsOption = None,
+) -> None:
+    """Print what a bug report needs: versions, and a run without its data."""
+    text = "\n".join(_lines(find_run(run, runs) if run else None, runs_folder(runs)))
+    if out is None:
+        print_line(text)
+    elif out.exists():
+        raise UsageError(f"{out} exists already", fix="name another file with --out")
+    else:
+        try:
+            out.write_text(text + "\n", "utf-8")
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{out} cannot be written: {error.strerror or error}", fix="name another file with --out"
+            ) from error
+    print_notices([f"look through {out or 'it'} before you send it: an error message may quote what you trained on"])
+
+
+def _lines(run: RunDirectory | None, runs: Path) -> Iterator[str]:
+    from engine.commands.doctor import examine
+
+    yield from (
+        "## What happened",
+        "",
+        "(what you did, what you expected, what came instead)",
+        "",
+        "## This machine",
+        "",
+    )
+    for finding in examine(runs, ask_hub=False):
+        if finding.topic != "hub token":
+            yield shortened(f"- {finding.topic}: {finding.text.partition(', held by')[0]}")
+    if run is not None:
+        yield from ("", f"## Run {run.name}", "")
+        yield from _of_run(run)
+
+
+def _of_run(run: RunDirectory) -> Iterator[str]:
+    from engine.journal.events import EventTail
+
+    yield from ("```toml", *_spec_lines(run), "```", "")
+    events = EventTail(run.events).poll()
+    yield "Events: " + ", ".join(f"{count} {kind}" for kind, count in Counter(e["kind"] for e in events).items())
+    yield from ("", "```json")
+    for event in [event for event in events if event["kind"] in TOLD][-LAST_EVENTS:]:
+        yield shortened(json.dumps({key: value for key, value in event.items() if key not in LEFT_OUT}))
+    yield "```"
+    if lines := _last_traceback(run.log):
+        yield from ("", "The last traceback in engine.log:", "", "```", *map(shortened, lines), "```")
+
+
+def _spec_lines(run: RunDirectory) -> list[str]:
+    """The run's spec without its limits; of sources, only what kind of file each is."""
+    from engine.config.load import dump_run_spec, load_run_spec
+
+    try:
+        spec = load_run_spec(run.run_toml)
+    except TunedeckError as error:
+        return [shortened(f"# run.toml cannot be read: {error.found}")]
+    data = spec.recipe.data
+    parts = {part: [_unnamed(source) for source in getattr(data, part)] for part in ("sources", "validation")}
+    recipe = spec.recipe.model_copy(update={"data": data.model_copy(update=parts)})
+    return [shortened(line) for line in dump_run_spec(spec.model_copy(update={"recipe": recipe})).splitlines()]
+
+
+def _unnamed(source: Source) -> Source:
+    if source.hub is not None:
+        return source.model_copy(update={"hub": "..."})
+    path = source.path or ""
+    return source if path.startswith("builtin:") else source.model_copy(update={"path": f"(data){PurePath(path).suffix}"})
+
+
+def _last_traceback(log: Path) -> list[str]:
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    starts = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    return lines[starts[-1] :][-LOG_LINES:] if starts else []
+
+
+def shortened(line: str) -> str:
+    """`line` without control characters and secrets, its paths by their last part alone, at most LONGEST_LINE long."""
+    from engine.journal.event_text import clean
+
+    line = SECRET.sub("(secret)", clean(line))
+    return PLACE.sub(lambda found: ".../" + found.group().rpartition("/")[2], line)[:LONGEST_LINE]
