@@ -1,5 +1,5 @@
-"""The step of the build that pyproject.toml cannot express: `tunedeck.py` becomes `tunedeck/__init__.py`, and AGENTS.md,
-which tells programs how to use the command line, lies beside it.
+"""The step of the build that pyproject.toml cannot express: `tunedeck.py` becomes `tunedeck/__init__.py`, beside which
+lies AGENTS.md, which tells programs how to use the command line.
 
 `[tool.hatch.build.targets.wheel.sources]` renames folders, but no files. `force-include` would rename a file, but in
 editable installations too, where `tunedeck.py` must stay where it is. A hook can tell the two apart.

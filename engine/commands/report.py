@@ -44,7 +44,7 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
     runs: RunsOption = None,
 ) -> None:
-    """Print what a bug report needs: versions, and a run without its data."""
+    """Print what a bug report needs, without data or paths."""
     text = "\n".join(_lines(find_run(run, runs) if run else None, runs_folder(runs)))
     if out is None:
         print_line(text)
@@ -110,8 +110,9 @@ def _spec_lines(run: RunDirectory) -> list[str]:
 def _unnamed(source: Source) -> Source:
     if source.hub is not None:
         return source.model_copy(update={"hub": "..."})
-    path = source.path or ""
-    return source if path.startswith("builtin:") else source.model_copy(update={"path": f"(data){PurePath(path).suffix}"})
+    if source.path is None or source.path.startswith("builtin:"):
+        return source
+    return source.model_copy(update={"path": f"(data){PurePath(source.path).suffix}"})
 
 
 def _last_traceback(log: Path) -> list[str]:

@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "handover last --vllm", "deploy": "handover last --vllm", "vllm": "handover last --vllm",
     "sglang": "handover last --sglang", "ollama": "handover last --ollama", "gguf": "handover last --gguf",
     "convert": "handover last --gguf",
-    "upload": "push last OWNER/NAME", "publish": "push last OWNER/NAME", "export": "show last", "delete": "rm last",
+    "upload": "push last OWNER/NAME", "publish": "push last OWNER/NAME", "delete": "rm last",
     "remove": "rm last", "init": "recipes new my-recipe", "new": "recipes new my-recipe",
     "config": "recipes list",
     "profile": "profiles list", "recipe": "recipes list", "estimate": "plan",
@@ -48,7 +48,6 @@ NEAR_ENOUGH = 0.75
 
 
 WHAT_EXISTS = {
-    "export": "show prints the result's folder, and push sends it to the hub",
     "dpo": 'train, with method.objective = "dpo" in the recipe (docs/preferences.md)',
 }
 """Said beside the command that is nearest to something that does not exist."""

@@ -70,7 +70,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "micro-batch above the batch": (("plan", *DEMO, "--set", "train.batch_size=8"), ("micro_batch = 64", "8 or less")),
     "model folder that is not there": (("plan", *DEMO, "--set", "model.id=./gone"), ("does not exist", "model.id")),
     "built-in model that is none": (("plan", *DEMO, "--set", "model.id=builtin:tin"), ("did you mean builtin:tiny?",)),
-    "a tracker that is none": (("train", *DEMO, "--set", 'trackers.use=["mlflow"]'), ("trackers.use", "tensorboard")),
+    "a tracker that is none": (("train", *DEMO, "--set", 'trackers.use=["clearml"]'), ("trackers.use", "tensorboard")),
     "adafactor on shards, of a later version": (
         ("train", *SHARDS, "--set", "train.optimizer=adafactor"),
         ("sharding with optimizers that need whole tensors yet",),

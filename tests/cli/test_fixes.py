@@ -85,7 +85,6 @@ ROWS = {
     "data RECIPE": Row(own_files, "data r.toml", ("-r r.toml",), ("8 sequences",)),
     "a file behind a recipe": Row(own_files, "data -r r.toml d/rows.jsonl", ("--set",), ("8 sequences",)),
     "plan FILE": Row(own_files, "plan d/rows.jsonl", ("-p mine -r r.toml",), ("on profile mine",)),
-    "export RUN": Row(finished_run, "export last", ("command 'export'.\n", "push sends it"), ("status", "done")),
     "no profile": Row(own_files, "plan -r r.toml", ("-r r.toml -p mine",), ("on profile mine",)),
     "no profile of a start": Row(own_files, "queue add -r r.toml", ("fix: add -p mine",), ("is number 1",)),
     "nothing of a start": Row(own_files, "queue add", ("fix: add -p mine -r r.toml",), ("is number 1",)),

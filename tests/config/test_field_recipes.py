@@ -39,7 +39,8 @@ def resolved(name: str) -> RunSpec:
     recipe = load_spec_file("recipe", find_spec_file("recipe", name))
     assert isinstance(recipe, Recipe) and recipe.profile is not None
     spec = settle_parallel(resolve(recipe.profile, name).spec).spec
-    return with_changes(spec, {"train.gradient_checkpointing": True})  # as the runs that the figures are from
+    # As the runs that the figures are from.
+    return with_changes(spec, {"train.gradient_checkpointing": True, "model.kernels": "torch"})
 
 
 @pytest.mark.parametrize("name", PLANNED_GIB)

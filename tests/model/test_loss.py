@@ -176,10 +176,19 @@ def test_fused_with_smoothing_is_refused_rather_than_silently_plain() -> None:
         choose_implementation("fused", replace(head, softcap=5.0), 0.0, cpu())
 
 
-def test_a_family_that_treats_its_logits_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_cannot_be_asked_and_has_other_logits_is_refused(tmp_path: Path) -> None:
     loaded = load_family(tmp_path, "granite")
-    config: Any = loaded.base.config
-    config.model_type = "granite-in-disguise"
+    own = loaded.base.forward
+
+    def forward(**given: Any) -> Any:
+        output = own(**given)
+        if not isinstance(output.hidden_states, tuple):  # as where something stands in for the decoder
+            raise LookupError("needs the states of all layers")
+        output.logits = 2.0 * output.logits
+        return output
+
+    loaded.base.config.output_hidden_states = True
+    loaded.base.forward = forward
     with pytest.raises(UsageError, match="not those of its decoder and head"):
         make_loss(loaded, implementation="auto", label_smoothing=0.0, chunk_tokens=None, device=cpu())
 

@@ -145,6 +145,8 @@ def test_ligers_kernel_is_used_where_it_is_right(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(LOOK_ALIKES))
+    for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
+        monkeypatch.delitem(sys.modules, name)  # the real package may be imported already
     before = set(sys.modules)
     kernel = importlib.import_module("liger_kernel.ops.cross_entropy").Kernel
     right, loss = kernel.launch, setup.context.loss
