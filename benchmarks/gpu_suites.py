@@ -384,7 +384,7 @@ SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
 }  # fmt: skip
 
 SMALL = {
-    "smoke": ("lora-bfloat16", "sigterm-and-resume", "nf4-offload-gradients"),
+    "smoke": ("lora-bfloat16", "sigterm-and-resume"),
     "budget": ("qwen2.5-7b-padded-4x1024", "qwen2.5-7b-nf4-1x2048"),
     "backoff": ("attention-lora-0.02gb",),
     "edge": ("full-0.03gb",),
