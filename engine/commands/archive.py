@@ -39,6 +39,4 @@ def import_archive(
 
     made = import_run(file.expanduser(), runs_folder(runs))
     print_line(f"{made.path}; repeat it: tunedeck train --run-spec {made.run_toml}")
-    print_notices(
-        ["commands and code that the run was allowed elsewhere (--on-finish, --trust-remote-code) are left out"]
-    )
+    print_notices(["an imported run has no --on-finish and no --trust-remote-code; whoever repeats it gives them anew"])
