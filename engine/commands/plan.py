@@ -227,11 +227,18 @@ def _plan_stages(run: Admitted, runs: Path | None, *, as_json: bool, exact: bool
 def _warn(spec: RunSpec, facts: ModelFacts, runs: Path | None, *, simulated: bool = False) -> None:
     """Print the warnings about a run. With `simulated`, print none if the budget does not know the model's
     architecture."""
-    from engine.budget.advise.preflight import free_bytes, notes_on_model, notes_on_serving, warnings_of
+    from engine.budget.advise.preflight import (
+        free_bytes,
+        notes_on_kernels,
+        notes_on_model,
+        notes_on_serving,
+        warnings_of,
+    )
     from engine.budget.advise.row_notes import notes_on_rows
     from engine.errors import UnknownArchitectureError
 
-    print_notices([*notes_on_model(spec.recipe, facts), *notes_on_rows(spec.recipe), *notes_on_serving(spec.recipe)])
+    print_notices([*notes_on_model(spec.recipe, facts), *notes_on_rows(spec.recipe)])
+    print_notices([*notes_on_serving(spec.recipe), *notes_on_kernels(spec)])
     if simulated and isinstance(facts.reason, UnknownArchitectureError):
         return
     print_notices(warnings_of(facts, spec, free_disk_bytes=free_bytes(runs_folder(runs))))

@@ -1,5 +1,5 @@
 """`tunedeck report`: what a bug report needs, as text to paste: versions, and what a run was and how it ended. No rows
-of data, answers, names of files and machines, or values of the environment."""
+of data, answers, prompts, folders, names of data files and machines, or values of the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,25 +16,19 @@ from engine.commands.shared import RunsOption, find_run, print_line, print_notic
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
 if TYPE_CHECKING:
-    from engine.config.schema.data import Source
     from engine.journal.directory import RunDirectory
 
 TOLD = (
-    "run_started",
-    "stage_started",
-    "backoff",
-    "remedy_lifted",
-    "proof",
-    "warning",
-    "stage_finished",
-    "run_finished",
-)
+    "run_started", "stage_started", "backoff", "remedy_lifted", "proof", "warning", "stage_finished", "run_finished",
+)  # fmt: skip
 """Kinds of events that are quoted; the others are counted."""
 LEFT_OUT = ("host", "pid", "path", "samples", "report", "result", "device_processes", "from", "seq", "time")
 """Fields of events that name places, people or data, or say nothing."""
 LAST_EVENTS, LOG_LINES, LONGEST_LINE = 25, 60, 1000
 TRACEBACK = "Traceback (most recent call last):"
 SECRET = re.compile(r"\b(hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}|://[^/\s:@]+:[^/\s@]+@")
+OF_DATA = re.compile(r'^((?:path|hub|image_root|prompts|system) = )(?!"builtin:).*|(\.(?:path|hub|image_root)=)[^"]*')
+"""A line of run.toml, or a part of its `set`, that names data or quotes a prompt."""
 PLACE = re.compile(r"(?<![\w.])~?(?:/[\w.@+ -]+){2,}")
 """A path of at least two parts; of it the last part is kept."""
 
@@ -63,14 +57,8 @@ def report(
 def _lines(run: RunDirectory | None, runs: Path) -> Iterator[str]:
     from engine.commands.doctor import examine
 
-    yield from (
-        "## What happened",
-        "",
-        "(what you did, what you expected, what came instead)",
-        "",
-        "## This machine",
-        "",
-    )
+    yield from ("## What happened", "", "(what you did, what you expected, what came instead)", "")
+    yield from ("## This machine", "")
     for finding in examine(runs, ask_hub=False):
         if finding.topic != "hub token":
             yield shortened(f"- {finding.topic}: {finding.text.partition(', held by')[0]}")
@@ -94,25 +82,15 @@ def _of_run(run: RunDirectory) -> Iterator[str]:
 
 
 def _spec_lines(run: RunDirectory) -> list[str]:
-    """The run's spec without its limits; of sources, only what kind of file each is."""
+    """The run's spec without its limits, and without what its data are."""
     from engine.config.load import dump_run_spec, load_run_spec
 
     try:
         spec = load_run_spec(run.run_toml)
     except TunedeckError as error:
         return [shortened(f"# run.toml cannot be read: {error.found}")]
-    data = spec.recipe.data
-    parts = {part: [_unnamed(source) for source in getattr(data, part)] for part in ("sources", "validation")}
-    recipe = spec.recipe.model_copy(update={"data": data.model_copy(update=parts)})
-    return [shortened(line) for line in dump_run_spec(spec.model_copy(update={"recipe": recipe})).splitlines()]
-
-
-def _unnamed(source: Source) -> Source:
-    if source.hub is not None:
-        return source.model_copy(update={"hub": "..."})
-    if source.path is None or source.path.startswith("builtin:"):
-        return source
-    return source.model_copy(update={"path": f"(data){PurePath(source.path).suffix}"})
+    lines = dump_run_spec(spec).splitlines()
+    return [shortened(OF_DATA.sub(r"\1\2(left out)", line)) for line in lines]
 
 
 def _last_traceback(log: Path) -> list[str]:

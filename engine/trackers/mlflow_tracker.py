@@ -3,7 +3,6 @@ store in the folder where the run was started."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterator
@@ -44,14 +43,14 @@ class MlflowTracker:
 
     def _find(self, run: TrackedRun) -> str | None:
         runs = self._client.search_runs(
-            [self._experiment(run.project)], filter_string=f"tags.`{ID_TAG}` = '{_own_id(run)}'", max_results=1
+            [self._experiment(run.project)], filter_string=f"tags.`{ID_TAG}` = '{run.own_id}'", max_results=1
         )
         return str(runs[0].info.run_id) if runs else None
 
     def _begin(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
-        tags = {ID_TAG: _own_id(run), "group": run.group, "tags": ", ".join(run.tags)}
+        tags = {ID_TAG: run.own_id, "group": run.group, "tags": ", ".join(run.tags)}
         made = self._client.create_run(
             self._experiment(run.project),
             run_name=run.name,
@@ -85,10 +84,6 @@ class MlflowTracker:
         """Mark the run as finished or failed."""
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED", int(time.time() * 1000))
         return self.position()
-
-
-def _own_id(run: TrackedRun) -> str:
-    return hashlib.sha256(f"{run.folder}".encode()).hexdigest()[:12]
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

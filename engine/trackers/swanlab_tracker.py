@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -26,8 +25,7 @@ class SwanLabTracker:
         end."""
         import swanlab
 
-        own = hashlib.sha256(f"{run.folder}".encode()).hexdigest()[:12]
-        self._id = position["id"] if position else own
+        self._id = position["id"] if position else run.own_id
         self._finished: list[str] = position["finished"] if position else []
         mode = os.environ.get("SWANLAB_MODE") or None
         for folder in run.folder.glob("run-*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -111,6 +112,11 @@ class TrackedRun:
     """For the tracker's own files; exists."""
     names_result: bool = False
     """Whether `refer_to` is called for the run's result."""
+
+    @property
+    def own_id(self) -> str:
+        """An id for the tracker's run, the same in every process that follows this run."""
+        return hashlib.sha256(f"{self.folder}".encode()).hexdigest()[:12]
 
 
 class Tracker(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ class WandbTracker:
         end."""
         import wandb
 
-        own = hashlib.sha256(f"{run.folder}".encode()).hexdigest()[:12]
-        self._id = position["id"] if position else own
+        self._id = position["id"] if position else run.own_id
         self._finished: list[str] = position["finished"] if position else []
         for folder in (run.folder / "wandb").glob("offline-run-*"):
             if folder.name not in self._finished:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.budget.advise.preflight import checkpoints_bytes, warnings_of
+from engine.budget.advise.preflight import checkpoints_bytes, notes_on_kernels, warnings_of
 from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict import shards
+from engine.budget.trace import memory_config
 from engine.cli import app
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
@@ -142,3 +143,14 @@ def test_plan_says_what_crosses_the_network() -> None:
     )
     assert "each of 2 machines receives at least 154.0 MiB of gradients from the others in an optimizer" in replicated
     assert "in every micro-batch 13.32 GiB of weights and 77.0 MiB of gradients" in sharded
+
+
+def test_a_plan_says_where_fused_kernels_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("lora")
+    there = {"liger-kernel": "0.8.5"}
+    monkeypatch.setattr(memory_config, "installed", there.get)
+    assert notes_on_kernels(spec) == []
+    there.clear()
+    (note,) = notes_on_kernels(spec)
+    assert "liger-kernel is not installed here" in note and "pip install" in note
+    assert notes_on_kernels(spec_of("lora", "model.kernels=torch")) == []

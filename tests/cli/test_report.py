@@ -21,7 +21,9 @@ RuntimeError: https://ann:pass123@proxy refuses hf_abcdefghijklmnopqrstuvwxyz
 
 def test_a_report_tells_the_run_and_not_its_data(tunedeck: Tunedeck, tmp_path: Path) -> None:
     secret = tmp_path / "patients" / "ward-7.jsonl"
-    spec = make_spec(secret)
+    spec = make_spec(secret, eval={"prompts": ["who is ill"]}, data={"valid_fraction": 0.1})
+    changes = [f"data.sources.main.path={secret}", "data.validation.main.path=beds/ward-7.csv"]
+    spec = spec.model_copy(update={"provenance": spec.provenance.model_copy(update={"set_": changes})})
     run = create_run_directory(tmp_path / "runs", "one", dump_run_spec(spec), {})
     with EventWriter(run) as writer:
         writer.write("eval", step=1, metrics={"loss": 1.0}, samples=[{"prompt": "who is ill"}])
@@ -30,7 +32,8 @@ def test_a_report_tells_the_run_and_not_its_data(tunedeck: Tunedeck, tmp_path: P
     told = tunedeck("report", run.name)
     assert told.code == 0
     assert "- torch: " in told.out and "[recipe.train]" in told.out and "1 eval, 1 warning" in told.out
-    assert 'path = "(data).jsonl"' in told.out and "setup.py" in told.out and "line 78" in told.out
+    assert 'set = ["data.sources.main.path=(left out)"' in told.out
+    assert "path = (left out)" in told.out and "setup.py" in told.out and "line 78" in told.out
     for hidden in ("ward-7", "patients", "ann", "pass123", "hf_abc", "who is ill", "earlier", str(tmp_path)):
         assert hidden not in told.out, hidden
 

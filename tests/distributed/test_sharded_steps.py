@@ -63,8 +63,9 @@ def fused(ranks: Ranks, folder: Path) -> Any:
     for name, tables in CASES.items():
         work = RankWorkbench(folder, ranks, small_model(folder, tables))
         modules = with_fused_modules(work.setup)
-        with using(TorchKernels()):
+        with using(kernels := TorchKernels()):
             found[name] = work.steps()
+        assert kernels.norms > 0
         modules.remove()
         work.close()
     return found

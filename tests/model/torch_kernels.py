@@ -17,9 +17,10 @@ class TorchKernels(LigerKernels):
     """What the kernels of decoder layers compute, by torch; with `wrong`, norms are scaled by that."""
 
     def __init__(self, wrong: float = 1.0) -> None:
-        self.wrong = wrong
+        self.wrong, self.norms = wrong, 0
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor, Any]:
+        self.norms += 1
         reciprocal = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         return self.wrong * x * reciprocal[..., None] * (form.offset + weight_H), reciprocal.flatten(), form.offset
 

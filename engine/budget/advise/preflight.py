@@ -20,9 +20,9 @@ from engine.budget.architecture.parameters import elements, layer_parameters, pa
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
-from engine.budget.trace.memory_config import memory_config_of
+from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
 from engine.config.check.data_rules import image_key
-from engine.config.files.machine import installed, older
+from engine.config.files.machine import install_command, installed, older
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 
@@ -143,6 +143,16 @@ def notes_on_model(recipe: Recipe, facts: ModelFacts) -> list[str]:
     if facts.config is None:
         return []
     return [note for note in (experts_note(facts.config, recipe), note_on_quantised(facts.config)) if note]
+
+
+def notes_on_kernels(spec: RunSpec) -> list[str]:
+    """A sentence if the run would be planned with fused kernels where they are installed."""
+    if not wants_fused_kernels(spec) or fused_kernels(spec):
+        return []
+    return [
+        "planned without fused kernels, as liger-kernel is not installed here: where it is, the run is faster and "
+        f"needs less memory ({install_command('cuda', ['liger-kernel'])})"
+    ]
 
 
 def notes_on_serving(recipe: Recipe) -> list[str]:

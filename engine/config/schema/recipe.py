@@ -281,8 +281,7 @@ class Trackers(Table):
     tags: list[str] = []
     """Tags of the run in the trackers."""
     result: bool = False
-    """Name the folder of the result in the trackers, too: as an artifact by reference in wandb and trackio, in mlflow
-    as a tag, in swanlab in the configuration, in tensorboard as a text. Nothing is uploaded."""
+    """Name the result's folder in the trackers: an artifact by reference, a tag or a text. Nothing is uploaded."""
 
 
 class Finish(Table):
