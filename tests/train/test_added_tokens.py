@@ -47,7 +47,7 @@ def test_the_reference_has_the_rows_of_the_start(tmp_path: Path, kind: str) -> N
         (start, reference), (moved, reference_after) = found
         assert torch.allclose(start, reference, rtol=1e-6)
         assert torch.equal(reference, reference_after)
-        assert not torch.allclose(start, moved, rtol=1e-3)
+        assert not torch.allclose(start, moved, rtol=1e-5)  # images: only the softmax sees the rows, some 1e-4 of it
 
 
 def _batch(context: Any) -> Any:
