@@ -1,4 +1,4 @@
-"""Commands of processes that Tunedeck starts itself: simulations, and the follower of a run for a tracker."""
+"""Commands of processes that Tunedeck starts itself: simulations, and the followers of a run."""
 
 from __future__ import annotations
 
@@ -104,6 +104,19 @@ def _trackers_of(directory: RunDirectory) -> list[str]:
     return names
 
 
+def webhook_process(
+    directory: Annotated[Path, typer.Argument()],
+    engine: Annotated[int, typer.Option("--engine")],
+    offset: Annotated[int, typer.Option("--from")],
+) -> None:
+    """Tell the recipe's webhook what happens to a run: started by the engine, never by hand."""
+    from engine.journal.directory import HeldRunDirectory
+    from engine.launch.destinations import tell_webhook
+
+    _ignore_signals()
+    raise typer.Exit(min(1, tell_webhook(HeldRunDirectory(directory), engine, offset)))
+
+
 def tracker_process(
     directory: Annotated[Path, typer.Argument()],
     name: Annotated[str, typer.Argument()],
@@ -114,7 +127,11 @@ def tracker_process(
     from engine.journal.directory import HeldRunDirectory
     from engine.trackers.follow import follow_engine
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends the engine ends this process after the last event
+    _ignore_signals()
     os.nice(NICENESS)
     follow_engine(HeldRunDirectory(directory), name, engine, after)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what ends the engine ends this process after the last event

@@ -50,23 +50,15 @@ def push(
     which = checkpoint or best_of_failed(directory)
     require_weights(directory, which, words)
     with importing():
-        from engine.handover.hub import connect, look_at, pack, send
-        from engine.handover.result import read_result
-        from engine.model.config import silence_libraries
-        from engine.model.reference import find_run_weights
+        from engine.handover.hub import prepare_push, send
 
-    api, repo = connect(repo)  # before a merge, which takes minutes
-    place = look_at(api, repo, public=public)
-    silence_libraries()
-    folder = find_run_weights(f"run:{directory.path}" + (f"@{which}" if which else "")).resolve()
-    result = read_result(spec, folder, trust_remote_code=trust_remote_code)
-    parcel = pack(
-        api, place, result, spec, directory, which, print_progress, merged=merged, trust_remote_code=trust_remote_code
+    api, place, parcel = prepare_push(
+        directory, spec, repo, which, print_progress, public=public, merged=merged, trust_remote_code=trust_remote_code
     )
     if not as_json:
         _print(place, parcel)
     if not yes:
-        _ask(repo)
+        _ask(place.repo)
     url, changed = send(api, place, parcel, f"{directory.name}, by tunedeck")
     if as_json:
         files = {item.path: item.size_bytes for item in parcel.items}

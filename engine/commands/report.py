@@ -83,13 +83,13 @@ def _of_run(run: RunDirectory) -> Iterator[str]:
 
 def _spec_lines(run: RunDirectory) -> list[str]:
     """The run's spec without its limits, and without what its data are."""
-    from engine.config.load import dump_run_spec, load_run_spec
+    from engine.config.load import dump_run_spec, load_run_spec, without_destinations
 
     try:
         spec = load_run_spec(run.run_toml)
     except TunedeckError as error:
         return [shortened(f"# run.toml cannot be read: {error.found}")]
-    lines = dump_run_spec(spec).splitlines()
+    lines = dump_run_spec(without_destinations(spec)).splitlines()
     return [shortened(OF_DATA.sub(r"\1\2(left out)", line)) for line in lines]
 
 

@@ -102,10 +102,17 @@ def _train_as_rank(resolved: Resolved, launcher_rank: LauncherRank, options: Sta
 
     folder = runs_folder(options.runs)
 
-    def settle() -> Task:
-        return begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, options, launched=True))
+    led: list[Path] = []  # by rank 0 alone
 
-    return train_launched(resolved.spec, launcher_rank, settle, as_json=options.as_json)
+    def settle() -> Task:
+        task = begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, options, launched=True))
+        led.append(Path(task.path))
+        return task
+
+    code = train_launched(resolved.spec, launcher_rank, settle, as_json=options.as_json)
+    for directory in led if code == 0 else ():
+        finish_run(directory)
+    return code
 
 
 def engine_process(
@@ -130,32 +137,69 @@ def engine_process(
             from engine.distributed.elastic import run_supervised as run
     code = run(directory.absolute(), resume=resume, from_step=from_step)
     if code == 0 and "TUNEDECK_RANK_OF" not in os.environ:
-        _merge_if_asked(directory.absolute())
+        finish_run(directory.absolute())
     sys.stdout.flush()
     sys.stderr.flush()
     raise typer.Exit(code)
 
 
-def _merge_if_asked(directory: Path) -> None:
-    """If the recipe has finish.merge and the run is done. If merging fails, the run stays done and its journal gets a
+def finish_run(directory: Path) -> None:
+    """What the recipe's [finish] asks of a run that is done. If it fails, the run stays done and its journal gets a
     warning that says how to try again."""
     from engine.config.load import load_run_spec
+    from engine.config.schema.finish import PUSH
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
+    from engine.journal.summary import summarise
+    from engine.launch.destinations import allowed
 
     run = RunDirectory(directory)
-    spec = load_run_spec(run.run_toml, own=True)
-    if not spec.recipe.finish.merge:
+    finish = load_run_spec(run.run_toml, own=True).recipe.finish
+    pushes = allowed(finish, PUSH)
+    if not (finish.merge or pushes) or summarise(run).status != "done":
         return
-    shutil.rmtree(run.merged, ignore_errors=True)  # of an earlier, shorter training of this run
+    with EventWriter(run) as writer:
+        if finish.merge:
+            _merge(run, writer)
+        if pushes:
+            _push(run, writer)
+
+
+def _merge(run: RunDirectory, writer: EventWriter) -> None:
+    from engine.config.load import load_run_spec
     from engine.export.merge import merge
 
-    with EventWriter(run) as writer:
-        try:
-            trusted = spec.limits.trust_remote_code
-            merge(run.adapter, run.merged, lambda text: _write_phase(writer, text), trust_remote_code=trusted)
-        except TunedeckError as error:
-            writer.write("warning", code="merge", text=error.found, fix=f"tunedeck merge {run.path}")
+    spec = load_run_spec(run.run_toml, own=True)
+    shutil.rmtree(run.merged, ignore_errors=True)  # of an earlier, shorter training of this run
+    try:
+        trusted = spec.limits.trust_remote_code
+        merge(run.adapter, run.merged, lambda text: _write_phase(writer, text), trust_remote_code=trusted)
+    except TunedeckError as error:
+        writer.write("warning", code="merge", text=error.found, fix=f"tunedeck merge {run.path}")
+
+
+def _push(run: RunDirectory, writer: EventWriter) -> None:
+    from engine.config.load import load_run_spec
+    from engine.journal.stages import result_run
+
+    spec = load_run_spec(run.run_toml, own=True)
+    finish, repo = spec.recipe.finish, spec.recipe.finish.push or ""
+    options = (" --public" if finish.push_public else "") + (" --merged" if finish.merge else "")
+    try:
+        with importing():
+            from engine.handover.hub import prepare_push, send
+        result = result_run(run)
+        spec = load_run_spec(result.run_toml, own=True)
+        writer.write("phase", name=f"sending the result to {repo}")
+        asked = prepare_push(
+            result, spec, repo, None, lambda text: _write_phase(writer, text),
+            public=finish.push_public, merged=finish.merge, trust_remote_code=spec.limits.trust_remote_code,
+            merged_folder=result.merged if result.merged.is_dir() else None,
+        )  # fmt: skip
+        url, _ = send(*asked, f"{run.name}, by tunedeck")
+        writer.write("phase", name=f"the result is at {url}")
+    except TunedeckError as error:
+        writer.write("warning", code="push", text=error.found, fix=f"tunedeck push {run.path} {repo}{options} --yes")
 
 
 def _write_phase(writer: EventWriter, text: str) -> None:
@@ -179,7 +223,10 @@ def conductor_process(
     """Be the conductor of a staged run: started by `train` and `resume`, never by hand."""
     from engine.stages.conductor import conduct
 
-    raise typer.Exit(conduct(directory.absolute(), resume=resume))
+    code = conduct(directory.absolute(), resume=resume)
+    if code == 0:
+        finish_run(directory.absolute())
+    raise typer.Exit(code)
 
 
 def view_process(
@@ -254,10 +301,16 @@ def _resume_as_rank(
     with importing():
         from engine.train.run.external_launcher import Task, take_up, train_launched, worked_on
 
+    led: list[Path] = []  # by rank 0 alone
+
     def settle() -> Task:
         restarted = worked_on(launcher_rank, directory)
         if not restarted:
             prepare()
+        led.append(directory.path)
         return take_up(launcher_rank, directory, resume=True, from_step=None if restarted else from_step)
 
-    return train_launched(spec, launcher_rank, settle, as_json=as_json)
+    code = train_launched(spec, launcher_rank, settle, as_json=as_json)
+    for path in led if code == 0 else ():
+        finish_run(path)
+    return code

@@ -24,6 +24,7 @@ from engine.config.files.text import quoted
 from engine.config.files.trust import are_kept
 from engine.config.schema import base
 from engine.config.schema.base import NAME_PATTERN, Table
+from engine.config.schema.finish import PUSH, WEBHOOK
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Limits, Profile, Provenance, RunSpec
 from engine.config.stages import enabled_stages, stage_recipe
@@ -333,6 +334,21 @@ def brings_limits(path: Path) -> bool:
     """Whether a run.toml has limits that this user did not give."""
     given = read_document(path).data.get("limits", {})
     return isinstance(given, dict) and any(given.values()) and not are_kept(path, given)
+
+
+def without_destinations(spec: RunSpec) -> RunSpec:
+    """For others: a webhook's URL is a secret, and repositories are their owner's."""
+    finish = spec.recipe.finish
+    if not finish.destinations():
+        return spec
+    typed = [text for text in spec.provenance.set_ if not text.strip().startswith((WEBHOOK, PUSH))]
+    kept = finish.model_copy(update={"webhook": None, "push": None, "push_public": False})
+    return spec.model_copy(
+        update={
+            "recipe": spec.recipe.model_copy(update={"finish": kept}),
+            "provenance": spec.provenance.model_copy(update={"set_": typed}),
+        }
+    )
 
 
 def dump_run_spec(spec: RunSpec) -> str:

@@ -10,6 +10,7 @@ from engine.config.check.overrides import EXCLUSIVE
 from engine.config.files.document import Problem, merge_tables
 from engine.config.files.find import STAGE_PREFIX
 from engine.config.files.text import closest_match, quoted
+from engine.config.schema.finish import Finish
 from engine.config.schema.recipe import Recipe, Stage
 from engine.config.schema.run import RunSpec
 
@@ -104,10 +105,12 @@ def stage_recipe(recipe: Recipe, stage: Stage) -> Recipe:
 
 
 def stage_spec(spec: RunSpec, stage: Stage) -> RunSpec:
-    """The run spec of one stage: named RUN/STAGE, without `limits.on_finish`; `stage:NAME` in [model] is left."""
+    """The run spec of one stage: named RUN/STAGE, without what the run's own end calls for (`limits.on_finish`,
+    destinations of [finish]); `stage:NAME` in [model] is left."""
+    recipe = stage_recipe(spec.recipe, stage)
     changes = {
         "name": f"{spec.name}/{stage.name}",
-        "recipe": stage_recipe(spec.recipe, stage),
+        "recipe": recipe.model_copy(update={"finish": Finish(merge=recipe.finish.merge)}),
         "limits": spec.limits.model_copy(update={"on_finish": None}),
     }
     return spec.model_copy(update=changes)
@@ -210,6 +213,12 @@ def name_is_free(recipe: Recipe, index: int) -> Problems:
         yield Problem(("name",), quoted(BASE), "another name; in `from` it means the recipe's own [model]")
 
 
+def finishes_alone(recipe: Recipe, index: int) -> Problems:
+    for key in recipe.stages[index].finish:
+        if key in Finish.model_fields and key != "merge":
+            yield Problem(("finish", key), "of one stage", f"the whole run has it: [finish] {key} of the recipe")
+
+
 STAGE_RULES: tuple[Callable[[Recipe, int], Problems], ...] = (
     name_is_free,
     starts_from_an_earlier_stage,
@@ -217,6 +226,7 @@ STAGE_RULES: tuple[Callable[[Recipe, int], Problems], ...] = (
     trains_from_one,
     assembles_two_or_more,
     starts_from_full_weights,
+    finishes_alone,
 )
 
 

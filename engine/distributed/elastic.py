@@ -30,6 +30,7 @@ from engine.journal import control
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.events import EventTail, EventWriter
 from engine.journal.liveness import claim
+from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish
 from engine.launch.process import ENTRY_FILE
 
@@ -93,7 +94,7 @@ def run_supervised(directory: Path, *, resume: bool = False, from_step: int | No
     place = HeldRunDirectory(directory)
     spec = load_run_spec(place.run_toml, own=True)
     require_launcher(spec)
-    with claim(place):
+    with claim(place), webhook_told(spec, place):
         status, code = supervise(spec, place, resume=resume or from_step is not None, from_step=from_step)
     run_on_finish(spec, place, status)
     return code

@@ -26,13 +26,13 @@ from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.card import Facts, is_untouched, origin_of, write_card
 from engine.handover.prepare import Notify, Order, merged_model
-from engine.handover.result import Result, config_of
+from engine.handover.result import Result, config_of, read_result
 from engine.journal.checkpoints_on_disk import best_step, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table
 from engine.journal.summary import summarise
-from engine.model.config import HUB_ERRORS, auto_class
-from engine.model.reference import ADAPTER_CONFIG, BASE_FOLDER
+from engine.model.config import HUB_ERRORS, auto_class, silence_libraries
+from engine.model.reference import ADAPTER_CONFIG, BASE_FOLDER, find_run_weights
 
 CARD = "README.md"
 WEIGHTS = ("adapter_config.json", "adapter_model*", "model*.safetensors", "model.safetensors.index.json")
@@ -97,9 +97,27 @@ class Parcel:
         return sum(item.size_bytes for item in self.items)
 
 
+def prepare_push(
+    directory: RunDirectory, spec: RunSpec, repo: str, which: str | None, notify: Notify, *, public: bool,
+    merged: bool, trust_remote_code: bool, merged_folder: Path | None = None,
+) -> tuple[HfApi, Place, Parcel]:  # fmt: skip
+    """All that `send` needs; sends nothing. `merged_folder`: the result as the run itself merged it.
+    Raises the errors of `connect`, `look_at` and `pack`."""
+    api, repo = connect(repo)  # before a merge, which takes minutes
+    place = look_at(api, repo, public=public)
+    silence_libraries()
+    folder = find_run_weights(f"run:{directory.path}" + (f"@{which}" if which else "")).resolve()
+    result = read_result(spec, folder, trust_remote_code=trust_remote_code)
+    parcel = pack(
+        api, place, result, spec, directory, which, notify, merged=merged, trust_remote_code=trust_remote_code,
+        merged_folder=merged_folder,
+    )  # fmt: skip
+    return api, place, parcel
+
+
 def pack(
     api: HfApi, place: Place, result: Result, spec: RunSpec, directory: RunDirectory, which: str | None,
-    notify: Notify, *, merged: bool, trust_remote_code: bool,
+    notify: Notify, *, merged: bool, trust_remote_code: bool, merged_folder: Path | None = None,
 ) -> Parcel:  # fmt: skip
     """Merge where asked, choose the files, write the card. `which`: the checkpoint, or None for the run's result.
     Raises UsageError for an adapter that nobody else could open, and as `require_clean` and `merge` do."""
@@ -112,7 +130,9 @@ def pack(
         )
     if form == "adapter" and here is not None:
         notes.append("the adapter's base is a folder of this machine: others need a copy of it, or push --merged")
-    if form == "merged":
+    if form == "merged" and merged_folder is not None:
+        folder = merged_folder
+    elif form == "merged":
         out = directory.path / "handover" / (f"checkpoint-{which}" if which else "")
         order = Order("push", out, merged=True, trust_remote_code=trust_remote_code)
         folder = merged_model(result, order, notify)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from engine.config.load import dump_run_spec, load_run_spec
+from engine.config.load import dump_run_spec, load_run_spec, without_destinations
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory, settle
 from engine.journal.stages import STAGE_FOLDER, stage_directories
@@ -35,7 +35,8 @@ CHUNK = 2**20
 
 
 def export_run(run: RunDirectory, target: Path, *, weights: bool) -> int:
-    """Write the archive; returns its size in bytes. Limits such as --on-finish stay here. Raises UsageError (`target`
+    """Write the archive; returns its size in bytes. Limits such as --on-finish and where it sends
+    something stay here. Raises UsageError (`target`
     exists), EnvironmentProblem (it cannot be written)."""
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another file with --out, or remove it")
@@ -45,7 +46,7 @@ def export_run(run: RunDirectory, target: Path, *, weights: bool) -> int:
         with zipfile.ZipFile(draft, "x", zipfile.ZIP_DEFLATED) as archive:
             for part in [run, *stage_directories(run)]:
                 place = f"{run.name}/" + (f"stages/{part.name}/" if part is not run else "")
-                archive.writestr(place + RUN_TOML, dump_run_spec(load_run_spec(part.run_toml)))
+                archive.writestr(place + RUN_TOML, dump_run_spec(without_destinations(load_run_spec(part.run_toml))))
                 for file in _files_of(part, weights=weights):
                     packed = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
                     archive.write(file, place + file.relative_to(part.path).as_posix(), packed)
@@ -87,7 +88,7 @@ def import_run(source: Path, runs_dir: Path) -> RunDirectory:
                 _unpack(archive, member, draft / path)
         for spec_file in [draft / RUN_TOML, *sorted(draft.glob(f"stages/*/{RUN_TOML}"))]:
             # Read as a stranger's: commands, trust in code and other limits are not taken over.
-            spec_file.write_text(dump_run_spec(load_run_spec(spec_file)), "utf-8")
+            spec_file.write_text(dump_run_spec(without_destinations(load_run_spec(spec_file))), "utf-8")
             for folder in ("control", "checkpoints"):
                 spec_file.with_name(folder).mkdir()
         return settle(RunDirectory(draft), runs_dir / name)

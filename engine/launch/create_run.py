@@ -29,6 +29,7 @@ from engine.journal.directory import RunDirectory, create_run_directory, read_sp
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
 from engine.journal.queue import Queue, QueueState
+from engine.launch.destinations import allow_typed, notes_on_destinations
 from engine.launch.requirements import own_profile, own_recipe, require_device, require_hub, require_training_packages
 from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions
@@ -57,6 +58,7 @@ def resolve_start(options: StartOptions) -> Resolved:
     else:
         resolved = resolve(profile, recipe, overrides, name=name, limits=limits)
     require_matching_devices(resolved.spec)
+    allow_typed(resolved.spec.recipe.finish, overrides)
     return resolved
 
 
@@ -136,7 +138,8 @@ def prepare_run(
         require_device(spec)
     if force:
         spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"as_written": True})})
-    return PreparedRun(spec, plan, [*fetched, *admitted.notices, *notices], unreachable)
+    notices = [*fetched, *admitted.notices, *notices, *notes_on_destinations(spec.recipe.finish)]
+    return PreparedRun(spec, plan, notices, unreachable)
 
 
 def create_run(

@@ -26,6 +26,7 @@ from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import stage_directories, stage_name
 from engine.journal.summary import summarise
 from engine.launch.create_run import drop_untrusted_limits
+from engine.launch.destinations import allow_typed, notes_on_destinations
 from engine.trackers.tracker import require_trackers
 
 FREELY_CHANGEABLE = (
@@ -304,6 +305,7 @@ def change_spec(
             fix="start a new run with: tunedeck train",
         )
     require_trackers(resolved.spec.recipe)
+    allow_typed(resolved.spec.recipe.finish, overrides)
     longer = makes_longer(changes)
     if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)
@@ -314,6 +316,7 @@ def change_spec(
         write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
     if changes or spec.limits != load_run_spec(directory.run_toml, own=True).limits:
         rewrite_spec(directory, dump_run_spec(spec))
+    notices += notes_on_destinations(spec.recipe.finish)
     return [*resolved.notices, *notices, *notices_of(changes), *([_schedule_notice(spec)] if longer else [])]
 
 

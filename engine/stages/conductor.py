@@ -32,6 +32,7 @@ from engine.journal.liveness import claim, engine_process, is_alive
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
 from engine.journal.writer import Journal, heartbeats, until_there_is_room
+from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish
 from engine.launch.process import log_tail, start_engine
 from engine.stages.create_stage import create_or_update_stage, read_device_use, wait_until_released
@@ -60,7 +61,7 @@ def conduct(directory: Path, *, resume: bool = False) -> int:
     run.toml."""
     run = HeldRunDirectory(directory)
     spec = load_run_spec(run.run_toml, own=True)
-    with claim(run), EventWriter(run) as writer, heartbeats(writer):
+    with claim(run), webhook_told(spec, run), EventWriter(run) as writer, heartbeats(writer):
         requests = RunRequests(ControlInbox(run), writer, spec.limits.max_hours)
         with requests.handling_signals():
             status, code = _Conductor(spec, run, writer, requests).run(resume=resume)

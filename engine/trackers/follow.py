@@ -56,7 +56,8 @@ def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
         group=parent or (sweep.id if sweep else None),
         project=spec.recipe.trackers.project or DEFAULT_PROJECT,
         tags=spec.recipe.trackers.tags,
-        config=spec.recipe.model_dump(mode="json", by_alias=True, exclude_none=True),
+        # A webhook's URL is a secret.
+        config=spec.recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"finish": {"webhook"}}),
         folder=folder,
         names_result=spec.recipe.trackers.result,
     )

@@ -29,6 +29,7 @@ from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter
 from engine.journal.writer import Journal
 from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
+from engine.launch.destinations import notes_on_destinations
 from engine.launch.environment import device_environment
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.trackers import tracker
@@ -66,6 +67,11 @@ def tracked(spec: RunSpec, folder: Path) -> Any:
     shown = tracked_run(run, "wandb")
     with patch.object(tracker, "find_spec", return_value=None):
         return missing_trackers(spec.recipe), shown.project, shown.tags, shown.names_result
+
+
+def destinations(spec: RunSpec, folder: Path) -> Any:
+    """What is said at a start of where the run sends something (the whole of it: tests/train/test_destinations.py)."""
+    return notes_on_destinations(spec.recipe.finish)
 
 
 def data(spec: RunSpec, folder: Path) -> Any:

@@ -21,12 +21,17 @@ from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from engine.commands.train import finish_run
 from engine.commands.wrong_usage import right_command
+from engine.config.load import dump_run_spec, load_run_spec
+from engine.config.schema.finish import Finish
 from engine.errors import UsageError
 from engine.handover.card import is_untouched
 from engine.handover.hub import Item, collect, require_clean
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now
+from engine.journal.events import EventTail
+from engine.launch.destinations import allow_typed
 from tests.cli.conftest import Tunedeck
 from tests.cli.conftest import tunedeck as _tunedeck
 from tests.cli.outcome import assert_block
@@ -146,6 +151,28 @@ def test_merged_replaces_the_adapter_and_opens_with_transformers(
     opened = AutoModelForCausalLM.from_pretrained(sent.write(tmp_path / "arrived"))
     ours = AutoModelForCausalLM.from_pretrained(finished.path / "handover" / "merged")
     assert all(torch.equal(one, other) for one, other in zip(opened.parameters(), ours.parameters(), strict=True))
+
+
+def test_a_run_that_is_done_pushes_by_itself_where_its_user_said_so(
+    hub: Hub, finished: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
+    finish = Finish(push="me/it", merge=True)
+    spec = load_run_spec(finished.run_toml)
+    spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"finish": finish})})
+    finished.run_toml.write_text(dump_run_spec(spec))
+    finish_run(finished.path)
+    assert finished.merged.is_dir() and hub.repositories == {}  # a file named the repository
+    allow_typed(finish, ["finish.push=me/it"])
+    finish_run(finished.path)
+    sent = hub.repositories["me/it"]
+    assert sent.private and sent.files["model.safetensors"] == (finished.merged / "model.safetensors").read_bytes()
+    no_secret_in(sent, finished)
+    monkeypatch.delenv("HF_TOKEN")
+    finish_run(finished.path)
+    last = list(EventTail(finished.events).poll())[-1]
+    assert last["kind"] == "warning" and last["code"] == "push" and "no token" in last["text"]
+    assert last["fix"] == f"tunedeck push {finished.path} me/it --merged --yes"
 
 
 def test_the_card_says_what_was_trained(hub: Hub, finished: RunDirectory, tunedeck: Tunedeck) -> None:

@@ -6,6 +6,7 @@ A rule takes a recipe whose fields are valid and yields problems; it reads no fi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from itertools import chain
 
@@ -30,6 +31,9 @@ from engine.config.schema.recipe import Recipe
 BUILTIN_SOURCES = ("builtin:dates",)
 BUILTIN_MODELS = ("builtin:tiny",)
 BUILTIN_TOKENIZERS = ("builtin:bytes",)
+
+WEBHOOK_TEXT = re.compile(r"https?://[^/\s]+(/\S*)?|\$[A-Za-z_][A-Za-z0-9_]*")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def has_validation(recipe: Recipe) -> bool:
@@ -334,6 +338,16 @@ def merges_an_adapter(recipe: Recipe) -> Problems:
         yield Problem(("finish", "merge"), 'true with method.kind = "full"', "a full model has nothing to merge: false")
 
 
+def destinations_are_such(recipe: Recipe) -> Problems:
+    finish = recipe.finish
+    if finish.webhook and not WEBHOOK_TEXT.fullmatch(finish.webhook):
+        yield Problem(("finish", "webhook"), "no URL", 'http://… or https://…, or "$NAME" of a variable that holds one')
+    if finish.push and not REPOSITORY.fullmatch(finish.push):
+        yield Problem(("finish", "push"), quoted(finish.push), "OWNER/NAME, a repository of the Hugging Face hub")
+    if finish.push_public and not finish.push:
+        yield Problem(("finish", "push_public"), "true without finish.push", "finish.push is needed")
+
+
 def sweep_has_values(recipe: Recipe) -> Problems:
     for key, values in recipe.sweep.items():
         if not values:
@@ -373,6 +387,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     best_metric_is_evaluated,
     rungs_once,
     merges_an_adapter,
+    destinations_are_such,
     sweep_has_values,
     *PREFERENCE_RULES,
 )

@@ -1,5 +1,6 @@
-"""What this user has allowed his runs: their [limits], with commands and trust, as he gave them. It is kept in his own
-state folder, because a run directory may be another user's, or be written by him."""
+"""What this user has allowed his runs: their [limits], with commands and trust, as he gave them, and where they may
+send something. It is kept in his own state folder, because a run directory may be another user's, or be written by
+him."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import tomli
 from engine.errors import EnvironmentProblem
 
 FILE = "limits.jsonl"
+DESTINATIONS_FILE = "destinations"
 
 
 def state_folder() -> Path:
@@ -39,27 +41,52 @@ def keep_limits(run_toml: Path, text: str) -> None:
     limits = tomli.loads(text).get("limits", {})
     if not any(limits.values()):
         return
+    given = ", ".join(name for name, value in limits.items() if value)
+    _append(FILE, _line(run_toml, limits), f"what you allow this run ({given})")
+
+
+def _append(name: str, line: bytes, what: str) -> None:
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(descriptor, "ab", buffering=0) as file:
-            file.write(_line(run_toml, limits))  # one write: lines of two starts at once do not mix
+            file.write(line)  # one write: lines of two starts at once do not mix
     except OSError as error:
-        given = ", ".join(name for name, value in limits.items() if value)
         raise EnvironmentProblem(
-            f"what you allow this run ({given}) cannot be recorded in {folder}: {error.strerror or error}",
+            f"{what} cannot be recorded in {folder}: {error.strerror or error}",
             fix="make the folder writable, or set TUNEDECK_STATE to one that is",
         ) from error
 
 
 def are_kept(run_toml: Path, limits: dict[str, Any]) -> bool:
     """Whether this user gave the run these limits. A record that another user wrote does not count."""
+    return _has(FILE, _line(run_toml, limits))
+
+
+def _has(name: str, line: bytes) -> bool:
     try:
-        with (state_folder() / FILE).open("rb") as file:
-            return os.fstat(file.fileno()).st_uid == os.geteuid() and _line(run_toml, limits) in file.readlines()
+        with (state_folder() / name).open("rb") as file:
+            return os.fstat(file.fileno()).st_uid == os.geteuid() and line in file.readlines()
     except OSError:
         return False
+
+
+def keep_destination(key: str, target: str) -> None:
+    """Record that this user's runs may send what `key` sends to `target`. Raises EnvironmentProblem if it cannot be
+    recorded."""
+    if not is_kept_destination(key, target):
+        _append(DESTINATIONS_FILE, _digest_line(key, target), f"that runs may use {key}")
+
+
+def is_kept_destination(key: str, target: str) -> bool:
+    """Whether this user gave this destination himself, once. A record that another user wrote does not count."""
+    return _has(DESTINATIONS_FILE, _digest_line(key, target))
+
+
+def _digest_line(key: str, target: str) -> bytes:
+    """A digest, because a webhook's URL is a secret."""
+    return hashlib.sha256(f"{key}={target}".encode()).hexdigest().encode() + b"\n"
 
 
 def _line(run_toml: Path, limits: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from engine.config.attention import AttentionChoice
 from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
 from engine.config.schema.data import Data, Eval, Evaluate
+from engine.config.schema.finish import Finish
 from engine.config.schema.preference import LEARNING_RATES, Preference
 
 
@@ -282,13 +283,6 @@ class Trackers(Table):
     """Tags of the run in the trackers."""
     result: bool = False
     """Name the result's folder in the trackers: an artifact by reference, a tag or a text. Nothing is uploaded."""
-
-
-class Finish(Table):
-    """What is done with the result at the end of a run."""
-
-    merge: bool = False
-    """Merge the adapter into its base model when the run is done, into merged/ of the run; uses host memory only."""
 
 
 class Stage(Table):

@@ -36,6 +36,7 @@ from engine.journal.files import read_table, write_atomically
 from engine.journal.index import list_runs
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
+from engine.launch.destinations import webhook_told
 from engine.launch.environment import LauncherRank
 from engine.launch.followers import run_on_finish
 from engine.launch.process import ENTRY_FILE
@@ -193,7 +194,7 @@ def _spec_of_rank0(place: RunDirectory, ranks: Ranks) -> RunSpec:
 def _lead(ranks: Ranks, launcher_rank: LauncherRank, place: RunDirectory, task: Task, as_json: bool) -> int:
     """Rank 0: hold the claim, write the journal and show the run on stdout; returns the exit code."""
     spec = _spec_of_rank0(place, ranks)
-    with _shown(place, as_json), claim(place):
+    with _shown(place, as_json), claim(place), webhook_told(spec, place):
         if task.resume and launcher_rank.may_resume:
             _write_restart(place, launcher_rank)
         try:

@@ -54,6 +54,7 @@ from engine.journal.events import EventWriter
 from engine.journal.host_kills import Attempt, forget_attempt, killed_attempt, note_attempt
 from engine.journal.liveness import claim
 from engine.journal.writer import Journal, heartbeats, until_there_is_room
+from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish, trackers_following
 from engine.model.config import disable_progress_bars
 from engine.train.proofs.among_ranks import refuse_shared_cards
@@ -86,7 +87,7 @@ def run(directory: Path, *, resume: bool = False, from_step: int | None = None) 
     resume = resume or from_step is not None
     if is_rank(place):
         return _run_rank(spec, place, resume, from_step)
-    with claim(place):
+    with claim(place), webhook_told(spec, place):
         status, code = run_rank0(RunStart(spec, place, SINGLE_PROCESS, resume, from_step))
     run_on_finish(spec, place, status)
     return code

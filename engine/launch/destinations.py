@@ -1,0 +1,248 @@
+"""Where a run may send something: a destination of [finish] counts once its user has typed it himself. And the process
+that tells [finish] webhook of the end, failure and alerts; a server that hangs or refuses holds no run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.config.check.overrides import parse_overrides
+from engine.config.files.trust import is_kept_destination, keep_destination
+from engine.config.load import load_run_spec
+from engine.config.schema.finish import PUSH, WEBHOOK, Finish
+from engine.config.schema.run import RunSpec
+from engine.errors import KILLED_CODE, EnvironmentProblem
+from engine.journal.directory import RunDirectory
+from engine.journal.event_text import clean, format_duration, format_number
+from engine.journal.events import Event, EventTail, EventWriter, end_of_events
+from engine.journal.files import locked
+from engine.journal.liveness import identify, is_alive
+from engine.journal.summary import summarise
+from engine.launch.process import ENTRY_FILE, engine_environment
+from engine.trackers.tracker import Record, read_record, write_record
+
+log = logging.getLogger(__name__)
+
+RECORD = "webhook"
+"""Its files in trackers/ of a run."""
+
+ALERTS = frozenset(
+    {"gradient_spike", "plateau", "not_finite", "slow_data", "disk_full", "host_memory", "rank_lost"}
+)  # fmt: skip
+"""Codes of the warnings that a person who is not there wants to hear of."""
+
+FAILED = ("failed", "oom", "killed")
+SCHEMA_VERSION = 1
+POLL_SECONDS = 0.5
+SEND_SECONDS = 4.0
+"""For one attempt, of which there are two."""
+HAND_OVER_SECONDS = 10.0
+"""How long a process that has ended its run waits for the last message, because a container may end with it."""
+MOST_CHARACTERS = 1500
+"""Of a message: Discord refuses more than 2,000."""
+
+
+def allow_typed(finish: Finish, overrides: Sequence[str]) -> None:
+    """Record the destinations that are among `overrides`, this command line's --set. Raises EnvironmentProblem."""
+    typed = {".".join(override.key) for override in parse_overrides(overrides)[0]}
+    for key, target in finish.destinations().items():
+        if key in typed and (key != PUSH or not finish.push_public or "finish.push_public" in typed):
+            keep_destination(key, target)
+
+
+def allowed(finish: Finish, key: str) -> bool:
+    """Whether `key` is set, to a destination that this user has typed once."""
+    target = finish.destinations().get(key)
+    return target is not None and is_kept_destination(key, target)
+
+
+def notes_on_destinations(finish: Finish) -> list[str]:
+    """Of each destination, that it is used, or what is missing."""
+    return [_note(finish, key, target) for key, target in finish.destinations().items()]
+
+
+def _note(finish: Finish, key: str, target: str) -> str:
+    if not allowed(finish, key):
+        value = finish.webhook if key == WEBHOOK else finish.push
+        public = " --set finish.push_public=true" if key == PUSH and finish.push_public else ""
+        return (
+            f"{key}: nothing is sent, because a file names the destination and you have not; "
+            f"to allow it from now on: --set {key}='{value}'{public}"
+        )
+    if key == PUSH:
+        return f"{key}: the result is sent to {target.replace(' ', ', ')}, when the run is done"
+    try:
+        return f"{key}: {host_of(webhook_url(finish))} hears of the end, failure and alerts"
+    except EnvironmentProblem as error:
+        return error.found
+
+
+def webhook_url(finish: Finish) -> str:
+    """Raises EnvironmentProblem if the variable that it names holds no URL."""
+    text = finish.webhook or ""
+    if not text.startswith("$"):
+        return text
+    url = os.environ.get(text[1:], "")
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise EnvironmentProblem(f"finish.webhook: {text} is not set to a URL", fix=f"export {text[1:]}=https://…")
+    return url
+
+
+def host_of(url: str) -> str:
+    """All of a webhook's URL that may be shown: the rest is a secret."""
+    return urlsplit(url).hostname or "the webhook"
+
+
+@contextmanager
+def webhook_told(spec: RunSpec, directory: RunDirectory) -> Iterator[None]:
+    """Inside the block, a process tells [finish] webhook what happens to the run; after it, wait at most
+    HAND_OVER_SECONDS. A message that did not arrive becomes a warning in the journal. Needs the claim on the run."""
+    if not allowed(spec.recipe.finish, WEBHOOK):
+        yield
+        return
+    process = _start(directory)
+    yield
+    try:
+        code = process.wait(HAND_OVER_SECONDS)
+        problem = read_record(directory, RECORD).error if code else ""
+    except subprocess.TimeoutExpired:
+        code, problem = 1, f"the webhook has not taken the last message within {HAND_OVER_SECONDS:g} s"
+    except EnvironmentProblem as error:
+        problem = error.found
+    if code:
+        problem = problem or f"the process that tells the webhook ended with {code}"
+        log.warning("webhook: %s", problem)
+        fix = f"see {directory.trackers / RECORD}.log; the run itself has ended as it says"
+        with EventWriter(directory) as writer:
+            writer.write("warning", code="webhook", text=problem, fix=fix)
+
+
+def _start(directory: RunDirectory) -> subprocess.Popen[bytes]:
+    """In an OS session of its own: what kills the engine shall not keep its end from being told."""
+    directory.trackers.mkdir(exist_ok=True)
+    place = ["--engine", str(os.getpid()), "--from", str(end_of_events(directory.events))]
+    with (directory.trackers / f"{RECORD}.log").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(ENTRY_FILE), "_tell", str(directory.path), *place],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=engine_environment(),
+            start_new_session=True,
+        )
+
+
+def tell_webhook(directory: RunDirectory, engine_pid: int, offset: int) -> int:
+    """Send a message for each alert after byte `offset` of the events, and one for the end of the run or of its
+    process; returns how many did not arrive. The last reason is in the record."""
+    engine = identify(engine_pid)
+    tail, ended, failed = EventTail(directory.events, offset=offset), False, 0
+    with locked(directory.trackers / f"{RECORD}.lock", timeout_seconds=-1.0):
+        write_record(directory, RECORD, Record())
+        url = webhook_url(load_run_spec(directory.run_toml, own=True).recipe.finish)
+        while not ended:
+            alive = engine is not None and is_alive(engine)  # before reading: the last events are not missed
+            events = tail.poll()
+            if not alive and not any(event["kind"] == "run_finished" for event in events):
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                events.append({"kind": "run_finished", "status": "killed", "exit_code": KILLED_CODE, "time": now})
+            for event in events:
+                if (message := message_of(event, directory)) is not None:
+                    failed += not _sent(directory, url, message)
+                    ended = ended or message["event"] != "alert"
+            if not ended:
+                time.sleep(POLL_SECONDS)
+    return failed
+
+
+def _sent(directory: RunDirectory, url: str, message: dict[str, Any]) -> bool:
+    problem = send(url, message)
+    if problem:
+        write_record(directory, RECORD, Record(error=problem))
+        sys.stderr.write(f"{problem}: {message['text']}\n")
+        sys.stderr.flush()
+    return not problem
+
+
+def message_of(event: Event, directory: RunDirectory) -> dict[str, Any] | None:
+    """What is told of an event; None for most. No paths and no rows beyond those in an error's own words."""
+    common = {"schema": SCHEMA_VERSION, "run": directory.name, "host": platform.node(), "time": event["time"]}
+    if event["kind"] == "warning" and event["code"] in ALERTS:
+        stage = f", stage {event['stage']}" if event.get("stage") else ""
+        text = f"{directory.name}{stage}: {event['text']}" + (f"; {event['fix']}" if event["fix"] else "")
+        return {"event": "alert", **common, "code": event["code"], "step": event.get("step"), "text": _short(text)}
+    if event["kind"] != "run_finished":
+        return None
+    status, found = event["status"], summarise(directory)
+    loss = found.metrics.get("train_loss")
+    facts = [f"step {found.step}" + (f" of {found.max_steps}" if found.max_steps else "")]
+    facts += [f"loss {format_number(loss)}"] if isinstance(loss, int | float) else []
+    facts += [format_duration(found.total_seconds)] if found.total_seconds else []
+    text = f"{directory.name}: {status}, {', '.join(facts)}"
+    if reason := event.get("error") or event.get("reason"):
+        text += f"; {reason}"
+    if status == "killed":
+        text += f"; its process is gone, go on with: tunedeck resume {directory.name}"
+    figures = {"step": found.step, "max_steps": found.max_steps, "loss": loss, "seconds": found.total_seconds}
+    kind = "failure" if status in FAILED else "end"
+    return {"event": kind, **common, "status": status, "exit_code": event["exit_code"], **figures, "text": _short(text)}
+
+
+def _short(text: str) -> str:
+    text = " ".join(clean(text).split())
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+
+
+def body_for(url: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Slack's and Discord's shape where the host is theirs, else the message as it is. Neither notifies a channel
+    because of a word in an error."""
+    host = host_of(url).lower()
+    if host == "hooks.slack.com" or host.endswith(".slack.com"):
+        text = message["text"].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return {"text": text}
+    if host in ("discord.com", "discordapp.com") or host.endswith((".discord.com", ".discordapp.com")):
+        return {"content": message["text"], "allowed_mentions": {"parse": []}}
+    return message
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A message goes where its user said, and nowhere else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def send(url: str, message: dict[str, Any]) -> str:
+    """Try twice; returns why it did not arrive, else "". Ends this process if that takes far longer than it may."""
+    body = json.dumps(body_for(url, message)).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "tunedeck"}
+    problem = ""
+    for _ in range(2):
+        try:
+            signal.alarm(round(3 * SEND_SECONDS))  # a look-up of the name has no limit of its own
+            request = urllib.request.Request(url, body, headers)
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=SEND_SECONDS):
+                return ""
+        except urllib.error.HTTPError as error:
+            problem = f"the webhook at {host_of(url)} answers {error.code}"
+        except (OSError, ValueError, HTTPException) as error:
+            # The words of other errors may quote the URL.
+            reason = getattr(error, "reason", error) if isinstance(error, OSError) else type(error).__name__
+            problem = f"the webhook at {host_of(url)} cannot be reached: {reason}"
+        finally:
+            signal.alarm(0)
+    return problem
