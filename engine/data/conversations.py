@@ -161,9 +161,9 @@ def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = T
     return ChatRecord(messages, tools, untrained=frozenset(untrained))
 
 
-def conversation_of_pair(values: dict[str, Any]) -> Record | Dropped:
+def conversation_of_pair(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:
     """`values` are the columns prompt and completion, texts or lists of messages, system and tools; only the answers of
-    the completion are targets."""
+    the completion are targets. `parts`: see `conversation`."""
     prompt, completion = values["prompt"], values["completion"]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -171,12 +171,12 @@ def conversation_of_pair(values: dict[str, Any]) -> Record | Dropped:
         return Dropped("prompt is missing" if before is None else "completion is missing")
     if not isinstance(before, list) or not isinstance(after, list):
         return Dropped("prompt or completion is neither text nor a list of messages")
-    record = conversation({**values, "messages": [*before, *after]})
+    record = conversation({**values, "messages": [*before, *after]}, parts=parts)
     if not isinstance(record, ChatRecord):
         return record
     first = len(record.messages) - len(after)
     context = [number for number in range(first) if record.messages[number]["role"] == "assistant"]
-    return replace(record, untrained=record.untrained | set(context), from_pair=True)
+    return replace(record, untrained=record.untrained | set(context), from_pair=not parts or bool(context))
 
 
 def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:

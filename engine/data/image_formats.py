@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.schema.data import Source
-from engine.data.conversations import conversation
+from engine.data.conversations import conversation, conversation_of_pair
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
 
 PLACEHOLDER = "<image>"
@@ -92,19 +92,20 @@ def image_chat(values: dict[str, Any]) -> Record | Dropped:
     if isinstance(given, Dropped):
         return given
     if "prompt" in values:
-        turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["completion"]}]
-        values = {"messages": turns}
-    record = conversation(values, parts=True)
+        sides = (("prompt", "user"), ("completion", "assistant"))
+        values = {**values, **{name: _as_turns(values[name], role) for name, role in sides}}
+        record = conversation_of_pair(values, parts=True)
+    else:
+        record = conversation(values, parts=True)
     return _with_images(record, list(given)) if isinstance(record, ChatRecord) else record
 
 
-def image_pair(values: dict[str, Any]) -> Record | Dropped:
-    """The conversation of one side of a preference: `prompt` and `completion`, each a text or messages, and the row's
-    images."""
-    prompt, answer = values["prompt"], values["completion"]
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    turns += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
-    return image_chat({"messages": turns, "image": values.get("image"), "images": values.get("images")})
+def _as_turns(value: Any, role: str) -> Any:
+    """A text, or the parts of one turn's content, as a list of one turn; None and lists of turns are unchanged."""
+    is_turns = isinstance(value, list) and all(
+        isinstance(each, dict) and {"role", "from"} & set(each) for each in value
+    )
+    return value if value is None or is_turns else [{"role": role, "content": value}]
 
 
 def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dropped:

@@ -24,7 +24,7 @@ from engine.data.chat import TokenRow
 from engine.data.chat_template import Span
 from engine.data.formats import Format
 from engine.data.image_formats import Box, DetectionRecord
-from engine.data.preferences import JudgedRecord, PreferenceRecord
+from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record, SourceRows
 from engine.errors import DataError
 
@@ -169,6 +169,8 @@ def references_of(record: Record | DetectionRecord | JudgedRecord | Dropped) -> 
         return (record.image,)
     if isinstance(record, PreferenceRecord):
         return references_of(record.chosen)  # both sides have the row's
+    if isinstance(record, LabelledRecord):
+        return references_of(record.record)
     return record.images if isinstance(record, ChatRecord) else ()
 
 
@@ -330,5 +332,6 @@ def image_notice(rows: SourceRows, source: Source, reads_images: bool) -> str | 
         return None
     return (
         f"source {source.name}: {', '.join(found)} {'is' if len(found) == 1 else 'are'} not read: images are "
-        'learned from with format = "image-chat", "image-preference" or "detection"'
+        'learned from with format = "image-chat" or "detection"; of preferences, "image-preference" or '
+        '"image-unpaired-preference"'
     )

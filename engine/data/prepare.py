@@ -20,12 +20,13 @@ from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
 from engine.data.conversations import LEFT_OUT
-from engine.data.formats import Format, Judged, judged_by, recognise
+from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
 from engine.data.order import pack
 from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
 from engine.data.preferences import other_objective, preference_notice
+from engine.data.recognise import Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows

@@ -75,6 +75,7 @@ class MismatchedData(TokenData):
             data.documents,
             source_names=data.source_names,
             source_fingerprints=data.source_fingerprints,
+            images=data.pixels,  # those of the prompts: answers have none
         )
         self.partners = partners
         own = self.lengths

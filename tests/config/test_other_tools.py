@@ -235,6 +235,13 @@ def test_pairs_about_images() -> None:
     (source,) = recipe["data"]["sources"]
     assert source["format"] == "image-preference"
     assert source["columns"] == {"prompt": "conversations", "chosen": "better"}
+    del info["pairs"]["ranking"]
+    info["pairs"]["columns"] = {"messages": "conversations", "kto_tag": "good", "images": "images"}
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    labelled = FACTORY.replace("pairs, more", "pairs").replace("stage: dpo", "stage: kto")
+    (source,) = imported(labelled.replace("pref_loss: sigmoid\n", ""), "--force")[0]["data"]["sources"]
+    assert source["format"] == "image-unpaired-preference"
+    assert source["columns"] == {"messages": "conversations", "label": "good"}
     text = AXOLOTL.replace("val_set_size", "rl: dpo\nprocessor_type: AutoProcessor\nval_set_size")
     recipe, _ = imported(text.replace("sample_packing: true", "sample_packing: false"), "--force")
     assert {source["format"] for source in recipe["data"]["sources"]} == {"image-preference"}

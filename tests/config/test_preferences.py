@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         (DPO, "data.sources.main.format=unpaired-preference"),
         "rows with chosen and rejected",
     ),
-    "images with labels": ((DPO, KTO, "data.sources.main.format=image-preference"), "rows with prompt, completion and"),
+    "chats with labels": ((DPO, KTO, "data.sources.main.format=image-chat"), "rows with prompt, completion and"),
     "shorter sequences": ((DPO, 'backoff.allow_learning_changes=["max_length"]'), "[] is allowed"),
     "a figure of texts": ((DPO, 'checkpoint.best_metric="perplexity"'), "loss, rewards_margin, rewards_accuracy"),
     "a figure of pairs": ((DPO, KTO, 'checkpoint.best_metric="win_rate"'), "one of eval.metrics: loss, rewards_margin"),

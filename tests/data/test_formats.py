@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config.schema.data import Source
-from engine.data.formats import recognise
+from engine.data.recognise import recognise
 from engine.data.records import ChatRecord, Dropped, PairRecord, TextRecord
 from engine.errors import DataError
 
@@ -64,6 +64,8 @@ def test_columns_can_be_named() -> None:
         ({"text": "a"}, {"format": "chat"}, ['not format = "chat"']),
         ({"text": "a"}, {"columns": {"text": "nope"}}, ["no such column"]),
         ({"text": "a"}, {"columns": {"txt": "text"}}, ["not one of our columns"]),
+        ({"messages": "a"}, {"format": "image-chat", "template": "none"}, ['template = "none"', "template=auto"]),
+        ({"image": "a", "prompt": "b", "label": 1}, {"format": "image-unpaired-preference"}, ["+ label, beside image"]),
     ],
 )
 def test_unclear_columns_are_refused(row: dict[str, Any], keys: dict[str, Any], words: list[str]) -> None:
@@ -102,3 +104,34 @@ def test_text_parts_are_joined_and_nulls_of_arrow_vanish() -> None:
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "", "tool_calls": [1]},
     ]
+
+
+IMAGE = {"image": "1.png"}
+ASKED, ANSWERED = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": [ASKED, ANSWERED]}, "image-chat"),
+        ({"question": "u", "answer": "a"}, "image-chat"),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, "image-chat"),
+        ({"conversations": [ASKED], "chosen": ANSWERED, "rejected": {**ANSWERED, "content": "x"}}, "image-preference"),
+        ({"prompt": "u", "completion": "a", "kto_tag": True}, "image-unpaired-preference"),
+    ],
+)
+def test_system_prompt_and_tools_are_read_beside_images(row: dict[str, Any], form: str) -> None:
+    given = {**IMAGE, **row, "system": "s", "tools": [{"name": "look"}]}
+    made = record(given, format=form)
+    made = getattr(made, "chosen", getattr(made, "record", made))
+    parts = [{"type": "image"}, {"type": "text", "text": "u"}]
+    assert made.messages == [{"role": "system", "content": "s"}, {**ASKED, "content": parts}, ANSWERED]
+    assert made.tools == [{"name": "look"}] and [image.path for image in made.images] == ["1.png"]
+
+
+def test_a_prompt_of_preferences_about_images_must_be_there() -> None:
+    assert record({**IMAGE, "completion": "a", "label": 1}, format="image-unpaired-preference") == Dropped(
+        "prompt is missing"
+    )
+    odd = {**IMAGE, "prompt": 0.5, "completion": "a", "label": 1}
+    assert record(odd, format="image-unpaired-preference") == Dropped("a turn's content is not text")

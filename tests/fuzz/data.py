@@ -25,9 +25,9 @@ from engine.budget.architecture.model_folder import refuse_files, refuse_no_weig
 from engine.data import bounds
 from engine.data.chat import ChatRenderer
 from engine.data.chat_template import ChatTemplate, TemplateRefusal
-from engine.data.formats import NEEDS, OPTIONAL, recognise
 from engine.data.images import TooManyPixels, decoded
 from engine.data.prepare import prepare_data
+from engine.data.recognise import NEEDS, OPTIONAL, recognise
 from engine.data.records import ChatRecord, Screened
 from engine.data.template_limits import MOST_ITEMS
 from engine.errors import DataError, TunedeckError

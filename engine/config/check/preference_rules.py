@@ -90,11 +90,14 @@ def answers_are_learned_as_they_are(recipe: Recipe) -> Problems:
 def rows_have_preferences(recipe: Recipe) -> Problems:
     if not recipe.learns_preferences:
         return
-    formats, asked, beside = PREFERENCE_FORMATS, DPO, ("method", "objective")
+    formats: tuple[str, ...] = PREFERENCE_FORMATS
+    asked, beside = DPO, ("method", "objective")
     words = '"preference", or "image-preference": rows with chosen and rejected, and perhaps a prompt'
     if not recipe.learns_pairs:
         formats, asked, beside = UNPAIRED_FORMATS, 'preference.loss = "kto"', ("preference", "loss")
-        words = '"unpaired-preference": rows with prompt, completion and label; or "preference"'
+        words = (
+            '"unpaired-preference", or "image-unpaired-preference": rows with prompt, completion and label; or pairs'
+        )
     for kind in ("sources", "validation"):
         for number, source in enumerate(getattr(recipe.data, kind)):
             if source.format not in ("auto", *formats):

@@ -94,9 +94,11 @@ def _settle(draft: Draft) -> None:
     if draft.get("method.objective") == "dpo":
         for source in [*draft.get("data.sources"), *(draft.get("data.validation") or [])]:
             with_images = source.get("format") in ("image-chat", "image-preference") or draft.has_images
-            paired = "image-preference" if with_images else "preference"
-            # Rows with labels and pairs are both recognised by their columns.
-            source["format"] = "auto" if draft.get("preference.loss") == "kto" else paired
+            if draft.get("preference.loss") != "kto":
+                source["format"] = "image-preference" if with_images else "preference"
+            elif source.get("format") != "image-preference":
+                # Without images, rows with labels and pairs are both recognised by their columns.
+                source["format"] = "image-unpaired-preference" if with_images else "auto"
     has_validation = bool(draft.get("data.valid_fraction") or draft.get("data.validation"))
     if not has_validation:
         for ours in ("eval.every_steps", "eval.early_stopping_patience", "checkpoint.result"):

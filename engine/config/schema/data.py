@@ -9,11 +9,11 @@ from pydantic import Field
 
 from engine.config.schema.base import Count, CountOrZero, Name, NonNegative, Positive, Table
 
-IMAGE_FORMATS = ("image-chat", "image-preference", "detection")
+IMAGE_FORMATS = ("image-chat", "image-preference", "image-unpaired-preference", "detection")
 """Formats of sources whose samples have images."""
 
 PREFERENCE_FORMATS = ("preference", "image-preference")
-UNPAIRED_FORMATS = ("unpaired-preference", "preference")
+UNPAIRED_FORMATS = ("unpaired-preference", "preference", "image-unpaired-preference", "image-preference")
 """Formats of sources from which pairs (method.objective = "dpo") and single answers (preference.loss = "kto") are
 learned."""
 
@@ -37,11 +37,11 @@ class Source(Table):
     """Split of the data set, such as "train" or "train[:1000]"."""
     format: Literal[
         "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "preference", "unpaired-preference",
-        "image-chat", "image-preference", "detection",
+        "image-chat", "image-preference", "image-unpaired-preference", "detection",
     ] = "auto"  # fmt: skip
     """How the columns are read; auto recognises the format by the columns' names. preference: chosen and rejected
-    answers, for method.objective = "dpo"; image-preference: the same about images; unpaired-preference: an answer and
-    its label, for preference.loss = "kto". detection: images with boxes."""
+    answers, for method.objective = "dpo"; unpaired-preference: an answer and its label, for preference.loss = "kto";
+    image-preference and image-unpaired-preference: the same about images. detection: images with boxes."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
     except rows that carry its markers already; chat: all rows; none: they stay plain text."""

@@ -147,8 +147,8 @@ class StepComputation:
         budget = self.context.budget
         objective.begin_measuring()
         plan = plan_micro_batches(
-            data.lengths[samples], self.context.cost, budget.budget_bytes, budget.floor_tokens, None,
-            budget.launch_tokens,
+            data.lengths[samples], self.context.cost, budget.budget_bytes, budget.floor_tokens,
+            None if data.patches is None else data.patches[samples], budget.launch_tokens,
         )  # fmt: skip
         self._measure(step, samples, plan, objective, data)
 

@@ -1,0 +1,250 @@
+"""Recognises the format of a source by the names of its columns."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from engine.config.files.data_files import find_data_files_in
+from engine.config.files.find import BUILTIN_PREFIX
+from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
+from engine.config.schema.recipe import Recipe
+from engine.config.schema.run import DATA_VERSION
+from engine.data.folders import csv_of_images
+from engine.data.formats import Format
+from engine.data.image_formats import BoxFormat
+from engine.data.unpaired import NEEDS as UNPAIRED_NEEDS
+from engine.errors import DataError
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "prompt-completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
+}
+
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "chat": ("tools",),
+    "sharegpt": ("tools", "system"),
+    "alpaca": ("input", "system", "history", "tools"),
+    "prompt-completion": ("tools", "system"),
+    "preference": ("prompt", "tools", "system"),
+    "unpaired-preference": ("prompt", "tools", "system"),
+}
+
+OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "system"), "prompt-completion": ()}
+"""What `RunSpec.data_version` 1 and 2 read; other columns were ignored."""
+
+PAIR = ("prompt", "completion")
+
+IMAGE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "image-chat": (("messages",), ("conversations",), PAIR),
+    "image-preference": (("chosen", "rejected"),),
+    "image-unpaired-preference": UNPAIRED_NEEDS,
+    "detection": (("image", "boxes"),),
+}
+"""Columns of formats with images, of which a source has one set, beside `image` or `images`."""
+
+IMAGE_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "image-chat": ("images", "system", "tools"),
+    "image-preference": ("images", "prompt", "system", "tools"),
+    "image-unpaired-preference": ("images", "prompt", "system", "tools"),
+    "detection": ("labels",),
+}
+
+IMAGE_COLUMNS = (
+    "image", "images", "boxes", "labels", "messages", "conversations", "prompt", "completion", "chosen", "rejected",
+    "label", "system", "tools",
+)  # fmt: skip
+
+NEEDS_BY_NAME = {
+    "unpaired-preference": "prompt + completion + label, or messages + label",
+    "image-chat": "messages or conversations, beside image or images, or with images in their turns; "
+    "or image + prompt + completion",
+    "image-preference": "chosen, rejected and perhaps prompt, beside image or images, or with images in their turns",
+    "image-unpaired-preference": "prompt + completion + label, or messages + label, beside image or images, or with "
+    "images in their turns",
+    "detection": "image + boxes, and labels where there are any",
+}
+"""Columns of formats that are used only where a source names them, or its objective does; for messages."""
+
+PLAIN_PAIR = {"prompt": "input", "completion": "output"}
+"""Columns of a prompt and a completion, where no format has its own."""
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    **{names[0]: names[1:] for names in PAIR_COLUMNS},
+    "messages": ("chat", "dialog", "dialogue"),
+    "conversations": ("conversation",),
+    "tools": ("functions",),
+    "label": ("kto_tag",),
+    # What metadata.csv and metadata.jsonl of a folder of images call them.
+    "image": ("file_name",),
+    "images": ("file_names",),
+}
+"""Other names under which a column is recognised, if none has its own name."""
+
+Judged = Literal["pairs", "unpaired", None]
+"""Which preferences are learned: pairs, single answers with labels, or none."""
+
+
+def judged_by(recipe: Recipe) -> Judged:
+    return "pairs" if recipe.learns_pairs else "unpaired" if recipe.learns_preferences else None
+
+
+ALWAYS_CHAT = ("chat", "sharegpt", *IMAGE_FORMATS)
+"""Formats that nothing but a chat template can render."""
+
+CONVERSATIONS = ("messages", "conversations")
+"""Columns that are a pair's prompt, if it has no other."""
+
+
+def recognise(
+    columns: Sequence[str],
+    source: Source,
+    *,
+    has_template: bool,
+    markers: Sequence[str] = (),
+    version: int = DATA_VERSION,
+    judged: Judged = None,
+) -> Format:
+    """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
+    `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Columns
+    are read as `RunSpec.data_version` = `version` says. Rows that may be read as preferences or not are what `judged`
+    says. Raises DataError when no format fits, or several do, or `template` does not fit the format."""
+    if source.format in IMAGE_FORMATS:
+        return _with_images(columns, source, version)
+    mapped = _mapped_columns(columns, source)
+    fitting = {name: fields for name in NEEDS if (fields := _fields(name, columns, mapped, version)) is not None}
+    for needed in UNPAIRED_NEEDS if judged == "unpaired" or source.format == "unpaired-preference" else ():
+        fields = _fields("unpaired-preference", columns, mapped, version, needed)
+        if fields is not None:
+            fitting.setdefault("unpaired-preference", fields)
+    if source.format != "auto":
+        fitting = {name: fields for name, fields in fitting.items() if name == source.format}
+    elif mapped:
+        fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
+    if not fitting and source.format in ("auto", "prompt-completion") and set(PLAIN_PAIR.values()) <= set(columns):
+        fitting = {"prompt-completion": {**PLAIN_PAIR, **mapped}}
+    if len(fitting) > 1:
+        wanted = {"pairs": ("preference",), "unpaired": UNPAIRED_FORMATS, None: set(NEEDS) - {"preference"}}[judged]
+        fitting = {name: fields for name, fields in fitting.items() if name in wanted} or fitting
+    if len(fitting) != 1:
+        raise _unclear(columns, source, list(fitting))
+    ((name, fields),) = fitting.items()
+    _check_template(name, source)
+    chat = has_template and (name != "alpaca" or source.template != "none")
+    chat |= name == "alpaca" and source.template == "chat"
+    builtin = (source.path or "").startswith(BUILTIN_PREFIX)
+    pairs: Literal["chat", "unmarked", "plain"] = "chat" if source.template == "chat" else "plain"
+    if source.template == "auto" and has_template and not builtin:
+        pairs = "unmarked"
+    return Format(name, fields, source.name, chat=chat, pairs=pairs, markers=markers, version=version)
+
+
+def _check_template(format_name: str, source: Source) -> None:
+    """Raises DataError: plain text has no turns, and a conversation is nothing without its template."""
+    wrong = {"text": "chat"}.get(format_name, "none" if format_name in ALWAYS_CHAT else None)
+    if source.template == wrong:
+        raise DataError(
+            f'source {source.name}: template = "{wrong}" with rows of the format {format_name}',
+            expected="text for none; conversations, instructions, or prompts with completions for chat",
+            fix=f"add --set {shlex.quote(f'data.sources.{source.name}.template=auto')}",
+        )
+
+
+def _with_images(columns: Sequence[str], source: Source, version: int) -> Format:
+    """Raises DataError if columns are missing."""
+    name, mapped = source.format, _mapped_columns(columns, source, set(IMAGE_COLUMNS))
+    _check_template(name, source)
+    fields: dict[str, str] = {}
+    for ours in IMAGE_COLUMNS if version > 3 else IMAGE_COLUMNS[:-2]:
+        names = [mapped[ours]] if ours in mapped else [ours, *_other_names(ours, name)]
+        if found := [theirs for theirs in names if theirs.partition(".")[0] in columns]:
+            fields[ours] = found[0]
+    for needed in IMAGE_NEEDS[name]:
+        # The turns of a conversation may name their images themselves.
+        if set(needed) <= set(fields) and (needed != PAIR or {"image", "images"} & set(fields)):
+            read = {ours: fields[ours] for ours in fields if ours in ("image", *needed, *IMAGE_OPTIONAL[name])}
+            return Format(name, read, source.name, True, BoxFormat.of(source), _image_root(source), version=version)
+    raise _unclear(columns, source, [])
+
+
+def _image_root(source: Source) -> str | None:
+    """The source's `image_root`, else its data folder or the folder of its data file; None without a path."""
+    if source.image_root is not None or source.path is None:
+        return source.image_root
+    path = Path(source.path).expanduser()
+    table = csv_of_images(source, find_data_files_in(path)) if path.is_dir() else path
+    return str(path if table is None else table.parent)
+
+
+def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | None = None) -> dict[str, str]:
+    known = known or {"label", *(name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names)}
+    for ours, theirs in source.columns.items():
+        if ours not in known:
+            raise DataError(
+                f"source {source.name}: columns.{ours} is not one of our columns", expected=", ".join(sorted(known))
+            )
+        if theirs not in columns and theirs.partition(".")[0] not in columns:
+            raise DataError(
+                f"source {source.name}: columns.{ours} = {theirs!r}, and there is no such column",
+                expected=f"one of {', '.join(columns)}",
+            )
+    return dict(source.columns)
+
+
+def _other_names(ours: str, format_name: str) -> tuple[str, ...]:
+    is_prompt_of_pairs = ours == "prompt" and format_name in PREFERENCE_FORMATS
+    return (*ALIASES.get(ours, ()), *(CONVERSATIONS if is_prompt_of_pairs else ()))
+
+
+def _fields(
+    format_name: str, columns: Sequence[str], mapped: dict[str, str], version: int, needed: Sequence[str] = ()
+) -> dict[str, str] | None:
+    """None when a required column (of `needed`, else of NEEDS) is missing or ambiguous."""
+    fields = {}
+    for ours in needed or NEEDS[format_name]:
+        theirs = [mapped[ours]] if ours in mapped else [ours] if ours in columns else []
+        theirs = theirs or [alias for alias in ALIASES.get(ours, ()) if alias in columns]
+        if len(theirs) != 1:
+            return None
+        fields[ours] = theirs[0]
+    optional = OPTIONAL if version > 2 else OLDER_OPTIONAL
+    for ours in optional.get(format_name, ()):
+        others = _other_names(ours, format_name) if version > 2 and ours not in mapped else ()
+        names = [mapped.get(ours, ours), *others]
+        if found := [name for name in names if name in columns or (ours in mapped and name == mapped[ours])]:
+            fields[ours] = found[0]
+    return fields
+
+
+def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
+    needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
+    needs = NEEDS_BY_NAME.get(source.format, needs)
+    found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
+    if fitting:
+        return DataError(
+            f"{found}, and fit {' and '.join(fitting)}",
+            expected=f"one format ({needs})",
+            fix=f'say which: format = "{fitting[0]}"',
+        )
+    wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
+    return DataError(f"{found}, and fit {wanted}", expected=needs, fix=_columns_to_name(columns, source))
+
+
+def _columns_to_name(columns: Sequence[str], source: Source) -> str:
+    """The setting that names the source's columns, if their own names are known but for upper case, or there is one."""
+    known = {alias: ours for ours, others in ALIASES.items() for alias in (ours, *others)}
+    known |= {name: name for needs in NEEDS.values() for name in needs if name not in known}
+    meant = {known[name.lower()]: name for name in columns if name.lower() in known}
+    if len(columns) == 1:
+        (name,) = columns
+        return f'name it in the source, such as columns = {{text = "{name}"}}, or what is nested in it: "{name}.answer"'
+    if not any(set(needs) <= set(meant) for needs in NEEDS.values()):
+        return 'name the columns in the source, such as columns = {prompt = "question", completion = "answer"}'
+    table = ", ".join(f'{ours} = "{theirs}"' for ours, theirs in meant.items())
+    return f"add --set {shlex.quote(f'data.sources.{source.name}.columns={{{table}}}')}"
