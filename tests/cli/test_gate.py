@@ -69,6 +69,13 @@ CASES = {
         more='\n[[stages]]\nname = "short"\n\n[[stages]]\nname = "long"\ndata = { max_length = 512 }\n',
         words_of=(("launch", "has stages, and slurm starts the ranks of one"),),
     ),
+    "reference": Case(
+        'preference.reference = "adapter_off" with an adapter that goes on',
+        changes=(LORA,),
+        more='\n[[stages]]\nname = "imitate"\n\n[[stages]]\nname = "prefer"\nfrom = "imitate"\n'
+        'method = { objective = "dpo" }\npreference = { reference = "adapter_off" }\n',
+        words_of=(("launch", "has stages, and slurm starts the ranks of one"),),
+    ),
     "point": Case(
         "is beyond the 256 positions",
         more='\n[sweep]\n"data.max_length" = [64, 512]\n',
@@ -150,3 +157,17 @@ def test_the_console_says_of_missing_data_what_a_start_says(tunedeck: Tunedeck, 
     assert said in [problem.text for problem in evaluated.problems]
     assert evaluated.start_refusal("start") and not evaluated.start_refusal("queue")
     tunedeck("train", "-p", profile, "-r", recipe).complains(5, said)
+
+
+def test_the_adapter_of_a_run_is_no_reference_without_it(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    """Only the run that it starts from tells."""
+    earlier = make_run(tmp_path, write_recipe(tmp_path, LORA))
+    objective = '\n[preference]\nreference = "adapter_off"\n'
+    learns = (LORA[0], f'{LORA[1]}\nobjective = "dpo"')
+    goes_on = (('id = "builtin:tiny"', f'id = "run:{earlier.path}"'), ('init = "random"', 'init = "pretrained"'))
+    recipe = write_recipe(tmp_path, learns, *goes_on, name="on", more=objective)
+    words = CASES["reference"].words
+    for name in ("check", "plan", "train"):
+        assert words in said_by(name, write_profile(tmp_path), recipe, tunedeck)
+    write_recipe(tmp_path, learns, name="on", more=objective)
+    assert words not in said_by("plan", write_profile(tmp_path), recipe, tunedeck)

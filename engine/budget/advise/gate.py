@@ -12,14 +12,15 @@ from engine.budget.advise.pattern_matches import refuse_patterns
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
 from engine.budget.architecture.classes import refuse_class, refuse_images
 from engine.budget.architecture.families import refuse_family, refuse_own_code
-from engine.budget.architecture.lookup import ModelFacts
+from engine.budget.architecture.lookup import ModelFacts, continues_adapter
 from engine.budget.architecture.model_folder import refuse_files
 from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.config.check.notes import refuse_unsupported
+from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Device, Limits, Profile, RunSpec
-from engine.config.stages import enabled_stages
+from engine.config.stages import enabled_stages, stage_recipe, weights_chain
 from engine.config.sweep import refuse_sweep, sweep_points
 from engine.errors import ConfigNotHereError, SpecError, TunedeckError, UnknownArchitectureError
 
@@ -55,6 +56,7 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
             partial(_refuse_untrusted_code, part, of_model),
             partial(refuse_files, part, of_model.config),
         ]
+    checks.append(partial(_refuse_reference, spec))
     for _, stage in enabled_stages(spec.recipe):
         if stage.kind == "assemble":
             checks.append(partial(_refuse_unusable, facts.of(planning_spec(spec, stage).recipe.model)))
@@ -86,6 +88,27 @@ def refuse_unsafe(spec: RunSpec, facts: ModelFacts, *, has_images: bool | None =
     _refuse_unusable(facts)
     if facts.architecture is not None:  # else the engine checks the names when it has loaded the model
         refuse_patterns(facts.architecture, recipe, has_images=has_images)
+
+
+def _refuse_reference(spec: RunSpec) -> None:
+    """Raise UsageError where preferences are compared with a model without its adapter, and that is not the model which
+    the run or stage starts from."""
+    found = spec.recipe
+    asked = (
+        [(found, [])]
+        if not found.stages
+        else [
+            (stage_recipe(found, stage), list(weights_chain(found, stage))[1:2])
+            for _, stage in enabled_stages(found)
+            if stage.kind == "train"
+        ]
+    )
+    for recipe, before in asked:
+        if not recipe.learns_preferences or recipe.preference.reference != "adapter_off":
+            continue
+        continued = [stage_recipe(found, stage).method.kind == "lora" for stage in before if stage.kind == "train"]
+        if any(continued) if before else continues_adapter(recipe.model):
+            raise no_adapter_to_switch_off(CONTINUED)
 
 
 def _refuse_unusable(facts: ModelFacts) -> None:

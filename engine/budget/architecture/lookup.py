@@ -193,6 +193,15 @@ def with_added_tokens(config: dict[str, Any], model: Model) -> dict[str, Any]:
     return with_rows(config, rows_with(set(wanted), rows, tokenizer, chain[-1].revision))
 
 
+def continues_adapter(model: Model) -> bool:
+    """Whether a run without stages trains an adapter further: its own, or that of the run that "run:RUN" names. Raises
+    UsageError if there is no such run."""
+    if model.adapter is not None or not model.id.startswith(RUN_PREFIX):
+        return model.adapter is not None
+    run = result_run(resolve_run(split_run_reference(model.id)[0], None))
+    return not run.assembly.is_file() and load_run_spec(run.run_toml).recipe.method.kind == "lora"
+
+
 def _starts(model: str) -> Iterator[Model]:
     """The [model] of the run that "run:RUN" names, then of the run which that started from, and so on; a stage that
     assembled a mixture ends with the mixture's folder. Nothing for other names. Raises UsageError if there is no such

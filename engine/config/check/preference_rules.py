@@ -7,8 +7,10 @@ from engine.config.files.text import quoted
 from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from engine.config.schema.preference import Preference
 from engine.config.schema.recipe import Recipe
+from engine.errors import UsageError
 
 DPO = 'method.objective = "dpo"'
+CONTINUED = "an adapter that goes on, which is the reference"
 
 
 def preferences_are_learned(recipe: Recipe) -> Problems:
@@ -49,10 +51,17 @@ def reference_is_there(recipe: Recipe) -> Problems:
     if not recipe.learns_preferences or recipe.preference.reference != "adapter_off":
         return
     if recipe.method.kind == "full" or recipe.model.adapter is not None:
-        found = (
-            "a full fine-tuning" if recipe.method.kind == "full" else "an adapter that goes on, which is the reference"
-        )
+        found = "a full fine-tuning" if recipe.method.kind == "full" else CONTINUED
         yield Problem(("preference", "reference"), f'"adapter_off" with {found}', '"precomputed" or "auto" is allowed')
+
+
+def no_adapter_to_switch_off(found: str) -> UsageError:
+    """For what only the files of a model tell: its reference is not the model without the adapter."""
+    return UsageError(
+        f'preference.reference = "adapter_off" with {found}',
+        expected="a model that is the one at the start once its adapter is off",
+        fix="add --set preference.reference=precomputed",
+    )
 
 
 def answers_for_the_divergence(recipe: Recipe) -> Problems:

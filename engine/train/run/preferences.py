@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.budget import MicroBatchBudget
+from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
 from engine.data.store import hash_text
 from engine.data.tokens import TokenData
-from engine.errors import UsageError
 from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory
@@ -60,12 +60,7 @@ def _references(setup: TrainingSetup, place: RunDirectory, journal: Journal) -> 
     # model.id may be an adapter, as the result of an earlier run or stage is.
     continued = find_starting_weights(setup.spec.recipe.model).adapter is not None
     if asked.reference == "adapter_off" and (not whole or continued):
-        found = "an adapter goes on, which is the reference" if whole else "more than the adapter is trained"
-        raise UsageError(
-            f'preference.reference = "adapter_off", and {found}',
-            expected="a model that is the one at the start once its adapter is off",
-            fix="add --set preference.reference=precomputed",
-        )
+        raise no_adapter_to_switch_off(CONTINUED if whole else "more than the adapter trained")
     if asked.reference != "precomputed" and whole and not continued:
         return lambda data: partial(context.loss.log_probabilities, adapter=False)
     stored = {id(data): _stored(setup, place, journal, name, data) for name, data in _parts(setup)}
