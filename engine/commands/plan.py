@@ -359,7 +359,7 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
     for line in text.wrap_lines([text.title(advice.plan, spec), *text.summary_lines(advice.plan, spec)[:3]], width):
         print_line(line)
     if advice.plan.verdict == "fits":
-        print_line("with the memory left:" if advice.room else "no larger setting fits")
+        print_line("with the memory left:" if advice.room else "no setting would use the memory left")
     elif not advice.suggestions:
         print_line("no combination of changes makes it fit: choose a smaller model or a larger device")
     for index, suggestion in enumerate([*advice.suggestions, *advice.room], 1):

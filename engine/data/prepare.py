@@ -136,7 +136,10 @@ def prepare_data(
         validation = _view(found, held_out, None)
     if validation is not None:
         add_mismatched(validation, spec.recipe, in_steps=False)
-    record_longest(lengths, int(train.lengths.max()), _most_images(train, images))
+    longest = int(train.lengths.max())
+    reasons = {reason for count in found.counts for reason in count.dropped}
+    cut = longest == data.max_length or any(reason.startswith(TOO_LONG) for reason in reasons)
+    record_longest(lengths, longest, _most_images(train, images), keeps_all=not cut and not data.packing)
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
     notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]

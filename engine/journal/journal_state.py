@@ -119,7 +119,8 @@ def _plan(state: JournalState, event: Event) -> None:
 def _micro_batch(state: JournalState, event: Event) -> None:
     capacity = {key: state.predicted[key] for key in ("capacity_bytes",) if key in state.predicted}
     state.in_force = {
-        **capacity, **plan_digest(event), "micro_batch": int(event["sequences"]), "reason": str(event["reason"])
+        **capacity, **plan_digest(event), "micro_batch": int(event["sequences"]),
+        "length": int(event["length"]), "reason": str(event["reason"]),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine.budget.advise.levers import lever_of
+from engine.budget.advise.levers import lever_of, with_changes
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import advise
 from engine.budget.architecture.lookup import find_architecture, find_config
@@ -156,6 +156,25 @@ def test_room_left_is_offered_only_where_it_fits() -> None:
     assert not advice.suggestions
     assert advice.room
     assert all(suggestion.plan.verdict == "fits" for suggestion in advice.room)
+
+
+def test_longer_sequences_are_offered_only_where_some_are_cut_and_auto_only_where_it_changes_something(
+    tmp_path: Path,
+) -> None:
+    """Regression: "longer samples are kept" where none was dropped, and "5 % faster" for the same micro-batch."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n')
+    spec = run_spec(data={"max_length": 64, "sources": [{"name": "rows", "path": str(file)}]}, train={"batch_size": 8})
+
+    def offered(**changes: Any) -> set[str]:
+        return {key for suggestion in advise(with_changes(spec, changes)).room for key in suggestion.changes}
+
+    largest = make_plan(spec).micro_batch
+    assert "train.micro_batch" not in offered(**{"train.micro_batch": largest})
+    assert "train.micro_batch" in offered(**{"train.micro_batch": largest - 1})
+    assert "data.max_length" in offered()
+    record_longest(lengths_record(spec.recipe), 41, keeps_all=True)
+    assert "data.max_length" not in offered()
 
 
 def test_an_unknown_architecture_is_refused_with_what_is_known() -> None:

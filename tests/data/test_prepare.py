@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.config.files.caches import keeps_all_lengths
 from engine.data.batch import collate
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokenise import tokenizer_hash
@@ -70,7 +71,12 @@ def test_target_counts_are_those_of_the_labels_after_the_shift(jsonl: Write) -> 
 
 
 def test_samples_too_long_are_dropped_and_counted(jsonl: Write) -> None:
-    result = prepared({"sources": plain(jsonl(PAIRS)), "max_length": 12})
+    data = {"sources": plain(jsonl(PAIRS)), "max_length": 12}
+    result = prepared(data)
+    assert not keeps_all_lengths(run_spec(data).recipe)
+    longer = {**data, "max_length": 64}
+    prepared(longer)
+    assert keeps_all_lengths(run_spec(longer).recipe)
     (count,) = result.report.sources
     assert result.train.lengths.max() <= 12
     assert (count.read, count.kept) == (40, len(result.train))

@@ -52,8 +52,9 @@ def guarded(folder: Path) -> Iterator[None]:
     own = [os.path.realpath(text) for name, text in os.environ.items() if name.startswith(("TUNEDECK_", "HF_HOME"))]
     _watch.allowed = (str(folder.resolve()), *own, "/dev/null", os.path.join(tempfile.gettempdir(), "tmp"))
     _watch.seen = ()
+    compiled, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a first import writes beside its source
     try:
         yield
     finally:
-        _watch.allowed = None
+        _watch.allowed, sys.dont_write_bytecode = None, compiled
     assert not _watch.seen, _watch.seen

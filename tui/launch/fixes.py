@@ -50,7 +50,7 @@ def fix_lines(advice: Advice, width: int) -> list[FixLine]:
 
 def _heading(advice: Advice) -> Content | None:
     if advice.plan.verdict == "fits":
-        text = "It fits. Uses for the memory left:" if advice.room else "It fits; no larger setting does."
+        text = "It fits. Uses for the memory left:" if advice.room else "It fits; no setting would use the memory left."
         return Content.styled(text, "$muted")
     if advice.suggestions:
         return None

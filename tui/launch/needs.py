@@ -138,13 +138,14 @@ def _predicted_words(spec: RunSpec, predicted: PlanTime) -> str:
 
 def needs_line(needs: Needs, width: int) -> Content:
     """A line with the disk that a run needs and its time. The free disk is named where it is too small. What has no
-    room in `width` cells is left out, the time first."""
+    room in `width` cells is left out: details of the time, then what the disk is for, then the time."""
     disk_bytes, free_bytes, time = needs
-    disk = "disk: not known" if disk_bytes is None else f"disk: up to {size_text(disk_bytes)} of checkpoints and result"
     full = disk_bytes is not None and free_bytes is not None and free_bytes < disk_bytes
-    disk += f", only {size_text(free_bytes or 0)} free" if full else ""
-    shown = Content.styled(disk, "$caution" if full else "$muted")
-    for text in (time, time.partition(", ")[0]):
-        if text and shown.cell_length + 3 + len(text) <= width:
-            return Content.assemble(shown, "   ", (text, "$muted"))
-    return shown
+    size = "not known" if disk_bytes is None else f"up to {size_text(disk_bytes)}"
+    free = f", only {size_text(free_bytes or 0)} free" if full else ""
+    purpose = "" if disk_bytes is None else " of checkpoints and result"
+    texts = [f"disk: {size}{each}{free}" for each in (purpose, "")]
+    times = [f"   {each}" for each in (time, time.partition(", ")[0]) if each]
+    pairs = [*((disk, each) for disk in texts for each in times), *((disk, "") for disk in texts)]
+    disk, time = next((pair for pair in pairs if sum(map(len, pair)) <= width), pairs[-1])
+    return Content.assemble((disk, "$caution" if full else "$muted"), (time, "$muted"))

@@ -30,7 +30,7 @@ from tui.widgets.memory_bar import (
     predicted_bar,
     scale_line,
 )
-from tui.widgets.memory_phases import PlannedMemory, planned_memory
+from tui.widgets.memory_phases import PlannedMemory, memory_by_phase, planned_memory
 from tui.widgets.memory_words import moves_sentence, peak_sentence
 
 NAME_WIDTH, FIGURE_WIDTH = 18, 12
@@ -85,6 +85,17 @@ def plan_in_force(summary: RunSummary) -> Mapping[str, Any]:
     as it is written."""
     found: Mapping[str, Any] = summary.measured.get("predicted") or summary.in_force or summary.predicted
     return found if found.get("components") else summary.predicted
+
+
+def memory_in_force(directory: RunDirectory, stage: str, summary: RunSummary | None) -> PlannedMemory | None:
+    """What is predicted for the micro-batches that run, by phase; before they are known, or in a run of a version that
+    did not record it, `read_planned_memory`."""
+    runs = summary.in_force if summary is not None else {}
+    try:
+        settings = f"as it runs: up to {runs['micro_batch']:,} sequences of {runs['length']:,} tokens at a time"
+        return memory_by_phase(directory.name, f"{settings} ({runs['reason']})", runs, int(runs["capacity_bytes"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return read_planned_memory(directory, stage)
 
 
 def read_planned_memory(directory: RunDirectory, stage: str) -> PlannedMemory | None:

@@ -21,7 +21,7 @@ from tui.keys import bindings
 from tui.plot.loss_plot import LossPlot, PlotOptions
 from tui.run.chain import chain_line, chain_of, current_stage, stage_beside
 from tui.run.log_tail import LogTail
-from tui.run.memory import read_planned_memory
+from tui.run.memory import memory_in_force
 from tui.run.panels import headline_lines
 from tui.run.panes import RunPanes
 from tui.run.reuse import launch_settings, resume_refusal
@@ -283,7 +283,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
 
     def do_memory(self) -> None:
         """Open the screen with the predicted memory by phase."""
-        planned = read_planned_memory(self.run_watch.directory, self.looked_at)
+        planned = memory_in_force(self.run_watch.directory, self.looked_at, self.run_watch.summary)
         if planned is None:
             self.show_message("nothing was predicted for this run, or not by phase", "$caution")
         else:

@@ -1,6 +1,6 @@
 """The phases of a plan as bars and as a table, with what takes memory in each: the text of the Memory screen.
 
-The bars are those of Launch and Run. All bytes are those of one device, for the settings as they are written.
+The bars are those of Launch and Run. All bytes are those of one device; the first line says for which settings.
 
 Try: `f` on the Launch screen
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from textual.content import Content
 
-from engine.journal.event_text import clean
+from engine.journal.event_text import clean, describe_verdict
 from tui.theme import COMPONENTS
 from tui.widgets.memory_bar import Look, bar_line, byte_counts, predicted_bar, scale_line
 from tui.widgets.memory_words import REASONS, moves_sentence, peak_sentence, phase_words
@@ -31,6 +31,8 @@ class PlannedMemory(NamedTuple):
     """What the screen shows: the figures of a plan."""
 
     title: str
+    settings: str
+    """For which the figures are, as a sentence."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes of the model's tensors by phase and component."""
     components: Mapping[str, int]
@@ -42,15 +44,25 @@ class PlannedMemory(NamedTuple):
 def planned_memory(title: str, plan: Mapping[str, Any]) -> PlannedMemory:
     """The figures of a plan as `plan.json` has them. Raises KeyError, TypeError, ValueError or AttributeError for a
     plan in another format."""
-    phases = {str(phase): byte_counts(parts) for phase, parts in plan["phases"].items()}
-    components, peak = byte_counts(plan["components"]), str(plan["deciding_phase"])
-    return PlannedMemory(clean(title), phases, components, peak, int(plan["capacity_bytes"]))
+    rows, remedies = int(plan["micro_batch"]), dict(plan.get("remedies") or {})
+    settings = f"as written: {rows:,} sequence{'s' * (rows > 1)} of {int(plan['length']):,} tokens at a time"
+    if remedies:
+        settings += f"; it {describe_verdict(str(plan['verdict']), rows, remedies)}"
+    return memory_by_phase(title, settings, plan, int(plan["capacity_bytes"]))
+
+
+def memory_by_phase(title: str, settings: str, predicted: Mapping[str, Any], capacity_bytes: int) -> PlannedMemory:
+    """The figures of a prediction. Raises the errors of `planned_memory`."""
+    phases = {str(phase): byte_counts(parts) for phase, parts in predicted["phases"].items()}
+    components, peak = byte_counts(predicted["components"]), str(predicted["deciding_phase"])
+    return PlannedMemory(clean(title), clean(settings), phases, components, peak, capacity_bytes)
 
 
 def phase_lines(planned: PlannedMemory, width: int, look: Look) -> list[Content]:
     """All lines of the screen, for `width` cells."""
     sentences = peak_sentence(planned.deciding_phase, planned.components), moves_sentence(planned.components)
-    lines = [line for text in sentences for line in Content.styled(text, "bold").wrap(width)]
+    lines = Content.styled(planned.settings, "$muted").wrap(width)
+    lines += [line for text in sentences for line in Content.styled(text, "bold").wrap(width)]
     lines += [Content(""), scale_line(planned.capacity_bytes, width, "")]
     lines += [line for phase in planned.phases for line in _phase(planned, phase, width, look)]
     return [*lines, Content(""), *phase_table(planned, width)]

@@ -14,6 +14,7 @@ from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
 from engine.config.check.notes import refuse_unsupported
 from engine.config.check.rules import problems_of_recipe
+from engine.config.files.caches import keeps_all_lengths
 from engine.config.schema.run import Profile, RunSpec
 from engine.errors import NotSimulatedError, TunedeckError, UsageError
 
@@ -219,7 +220,9 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
         yield Lever((("train.gradient_checkpointing", False),), -25.0, note, timed=True)
     if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.sequences_per_step:
         yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit", timed=True)
-    yield Lever((("data.max_length", 2 * recipe.data.max_length),), 0.0, "longer samples are kept", True, timed=True)
+    if not keeps_all_lengths(recipe):
+        length = 2 * recipe.data.max_length
+        yield Lever((("data.max_length", length),), 0.0, "longer samples are kept", True, timed=True)
     if recipe.method.kind == "lora":
         yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True, timed=True)
 

@@ -305,5 +305,11 @@ def _room(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> 
             continue
         length = None if "data.max_length" in lever.keys else longest
         suggestion = _simulated(spec, plan, (lever,), length, facts)
-        if suggestion is not None and fits(suggestion.plan):
+        if suggestion is not None and fits(suggestion.plan) and (lever.changes_learning or _differs(suggestion, plan)):
             yield suggestion
+
+
+def _differs(suggestion: Suggestion, plan: Plan) -> bool:
+    """Whether a change of speed alone runs otherwise than `plan`: "auto" may choose what is written already."""
+    after = suggestion.plan
+    return (after.micro_batch, after.checkpointing) != (plan.micro_batch, plan.checkpointing)

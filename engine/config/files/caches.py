@@ -91,8 +91,8 @@ def _hub_cache() -> str:
     return os.path.join(os.path.expanduser(home), "hub")
 
 
-VERSION = 2
-"""Part of every record's name. Increase it when the same data would give other tokens."""
+VERSION = 3
+"""Part of every record's name. Increase it when the same data would give other tokens, or a record says more."""
 
 MOST_FILES = 200
 """Of more files than this the lengths stay unknown: looking at all of them would hold up the console."""
@@ -148,15 +148,22 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def record_longest(record: Path | None, longest: int, images: Sequence[tuple[int, int]] = ()) -> None:
-    """Write what `known_longest` and `known_images` return to the path that `lengths_record` gave before the data were
-    read; None writes nothing, nor does a record that exists."""
+def keeps_all_lengths(recipe: Recipe) -> bool:
+    """Whether it is known that data.max_length neither drops, cuts nor splits a training sequence."""
+    return _recorded(recipe).get("keeps_all") is True
+
+
+def record_longest(
+    record: Path | None, longest: int, images: Sequence[tuple[int, int]] = (), *, keeps_all: bool = False
+) -> None:
+    """Write what `known_longest`, `known_images` and `keeps_all_lengths` return to the path that `lengths_record` gave
+    before the data were read; None writes nothing, nor does a record that exists."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=record.parent)
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"longest": longest, "images": list(images)}, file)
+        json.dump({"longest": longest, "images": list(images), "keeps_all": keeps_all}, file)
     os.replace(temporary, record)
 
 

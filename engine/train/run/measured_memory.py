@@ -226,8 +226,8 @@ class MicroBatchReporter:
         return low
 
     def _predicted(self, rows: int, length: int) -> dict[str, Any]:
-        """The event's field `predicted`: peak, components and deciding phase; no field where nothing can be
-        predicted."""
+        """The event's field `predicted`: peak, components, deciding phase, and components of each phase; no field where
+        nothing can be predicted."""
         context = self._context
         if not context.measures or any(remedy.name in UNPLANNED for remedy in context.active_remedies):
             return {}
@@ -236,7 +236,8 @@ class MicroBatchReporter:
         except (UnknownArchitectureError, NotSimulatedError):
             return {}
         peak = {"peak_bytes": found.peak_bytes, "components": found.components, "deciding_phase": found.deciding_phase}
-        return {"predicted": peak}
+        phases = {phase: {name: size for name, size in parts.items() if size} for phase, parts in found.phases.items()}
+        return {"predicted": {**peak, "phases": phases}}
 
 
 def _reason(rows: int, before: int | None, *, failed: bool) -> str:

@@ -58,6 +58,10 @@ def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
     assert needed is not None and needed > 3 << 20
     assert "free" not in needs_line(Needs(5 << 20, 9 << 20, ""), 80).plain
     assert "only 1.0 MiB free" in needs_line(Needs(5 << 20, 1 << 20, ""), 80).plain
+    time = "time: about 2:30 for 300 steps predicted, 4,000 tokens/s"
+    assert needs_line(Needs(5 << 20, None, time), 79).plain == (
+        "disk: up to 5.0 MiB   time: about 2:30 for 300 steps predicted, 4,000 tokens/s"
+    ), "at 80 columns the time was left out"
     assert needs_line(Needs(None, None, UNKNOWN_TIME), 60).plain == "disk: not known   time: not known"
 
 

@@ -12,7 +12,7 @@ from engine.journal.summary import summarise
 from engine.journal.summary_text import result_rows
 from tests.journal.event_fields import step_fields
 from tests.tui.recorded_runs import COMPONENTS, make_run
-from tui.run.memory import memory_lines
+from tui.run.memory import memory_in_force, memory_lines
 from tui.run.panels import figure_lines
 from tui.run.watch import RunWatch
 from tui.widgets.memory_bar import Look
@@ -45,13 +45,15 @@ def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_memory_of_the_proce
 
 
 def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> None:
-    """Regression: after the backoff the bar of the run as written still stood beside the measured one."""
+    """Regression: after the backoff the bar of the run as written still stood beside the measured one, and its phases
+    were those of the run."""
     run = make_run(tmp_path, status="queued")
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}, device_name="a device")
         writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": COMPONENTS}, verdict="fits_smaller",
                      capacity_bytes=64 << 20)  # fmt: skip
-        ran = {"peak_bytes": 59 << 20, "components": {"weights": 9 << 20, "activations": 50 << 20}}
+        parts = {"weights": 9 << 20, "activations": 50 << 20}
+        ran = {"peak_bytes": 59 << 20, "components": parts, "deciding_phase": "forward", "phases": {"forward": parts}}
         writer.write("micro_batch", step=0, sequences=25, length=41, reason="memory ran out", predicted=ran)
         writer.write("step", **step_fields(1, peak_bytes=58 << 20, largest_micro_batch=31, micro_batches=3))
     watch = RunWatch(run)
@@ -59,6 +61,9 @@ def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> Non
     text = "\n".join(line.plain for line in memory_lines(watch, 100, Look()))
     assert "predicted" in text and "59.0 MiB" in text and "58.0 MiB" in text
     assert "as written" not in text and "129" not in text
+    planned = memory_in_force(run, "", watch.summary)
+    assert planned is not None and "up to 25 sequences of 41 tokens" in planned.settings
+    assert planned.phases["forward"]["activations"] == 50 << 20
     figures = "\n".join(line.plain for line in figure_lines(watch, str, ascii_only=False))
     assert "25, 3 a step, batch 64" in figures and "31" not in figures
     assert ("peak memory", "58 of 64 MiB, predicted 59 MiB for micro-batch 25") in result_rows(summarise(run))

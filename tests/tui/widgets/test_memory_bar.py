@@ -62,7 +62,7 @@ def test_words_say_where_the_peak_lies_and_what_lowers_its_largest_part() -> Non
 
 def test_every_phase_has_its_bar_and_its_row() -> None:
     phases = {"load": {"weights": 3 * GIB}, "forward": SMALL, "a new phase": {"weights": GIB}}
-    lines = phase_lines(PlannedMemory("a run", phases, SMALL, "forward", 16 * GIB), 80, LETTERS)
+    lines = phase_lines(PlannedMemory("a run", "as written", phases, SMALL, "forward", 16 * GIB), 80, LETTERS)
     text = "\n".join(line.plain for line in lines)
     assert "loading: the weights are read" in text and text.count("┃") == len(phases)
     assert "forward pass 3.00 5.00 8.00 the peak" in " ".join(text.split())
@@ -73,7 +73,7 @@ def test_every_phase_has_its_bar_and_its_row() -> None:
 def test_headings_of_the_table_of_phases_are_abbreviated_with_a_mark(width: int) -> None:
     names = ("weights", "gradients", "optimizer", "activations", "loss", "buffers")
     phases = {"backward": dict.fromkeys(names, GIB)}
-    head = next(line for line in phase_table(PlannedMemory("", phases, {}, "backward", 16 * GIB), width))
+    head = next(line for line in phase_table(PlannedMemory("", "", phases, {}, "backward", 16 * GIB), width))
     words = head.plain.split()[1:]
     assert [word.rstrip(".") for word in words if not word.endswith(".")] == [
         w for w in words if w in {*names, "total"}
