@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,6 +24,10 @@ from engine.journal.directory import RunDirectory
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
 ]
+OntoOption = Annotated[
+    Literal["weights", "dequantized"],
+    typer.Option("--onto", help="Of a base in 4 bits: its own weights, or those that the adapter was trained on."),
+]
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", metavar="STEP|best", help="Which weights; by default the run's result.")
 ]
@@ -33,13 +37,16 @@ def merge(
     run: RunArgument,
     out: OutOption = None,
     checkpoint: CheckpointOption = None,
+    onto: OntoOption = "weights",
     trust_remote_code: TrustOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Merge a LoRA run's adapter into its base model. It then loads without peft. Uses host memory only."""
+    from engine.config.load import load_run_spec
     from engine.journal.event_text import format_bytes
 
     with importing():
+        from engine.export.merge import Bases
         from engine.export.merge import merge as merge_adapter
         from engine.model.config import silence_libraries
         from engine.model.reference import find_run_weights
@@ -49,7 +56,9 @@ def merge(
     require_weights(directory, checkpoint, ["tunedeck", "merge", run, *(["--runs", str(runs)] if runs else [])])
     adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
     target = (out or directory.path / "merged").absolute()
-    size_bytes = merge_adapter(adapter, target, print_progress, trust_remote_code=trust_remote_code)
+    quantize = load_run_spec(directory.run_toml, own=True).recipe.model.quantize
+    bases = Bases(quantize == "nf4", onto == "dequantized")
+    size_bytes = merge_adapter(adapter, target, print_progress, bases=bases, trust_remote_code=trust_remote_code)
     print_line(f"{target} ({format_bytes(size_bytes)}) loads with from_pretrained of transformers")
 
 

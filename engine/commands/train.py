@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,13 +168,14 @@ def finish_run(directory: Path) -> None:
 
 def _merge(run: RunDirectory, writer: EventWriter) -> None:
     from engine.config.load import load_run_spec
-    from engine.export.merge import merge
+    from engine.export.merge import Bases, merge
 
     spec = load_run_spec(run.run_toml, own=True)
     shutil.rmtree(run.merged, ignore_errors=True)  # of an earlier, shorter training of this run
     try:
         trusted = spec.limits.trust_remote_code
-        merge(run.adapter, run.merged, lambda text: _write_phase(writer, text), trust_remote_code=trusted)
+        bases = Bases(four_bit=spec.recipe.model.quantize == "nf4")
+        merge(run.adapter, run.merged, partial(_write_phase, writer), bases=bases, trust_remote_code=trusted)
     except TunedeckError as error:
         writer.write("warning", code="merge", text=error.found, fix=f"tunedeck merge {run.path}")
 

@@ -39,6 +39,17 @@ def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(first, second, strict=True))
 
 
+def compare_bases(seen: list[Tensor], kept: list[Tensor], rounded: list[Tensor]) -> str:
+    """A sentence on two merged models of an adapter that was trained on a 4-bit base, each beside that training:
+    merged onto the base's own weights, and onto the base rounded to 4 bits and back."""
+    largest = max(float(each.abs().max()) for each in seen)
+    return (
+        "beside the 4-bit base that the adapter was trained on, the largest difference of logits is "
+        f"{largest_difference(seen, kept):.2g} merged onto the base's own weights, "
+        f"{largest_difference(seen, rounded):.2g} merged onto the dequantized ones (largest logit {largest:.2g})"
+    )
+
+
 def compare_logits(adapter: list[Tensor], merged: list[Tensor]) -> str:
     """A sentence with the largest difference. Raises EnvironmentProblem if the two are different models."""
     difference, largest = largest_difference(adapter, merged), max(float(each.abs().max()) for each in adapter)

@@ -8,24 +8,29 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.budget.advise.staged_plan import MERGE_FACTOR
 from engine.budget.architecture.model_folder import refuse_merge_into_quantised
 from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes
+from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.export.logits import compare_logits, logits_on_prompts
+from engine.export.logits import compare_bases, compare_logits, logits_on_prompts
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
+from engine.model.load import nf4_config
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
 from engine.model.result_files import save_generation_config
 from engine.model.token_rows import grow_for
@@ -37,7 +42,20 @@ Notify = Callable[[str], None]
 """Function that shows the user a sentence on the progress."""
 
 
-def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: bool = False) -> int:
+@dataclass(frozen=True)
+class Bases:
+    """The weights onto which an adapter of a 4-bit base may be merged."""
+
+    four_bit: bool = False
+    """Whether the adapter was trained on the base in 4 bits (model.quantize = "nf4")."""
+    dequantized: bool = False
+    """Merge onto what the adapter saw: the base rounded to 4 bits and back. Else onto the base's own weights."""
+
+
+PLAIN = Bases()
+
+
+def merge(adapter: Path, target: Path, notify: Notify, *, bases: Bases = PLAIN, trust_remote_code: bool = False) -> int:
     """Write the merged model to `target`, which must not exist; returns its size in bytes.
 
     Raises UsageError (no adapter, target exists, or base does not fit), EnvironmentProblem (base not fetched, disk too
@@ -49,13 +67,22 @@ def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: boo
         )
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another folder with --out, or remove it")
+    if bases.dequantized and not bases.four_bit:
+        raise UsageError("the adapter's base was not in 4 bits", fix="leave out --onto dequantized")
     base, revision = base_of_adapter(adapter)
+    if bases.four_bit and find_spec("bitsandbytes") is None:
+        fix = install_command("cuda", ["bitsandbytes"])
+        if bases.dequantized:
+            raise EnvironmentProblem("--onto dequantized needs bitsandbytes, which is not installed", fix=fix)
+        notify(f"how far the merged model is from the 4-bit base is not told without bitsandbytes: {fix}")
+        bases = PLAIN
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _require_space(base, target.parent)
         device = CpuDevice(host_memory_bytes())
-        write = partial(_merge, adapter, base, revision, draft, notify, trust_remote_code)
+        source = _Source(adapter, base, revision, trust_remote_code)
+        write = partial(_merge, source, draft, bases, notify)
         retry_on_oom(write, "merge", device, _report(notify))
         draft.rename(target)
     except OSError as error:
@@ -68,29 +95,55 @@ def merge(adapter: Path, target: Path, notify: Notify, *, trust_remote_code: boo
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
-def _merge(
-    adapter: Path, base: str, revision: str | None, draft: Path, notify: Notify, trust_remote_code: bool
-) -> None:
+@dataclass(frozen=True)
+class _Source:
+    adapter: Path
+    base: str
+    revision: str | None
+    trust_remote_code: bool
+
+    @property
+    def config_at(self) -> str:
+        """An adapter trained with scaled positions lies beside the config that its base needs."""
+        return str(self.adapter) if (self.adapter / "config.json").is_file() else self.base
+
+    def merged(
+        self, tokenizer: PreTrainedTokenizerBase, notify: Notify, *, four_bit: bool
+    ) -> tuple[PreTrainedModel, list[Tensor]]:
+        """The merged model, and the logits of the adapter on its base before that."""
+        notify(f"loading {self.base}" + (" in 4 bits, and back" if four_bit else ""))
+        model = _base(self.base, self.revision, self.config_at, self.trust_remote_code, four_bit=four_bit)
+        grow_for(model, self.adapter)
+        wrapped = PeftModel.from_pretrained(model, str(self.adapter))
+        before = logits_on_prompts(wrapped, tokenizer)
+        notify("merging")
+        return merge_rounded_once(wrapped), before
+
+
+def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
     shutil.rmtree(draft, ignore_errors=True)
-    notify(f"loading {base}")
-    # An adapter trained with scaled positions lies beside the config that its base needs.
-    config = str(adapter) if (adapter / "config.json").is_file() else base
-    model = _base(base, revision, config, trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(str(adapter))
-    grow_for(model, adapter)
-    wrapped = PeftModel.from_pretrained(model, str(adapter))
-    before = logits_on_prompts(wrapped, tokenizer)
-    notify("merging")
-    merged = merge_rounded_once(wrapped)
+    tokenizer = AutoTokenizer.from_pretrained(str(source.adapter))
+    other: list[Tensor] = []
+    if bases.four_bit:  # the way that was not chosen, for its difference alone
+        model, other_before = source.merged(tokenizer, notify, four_bit=not bases.dequantized)
+        other = logits_on_prompts(model, tokenizer)
+        del model
+        gc.collect()
+    merged, before = source.merged(tokenizer, notify, four_bit=bases.dequantized)
     notify("writing")
     merged.save_pretrained(draft, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(draft)
     save_generation_config(draft, merged.generation_config, tokenizer)
-    for path in processor_files(str(adapter), None) or processor_files(base, revision):
+    for path in processor_files(str(source.adapter), None) or processor_files(source.base, source.revision):
         shutil.copyfile(path, draft / path.name)
-    del model, wrapped, merged
+    del merged
     gc.collect()  # the merged model is opened again, and must not lie in memory twice
-    notify(compare_logits(before, logits_on_prompts(_base(str(draft), None, str(draft), trust_remote_code), tokenizer)))
+    after = logits_on_prompts(_base(str(draft), None, str(draft), source.trust_remote_code), tokenizer)
+    notify(compare_logits(before, after))
+    if bases.four_bit:
+        seen = before if bases.dequantized else other_before
+        kept, rounded = (other, after) if bases.dequantized else (after, other)
+        notify(compare_bases(seen, kept, rounded))
 
 
 def merge_rounded_once(model: PeftModel) -> PreTrainedModel:
@@ -120,19 +173,22 @@ def _merge_in_fp32(module: LoraLayer) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _base(base: str, revision: str | None, config_at: str, trust_remote_code: bool) -> PreTrainedModel:
+def _base(
+    base: str, revision: str | None, config_at: str, trust_remote_code: bool, *, four_bit: bool = False
+) -> PreTrainedModel:
+    options = {"quantization_config": nf4_config(), "device_map": {"": "cpu"}} if four_bit else {}
     try:
         found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(config_at, **found)
         refuse_merge_into_quantised(config.to_dict(), base)
         model: PreTrainedModel = auto_class(config).from_pretrained(
-            base, config=config, dtype="auto", use_safetensors=True, **found
+            base, config=config, dtype="auto", use_safetensors=True, **found, **options
         )
     except torch.OutOfMemoryError:
         raise
     except HUB_ERRORS as error:
         raise loading_error(error, base) from error
-    return model
+    return model.dequantize() if four_bit else model
 
 
 def _require_space(base: str, folder: Path) -> None:

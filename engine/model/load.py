@@ -326,11 +326,16 @@ def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsA
             expected='method.kind = "lora" and model.init = "pretrained"',
             fix='set model.quantize = "none"',
         )
+    return nf4_config(settings.precision.compute)
+
+
+def nf4_config(compute: torch.dtype | None = None) -> BitsAndBytesConfig:
+    """How the base is stored in 4 bits. `compute` is the dtype of products, by default bitsandbytes' own."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=settings.precision.compute,
+        bnb_4bit_compute_dtype=compute,
     )
 
 

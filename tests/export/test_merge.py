@@ -4,6 +4,7 @@ reported before anything is loaded."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections import namedtuple
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from engine.commands.export import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.export.logits import compare_logits
-from engine.export.merge import merge, merge_rounded_once
+from engine.export.merge import Bases, _base, merge, merge_rounded_once
 from engine.journal.directory import RunDirectory
 from engine.model.reference import base_of_adapter
 from tests.model.samples import batch_of, disturb, load, logits_of, name_base, run_spec, write_model
@@ -119,6 +120,58 @@ def test_the_difference_of_logits_is_told(finished: RunDirectory, tmp_path: Path
     merge(finished.adapter, tmp_path / "merged", said.append)
     (told,) = [line for line in said if line.startswith("largest difference")]
     assert float(told.split(": ")[1].split()[0]) < 1e-4 and told.endswith("the same on 5 of 5")
+
+
+@pytest.fixture
+def four_bit_adapter(tmp_path: Path) -> Path:
+    """An adapter on a bf16 base in a folder."""
+    folder = write_model(tmp_path / "base", "qwen2")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    base.save_pretrained(folder)
+    load(run_spec()).tokenizer.save_pretrained(tmp_path / "adapter")
+    wrapped = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    wrapped.save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+def test_a_4_bit_base_can_be_merged_both_ways_and_both_differences_are_told(
+    four_bit_adapter: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="merging onto a 4-bit base needs bitsandbytes")
+    base = str(tmp_path / "base")
+    seen = PeftModel.from_pretrained(_base(base, None, base, False, four_bit=True), str(four_bit_adapter))
+    differences = []
+    for dequantized in (False, True):
+        said: list[str] = []
+        target = tmp_path / f"merged-{dequantized}"
+        merge(four_bit_adapter, target, said.append, bases=Bases(True, dequantized))
+        (told,) = [line for line in said if line.startswith("beside the 4-bit base")]
+        differences.append([float(part.split()[-1]) for part in re.findall(r"[\d.e-]+(?= merged onto)", told)])
+        ids = torch.arange(12)[None]
+        merged = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        assert "quantization_config" not in json.loads((target / "config.json").read_text())
+        with torch.no_grad():
+            off = float((merged(ids).logits - seen(ids).logits).abs().max())
+        assert off < 0.01 if dequantized else off > 0.02
+    assert differences[0] == differences[1] and differences[0][0] > 2 * differences[0][1]
+
+
+def test_dequantized_weights_are_those_of_a_4_bit_base_and_need_bitsandbytes(
+    finished: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="was not in 4 bits"):
+        merge_command(str(finished.path), out=tmp_path / "merged", onto="dequantized")
+    monkeypatch.setattr("engine.export.merge.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match="needs bitsandbytes"):
+        merge(finished.adapter, tmp_path / "merged", lambda text: None, bases=Bases(True, True))
+    said: list[str] = []
+    merge(finished.adapter, tmp_path / "merged", said.append, bases=Bases(True))
+    assert "is not told without bitsandbytes" in said[0] and (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_another_model_is_no_merged_one() -> None:
