@@ -141,7 +141,7 @@ def chat_process(
 
 def _switch(think: str | None) -> bool | None:
     if think not in (None, "on", "off"):
-        raise UsageError(f"--think {think}", expected="on or off", fix="tunedeck chat last --think off")
+        raise UsageError(f"--think {think}", expected="on or off", fix="add --think off; or --think on")
     return None if think is None else think == "on"
 
 

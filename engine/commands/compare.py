@@ -60,7 +60,7 @@ def compare(
     """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
     from engine.journal.gate import failures, parse_condition
-    from engine.journal.score_groups import gains
+    from engine.journal.score_groups import gains, refuse_unscored
 
     conditions = [parse_condition(text) for text in fail_if or ()]
     directories = [directory for target in targets for directory in _find(target, runs)]
@@ -71,6 +71,8 @@ def compare(
     reference = _reference(against, runs, directories) if against is not None else directories[0].name
     if against is not None and not (conditions and metric is None):
         found = gains(directories, _metric(metric, against), reference)
+    if metric is not None and found is None:
+        refuse_unscored(directories, metric)
     failed = failures(directories, conditions, reference)
     comparison = compare_runs(directories)
     if as_json:
@@ -89,11 +91,11 @@ def compare(
 
 
 def _metric(metric: str | None, against: str) -> str:
-    """Raises UsageError, whose fix names `against`, if --metric is not given."""
+    """Raises UsageError if --metric is not given."""
     if metric is None:
         raise UsageError(
             f"--against {against} needs --metric M, the score whose gains are shown",
-            fix=f"tunedeck compare RUN RUN --metric loss --against {against}",
+            fix="add --metric loss",
         )
     return metric
 

@@ -68,7 +68,7 @@ def doctor(
     ranks rely on. Exits 6 if one fails, or if there is no GPU.
     """
     if not gpus and (profile or recipe):
-        raise UsageError("-p and -r say what --gpus proves", fix="tunedeck doctor --gpus with the same options")
+        raise UsageError("-p and -r say what --gpus proves", fix="add --gpus")
     findings = _proofs(profile, recipe) if gpus else examine(runs_folder(runs), ask_hub=hub)
     _print(findings, as_json=as_json)
     if gpus and any(finding.state == "problem" for finding in findings):

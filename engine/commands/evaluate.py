@@ -193,7 +193,7 @@ def _names_tasks(place: RunDirectory, overrides: tuple[str, ...]) -> bool:
 def harness_overrides(tasks: str | None, include: str | None) -> list[str]:
     """--harness and --include-path as `--set`. Raises UsageError for the second alone."""
     if tasks is None:
-        raise UsageError("--include-path is for --harness", fix="tunedeck eval last --harness TASK --include-path DIR")
+        raise UsageError("--include-path is for --harness", fix="add --harness TASK")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     folder = [f"evaluate.harness_include={json.dumps(str(Path(include).absolute()))}"] if include else []
     return [f"evaluate.harness={json.dumps(names)}", *folder]

@@ -32,7 +32,7 @@ class Comparison:
     statuses: list[str]
     scores: dict[str, list[float | None]]
     """By name: "best_loss" (the best evaluation by checkpoint.best_metric, which may not be the loss), latest
-    evaluation, training loss, speed, memory, time."""
+    evaluation, training loss, speed, memory, time of all starts."""
     settings: dict[str, list[Any]]
     """Those that differ between the runs, by dotted key."""
     best: dict[str, list[str]]
@@ -105,7 +105,7 @@ def _scores(summary: RunSummary) -> dict[str, float]:
     found = {
         **({f"{BEST}{best.metric}": best.value} if best is not None else {}),
         **summary.metrics,
-        "seconds": summary.seconds,
+        "seconds": summary.total_seconds,
         "peak_bytes": measured,
         "step": summary.step,
         "backoffs": summary.backoffs,

@@ -166,6 +166,13 @@ def gains(directories: Sequence[RunDirectory], metric: str, against: str, *, res
     raise _nothing_to_compare(directories, found, metric, against)
 
 
+def refuse_unscored(directories: Sequence[RunDirectory], metric: str) -> None:
+    """Raises UsageError, with the command that scores them, if no run is scored by this metric."""
+    found = [read_evaluations(directory) for directory in directories]
+    if not any(_scored_by(one, metric) for one in found):
+        raise _nothing_to_compare(directories, found, metric, directories[0].name)
+
+
 def _scored_by(evaluations: Sequence[Evaluation], metric: str) -> Evaluation | None:
     return last_scored([each for each in evaluations if metric in each.metrics])
 

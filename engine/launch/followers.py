@@ -87,7 +87,7 @@ class _Watch:
     def _fix(self) -> str:
         """What a user can do about a process that ended without recording why."""
         log = self._directory.trackers / f"{self._name}.log"
-        return f"see {log}; send what is missing: tunedeck sync {self._directory.path}"
+        return f"see {log}; send what is missing: tunedeck sync {self._directory.path} --to {self._name}"
 
 
 def _start(directory: RunDirectory, name: str, last_seq: int) -> subprocess.Popen[bytes]:

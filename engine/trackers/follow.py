@@ -120,7 +120,7 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
 
     def end() -> None:
         slow = f"tracker {name} hung for {CALL_SECONDS:g} s in {doing}, and its process was ended"
-        record.error, record.fix = slow, f"forward what is missing: tunedeck sync {directory.path}"
+        record.error, record.fix = slow, f"forward what is missing: tunedeck sync {directory.path} --to {name}"
         try:
             write_record(directory, name, record)
             sys.stderr.write(f"{slow}\n")
@@ -138,7 +138,7 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
 
 
 def _problem(directory: RunDirectory, name: str, error: Exception) -> EnvironmentProblem:
-    again = f"then send what is missing: tunedeck sync {directory.path}"
+    again = f"then send what is missing: tunedeck sync {directory.path} --to {name}"
     if isinstance(error, ModuleNotFoundError):
         missing = f"tracker {name} is not installed: {error}"
         return EnvironmentProblem(missing, fix=f"{install_command([name])}; {again}")

@@ -17,6 +17,7 @@ import pytest
 
 from engine.config.files.machine import install_command
 from engine.journal.control import send_request
+from engine.journal.evaluations import Evaluation, append_evaluation, scoring
 from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
@@ -67,6 +68,18 @@ def finished_run(folder: Path) -> None:
         writer.write("run_finished", status="done", exit_code=0, result="model")
 
 
+def scored_runs(folder: Path) -> None:
+    own_files(folder)
+    for name, loss in (("one", 2.0), ("two", 1.0)):
+        run = make_run(folder, write_recipe(folder, name=name))
+        with EventWriter(run) as writer:
+            writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+            writer.write("run_finished", status="done", exit_code=0, result="model")
+        found = Evaluation("2026-11-26T12:00:00.000Z", 2, {"loss": loss}, 2, "same")
+        with scoring(run, lambda text: None):
+            append_evaluation(run, found, {"loss": [loss, loss]})
+
+
 def waiting_run(folder: Path) -> None:
     make_run(folder, write_recipe(folder))
 
@@ -102,6 +115,13 @@ ROWS = {
     "a stage for advise": Row(own_files, "advise -p 80gb -r expert-merge", ("add --stage",), ("recipe expert-merge",)),
     "delete RUN": Row(finished_run, "delete last", ("fix: tunedeck rm last",), ("-mine is now in", "/.trash/")),
     "a run that waits": Row(waiting_run, "stop last", ("is queued",), ("queued",)),
+    "a run that has ended": Row(finished_run, "checkpoint last", ("is done", "tunedeck runs"), ("-mine", "done")),
+    "a run that is not queued": Row(finished_run, "queue remove last", ("does not wait",), ()),
+    "one run to compare": Row(finished_run, "compare last", ("two different runs",), ("-mine", "done")),
+    "no such run": Row(finished_run, "show other", ("no run matches",), ("-mine", "done")),
+    "gains of no score": Row(
+        scored_runs, "compare one two --against one", ("needs --metric",), ("loss", "gain over")
+    ),
 }  # fmt: skip
 
 

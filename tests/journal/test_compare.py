@@ -14,7 +14,7 @@ from engine.journal.compare import Comparison, compare, flatten_settings
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.events import EventWriter
-from engine.journal.score_groups import gains
+from engine.journal.score_groups import gains, refuse_unscored
 from tests.journal.event_fields import step_fields
 from tests.present import present
 
@@ -137,6 +137,9 @@ def test_a_lower_loss_is_a_gain_and_a_missing_score_names_the_command(tmp_path: 
     assert [row.gain for row in gains([a, b], "loss", "base").rows] == [1.0, 0.5]
     with pytest.raises(UsageError, match="rougeL"):
         gains([a, b], "rougeL", a.name)
+    refuse_unscored([a, b], "loss")
+    with pytest.raises(UsageError, match="rouge of "):
+        refuse_unscored([a, b], "rouge")
 
 
 def test_losses_of_other_objectives_are_not_ranked(tmp_path: Path) -> None:

@@ -49,17 +49,21 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> Holds:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes that sleep, with further words on their command line."""
+    """Starts processes that sleep, with further words on their command line. Each has said a line when it is returned:
+    before, while the kernel still loads the program, its command line may be read as empty."""
     started: list[subprocess.Popen[bytes]] = []
 
     def sleeping(*words: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words]))
-        return started[-1]
+        code = "import time; print(flush=True); time.sleep(600)"
+        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
 
     yield sleeping
     for process in started:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_memory_of_the_stage_before_is_waited_for(tmp_path: Path, holds: Holds, start: Start) -> None:
