@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from engine.config.schema.run import Device as DeviceTable
 from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
 from engine.model.dropout_kernel import RowKey, drop_into, using
+from engine.simulate.fake_tensors import FastFakeMode
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
@@ -52,7 +53,7 @@ class SimulatedDevice(MeteredDevice):
     def __init__(self, *, like_a_card: bool, like_cuda: bool = False) -> None:
         super().__init__(UNLIMITED_BYTES)
         self.name = "simulated"
-        self._mode = _FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._mode = FastFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._meter.tracker.counts_fake_tensors = True
         self._like_a_card = like_a_card
         self._operations = _Operations(like_cuda, self.host_region)
@@ -116,17 +117,6 @@ class SimulatedDevice(MeteredDevice):
             self._meter.tracker.sums_gradients_in_place = False
 
 
-class _FakeMode(FakeTensorMode):
-    """Torch's fake tensors, without a guard of dynamo around each operation: nothing is compiled in a simulation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.dispatch(func, types, args, kwargs)
-
-
 class _Operations(TorchDispatchMode):
     """A dispatch mode that implements operations which torch's fake tensors do not support, and with
     `like_cuda` takes the scratch of CUDA's kernels for the backward pass of attention.
@@ -147,7 +137,7 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in _FakeMode
+        return False  # as in FastFakeMode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):

@@ -189,8 +189,11 @@ class SimulatedRun(Generic[Recorder]):
         device, settings, images = self.device, self.spec.recipe.generate, dict[str, torch.Tensor]()
         with device.host_region():
             ids_BS, mask_BS = (torch.empty((rows, length), dtype=torch.int64) for _ in range(2))
+            if self.row_images is not None:
+                mask_BS = torch.ones((rows, length), dtype=torch.int64)  # with values: a model counts what it keeps
+                mask_BS[0, 0] = 0  # rows of different lengths
             if self.row_images is not None and not cache.get_seq_length():
-                ids_BS, images = self.row_images.batch(rows, length, rows)
+                ids_BS, images = self.row_images.batch(rows, length, rows, first=1)
         ids_BS, mask_BS = device.upload(ids_BS), device.upload(mask_BS)
         seen = {name: device.upload(tensor) for name, tensor in images.items()}
         self.recorder.enter(GENERATE)

@@ -35,6 +35,7 @@ TERMS = (*UNITS, "last chunk")
 PAIRS = (
     ("rows", "tokens"), ("length", "length^2"), ("tokens", "rows x length^2"), ("one", "rows"), ("one", "length"),
     ("one", "tokens"), ("one", "length^2"), ("one", "images"), ("images", "images^2"), ("tokens", "images"),
+    ("length", "images"),
 )  # fmt: skip
 """Terms of one tensor, as in rows × (length + 3)."""
 TRIPLES = (

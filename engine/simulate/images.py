@@ -40,13 +40,13 @@ class RowImages:
         """Tokens for parts of the images, without those around them."""
         self._made: dict[int, dict[str, Tensor]] = {}
 
-    def batch(self, rows: int, length: int, images: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return token ids [rows, length], of which the first `images` rows begin with the tokens of the images, and
-        the model's inputs for these. Unlike other tensors of a simulation, integers have values: a model reads the
-        places of images."""
+    def batch(self, rows: int, length: int, images: int, first: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return token ids [rows, length], of which the first `images` rows have the tokens of the images from place
+        `first` on, and the model's inputs for these. Unlike other tensors of a simulation, integers have values: a
+        model reads the places of images."""
         with _disable_current_modes():
             ids_BS = torch.zeros((rows, length), dtype=torch.int64)
-            ids_BS[:images, : len(self.tokens)] = torch.tensor(self.tokens)
+            ids_BS[:images, first : first + len(self.tokens)] = torch.tensor(self.tokens)
             made = self._made.get(images)
             if made is None:
                 blank = [{"image": np.zeros((*size, 3), np.uint8)} for size in self.sizes]

@@ -82,12 +82,14 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(family: str, tmp_p
     assert float((other - gradient).norm() / gradient.norm()) < 1e-5
 
 
+ANSWERS: dict[str, Any] = {
+    "eval": {"metrics": ["loss", "exact_match"], "samples": 2}, "generate": {"max_new_tokens": 3},
+    "data": {"valid_fraction": 0.5},
+}  # fmt: skip
+
+
 def test_a_trained_model_is_trained_on_from_its_run_and_answers(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {
-        "eval": {"metrics": ["loss", "exact_match"], "samples": 2}, "generate": {"max_new_tokens": 3},
-        "data": {"valid_fraction": 0.5},
-    }  # fmt: skip
-    place = new_run(tmp_path / "runs", spec_of(tmp_path, "mistral3", method={"kind": "full"}, **asked))
+    place = new_run(tmp_path / "runs", spec_of(tmp_path, "mistral3", method={"kind": "full"}, **ANSWERS))
     code, events = train(place)
     assert code == 0 and of_kind(events, "eval")
     assert {"preprocessor_config.json", "processor_config.json"} <= {path.name for path in place.model.iterdir()}
@@ -123,7 +125,7 @@ def test_images_without_a_processor_are_refused_before_a_run(family: str, words:
     assert model.is_dir()
 
 
-PLANNED: dict[str, dict[str, Any]] = {"qwen3_vl": {"method": {"kind": "lora", "rank": 4}}}
+PLANNED: dict[str, dict[str, Any]] = {"qwen3_vl": {"method": {"kind": "lora", "rank": 4}, **ANSWERS}}
 
 
 @pytest.mark.parametrize("family", PLANNED)
