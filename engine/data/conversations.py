@@ -192,7 +192,10 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
         return Dropped(f"a turn has the role {role[:40]!r}" if isinstance(role, str) else "a turn has no role")
     if isinstance(content, list):
         content = _joined_text(content)
-    if content is None and not message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls and not isinstance(calls, list):
+        return Dropped("a turn's tool_calls is not a list of calls")
+    if content is None and not calls:
         return Dropped("a turn has no text")
     if content is not None and not isinstance(content, str) and not (parts and isinstance(content, list)):
         return Dropped("a turn's content is not text")
