@@ -22,6 +22,8 @@ from engine.config.files.trust import keep_limits
 from engine.errors import EnvironmentProblem
 from engine.journal.files import read_bounded, write_atomically
 
+RUN_TOML, PLAN_JSON = "run.toml", "plan.json"
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -36,11 +38,11 @@ class RunDirectory:
 
     @property
     def run_toml(self) -> Path:
-        return self.path / "run.toml"
+        return self.path / RUN_TOML
 
     @property
     def plan_json(self) -> Path:
-        return self.path / "plan.json"
+        return self.path / PLAN_JSON
 
     @property
     def events(self) -> Path:

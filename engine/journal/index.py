@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from engine.config.files.machine import path_of
 from engine.config.files.trust import state_folder
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, read_spec
+from engine.journal.directory import PLAN_JSON, RUN_TOML, RunDirectory, read_spec
 from engine.journal.files import decode_json
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import find_stage, stage_directories, stage_name
@@ -162,11 +163,11 @@ def run_name(directory: RunDirectory) -> str:
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
     """Sort key by creation: the time in the directory's name, then that of `plan.json`, which is never rewritten."""
-    try:
-        written_ns = (directory.plan_json if directory.plan_json.exists() else directory.run_toml).stat().st_mtime_ns
-    except OSError:
-        written_ns = 0
-    stamped = DIRECTORY_NAME.match(directory.name)
+    stamped, written_ns, folder = DIRECTORY_NAME.match(directory.name), 0, str(directory.path)
+    for name in (PLAN_JSON, RUN_TOML):  # joined as texts: a list of hundreds of runs is sorted every second
+        with suppress(OSError):
+            written_ns = os.stat(os.path.join(folder, name)).st_mtime_ns
+            break
     if stamped:
         return stamped[1], written_ns
     return datetime.fromtimestamp(written_ns / 1e9, UTC).strftime("%Y%m%dT%H%M%SZ"), written_ns

@@ -8,6 +8,7 @@ Try: `tunedeck`, then `/` and `state:done`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -29,7 +30,7 @@ from tui.screens.run_keys import RUN_ACTIONS, RunKeys
 from tui.screens.table import screen_row
 from tui.widgets.filter_field import FilterField
 from tui.widgets.input_prompt import InputPrompt
-from tui.widgets.row_list import RowList
+from tui.widgets.row_list import RowList, RowsOnDemand
 from tui.widgets.text_lines import TextLines
 
 POLL_SECONDS = 1.0
@@ -85,7 +86,8 @@ class RunsScreen(ModelKeys, RunKeys):
         self.query_one(".heading", TextLines).show([self._heading(width)])
         there = {entry.directory.path for entry in self.runs.entries}
         self._marked = {path: run for path, run in self._marked.items() if path in there or path.parent.parent in there}
-        rows.show([self._row(row, width) for row in self.shown] or list(self._empty()))
+        drawn = RowsOnDemand([partial(self._row, row, width) for row in self.shown])
+        rows.show(drawn if self.shown else list(self._empty()))
         if chosen is not None:
             self._move_to(chosen.key)
         self._show_details()

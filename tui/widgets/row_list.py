@@ -6,7 +6,8 @@ Arrows, j and k, page keys, home and end move the cursor; Enter selects. The scr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import overload
 
 from textual import events
 from textual.binding import Binding
@@ -16,6 +17,30 @@ from textual.style import Style
 
 from tui.theme import glyphs
 from tui.widgets.text_lines import BLANK, TextLines
+
+
+class RowsOnDemand(Sequence[Content]):
+    """Rows of which each is made when it is first asked for: of a long list, only those that are seen."""
+
+    def __init__(self, make: Sequence[Callable[[], Content]]) -> None:
+        self._make = make
+        self._made: dict[int, Content] = {}
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+    @overload
+    def __getitem__(self, index: int) -> Content: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Content]: ...
+
+    def __getitem__(self, index: int | slice) -> Content | Sequence[Content]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        if index not in self._made:
+            self._made[index] = self._make[index]()
+        return self._made[index]
 
 
 class RowList(TextLines):
@@ -60,7 +85,7 @@ class RowList(TextLines):
 
     def show(self, lines: Sequence[Content]) -> None:
         """Show new rows. The cursor stays at the same index, or moves to the last row if there are fewer rows now."""
-        before, self._lines = self._lines, list(lines)
+        before, self._lines = self._lines, lines if isinstance(lines, RowsOnDemand) else list(lines)
         self.cursor = min(self.cursor, max(0, len(self._lines) - 1))
         if self._scroll() or len(before) != len(self._lines):
             self.redraw_all()

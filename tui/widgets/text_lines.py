@@ -33,7 +33,7 @@ class TextLines(Widget):
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
-        self._lines: list[Content] = []
+        self._lines: Sequence[Content] = []
         self._strips: dict[int, Strip] = {}
 
     def show(self, lines: Sequence[Content]) -> None:
