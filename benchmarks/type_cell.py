@@ -182,6 +182,7 @@ class Trial:
             )
         if method == "full":
             self._require_all_weights(alone)
+            _require_values(alone, result)
         self.loaded[method] = loaded
         return {"losses": [step.loss for step in steps], "logit_difference": self._difference(alone, loaded.model)}
 
@@ -270,6 +271,16 @@ class Trial:
         theirs, ours = base.state_dict(), alone.state_dict()
         if theirs.keys() != ours.keys():
             raise Problem(f"{len(theirs.keys() ^ ours.keys())} tensors of the base or of the result are missing")
+
+
+def _require_values(alone: torch.nn.Module, folder: Path) -> None:
+    """Raise Problem if transformers opens a weight with other values than `folder` has."""
+    saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    weights = alone.state_dict()
+    changed = sorted(name for name in saved.keys() & weights.keys() if not torch.equal(saved[name], weights[name]))
+    if changed:
+        rows = (saved[changed[0]] != weights[changed[0]]).reshape(len(saved[changed[0]]), -1).any(1).nonzero()
+        raise Problem(f"transformers opens {changed[0]} with other values than the file has, in row {int(rows[0])}")
 
 
 def _row(batch: Batch, number: int) -> Batch:

@@ -210,6 +210,12 @@ def layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
+def layer_config(text: PreTrainedConfig, layer: object) -> PreTrainedConfig:
+    """The config of a part of a layer that says its number (`layer_idx`), where layers differ; elsewhere `text`."""
+    each, place = layer_configs(text), getattr(layer, "layer_idx", None)
+    return each[place] if isinstance(place, int) and place < len(each) else each[0]
+
+
 def model_config_dict(spec: RunSpec) -> dict[str, Any]:
     """The base model's config.json (for an earlier run, its base's) with the rows of added tokens, without the recipe's
     rotary scaling."""

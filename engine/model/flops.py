@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from transformers import PreTrainedConfig
 
 from engine.budget.architecture.parameters import in_vision_encoder
+from engine.model.config import layer_config
 from engine.model.loaded import LoadedModel, plain_name
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -104,7 +106,7 @@ def _products(module: nn.Module, share: float) -> Iterator[tuple[float, bool]]:
 
 def _attention_flops(module: nn.Module, learns: bool) -> AttentionFlops:
     """Scores and weighted values of one attention layer; in backward each product has two."""
-    config: Any = module.config
+    config: Any = layer_config(cast(PreTrainedConfig, module.config), module)
     heads = _first(module, "num_heads", "num_attention_heads") or _first(config, "num_attention_heads")
     width = _first(module, "qk_head_dim", "head_dim", "head_size") or config.hidden_size // heads
     value_width = _first(module, "v_head_dim") or width

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.type_cell import write_tiny
+from benchmarks.type_configs import tiny_config
 from engine.model.flops import AttentionFlops, StepFlops, step_flops
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
@@ -60,6 +62,16 @@ def test_lora_has_the_flops_that_torch_counts(tmp_path: Path, name: str) -> None
     first = sum(p.numel() for path, p in loaded.base.named_parameters() if ".0." in path and p.dim() == 2)
     # What reads the first layer's input beside its first projection is counted as if that input had a gradient.
     assert 0 <= ours - torchs <= 2 * first * ROWS * LENGTH
+
+
+def test_layers_with_heads_of_their_own_have_the_flops_that_torch_counts(tmp_path: Path) -> None:
+    """But for the sparse attention of dots3's other layers, which is counted as if it were full."""
+    path = write_tiny(tiny_config("dots3_note_text"), tmp_path / "model")
+    train = {"gradient_checkpointing": False}
+    loaded = load(run_spec(str(path), attention="eager", train=train, method={"kind": "full"}))
+    loaded.base.set_experts_implementation("eager")
+    ours, torchs = counted(loaded)
+    assert ours == pytest.approx(torchs, rel=1e-3)
 
 
 def test_frozen_layers_below_what_learns_have_no_backward_pass(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.model.chunked import token_losses
+from engine.model.config import layer_config
 from engine.model.decoder import autocast
 from engine.model.dropout import keyed_dropouts
 from engine.model.dropout_kernel import difference, kernel_in_use, reference_drop, stop_using
@@ -234,8 +235,9 @@ def attention_reference(
 def _heads(run: ProvedRun) -> Heads | None:
     """The shape of the model's attention; None if neither config nor layers state it, or if queries and values have
     different widths."""
-    config: Any = run.context.loaded.config.get_text_config()
-    query, module = getattr(config, "num_attention_heads", None), attention_module(run)
+    module = attention_module(run)
+    config: Any = layer_config(run.context.loaded.config.get_text_config(), module)
+    query = getattr(config, "num_attention_heads", None)
     if not isinstance(query, int) or module is None or getattr(config, "kv_lora_rank", None):
         return None
     features = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // query
