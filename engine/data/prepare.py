@@ -216,7 +216,7 @@ def _prepare_sources(
             drops = ", ".join(drop_lines(writer.counts))
             raise DataError(
                 f"no sample of the {part} data is left; dropped: {drops}",
-                expected="at least one sample with a token to learn",
+                expected="at least one sample with a target token",
                 fix=_fix_of_single_row(opened[0].rows, opened[0].source) or _way_to_keep(writer.counts, tokeniser),
             )
 

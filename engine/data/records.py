@@ -73,7 +73,7 @@ class Dropped:
 
 Record = TextRecord | PairRecord | ChatRecord
 
-NO_TARGET = "no token to learn"
+NO_TARGET = "no target token"
 """Drop reason."""
 
 

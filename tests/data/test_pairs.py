@@ -139,7 +139,7 @@ def test_an_answer_that_is_marked_as_context_is_not_learned(mark: dict[str, Any]
 
 def test_a_conversation_without_a_target_is_dropped(jsonl: Write) -> None:
     rows = [{"messages": [ASKED[0], {**ANSWERED[1], "weight": 0}]}, {"messages": ANSWERED}]
-    assert prepared(tokenizer(), jsonl(rows)).report.sources[0].dropped == {"no token to learn": 1}
+    assert prepared(tokenizer(), jsonl(rows)).report.sources[0].dropped == {"no target token": 1}
 
 
 def test_loss_on_last_learns_the_last_answer_alone(jsonl: Write) -> None:

@@ -87,7 +87,7 @@ def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: W
     rows = [{"prompt": "p" * 20, "completion": "c"}, {"prompt": "p", "completion": "c" * 20}]
     result = prepared({"sources": plain(jsonl(rows)), "max_length": 8, "over_length": "truncate"})
     assert texts(result.train) == ["p" + "c" * 7]
-    assert result.report.sources[0].dropped == {"no token to learn once cut to data.max_length": 1}
+    assert result.report.sources[0].dropped == {"no target token once cut to data.max_length": 1}
     assert result.report.sources[0].truncated == 1
 
 
@@ -101,7 +101,7 @@ def test_broken_rows_are_counted_by_reason(jsonl: Write) -> None:
 
 def test_nothing_left_to_learn_is_a_data_error_that_says_why(jsonl: Write, own_cache: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 3
-    with pytest.raises(DataError, match="3 x no token to learn") as caught:
+    with pytest.raises(DataError, match="3 x no target token") as caught:
         prepared({"sources": one(jsonl(rows))})
     assert caught.value.exit_code == 5
     assert not [path for path in (own_cache / "tokens").iterdir() if path.is_dir()]
