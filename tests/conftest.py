@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -53,12 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test, delete the stored sequence lengths and forget the runs folder that a console was opened with, so
     that nothing depends on what an earlier test has read or chosen."""
     yield
     os.environ.pop("TUNEDECK_RUNS", None)
     shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
+    _exclude_from_garbage_collection(request.config)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +90,25 @@ def _turn(item: pytest.Item) -> tuple[bool, bool, float]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude all objects that exist now from garbage collection, so that the collections in engine starts and
-    recoveries are fast. Raises UsageError if the installed pytest-xdist does not group tests."""
+    """Raises UsageError if the installed pytest-xdist does not group tests."""
     # xdist 3.8 does not group under pytest 9.2 and does not say so: every worker would make every file's runs.
     grouped = getattr(session.config.option, "loadgroup", False)  # set by xdist in its workers
     if grouped and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist does not group tests: install the versions of constraints.txt")
-    gc.collect()
-    gc.freeze()
+    _exclude_from_garbage_collection(session.config)
+
+
+EXCLUDED = pytest.StashKey[int]()
+"""How many modules had been imported when objects were last excluded from garbage collection."""
+
+
+def _exclude_from_garbage_collection(config: pytest.Config) -> None:
+    """Exclude all objects that exist now, if many modules were imported since the last time: an engine collects several
+    times in each start and recovery, and each takes as long as there are objects."""
+    if len(sys.modules) > config.stash.get(EXCLUDED, 0) + 20:
+        gc.collect()
+        gc.freeze()
+        config.stash[EXCLUDED] = len(sys.modules)
 
 
 SECONDS = pytest.StashKey[float]()

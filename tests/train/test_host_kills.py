@@ -56,12 +56,12 @@ def test_a_new_profile_has_the_memory_of_its_container(inside: Callable[..., Any
 
 def test_an_attempt_after_a_kill_begins_smaller(inside: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text('schema = 1\nkind = "profile"\n[device]\nkind = "cpu"\nmemory_gib = 23.5\n')
-    rows = "".join(json.dumps({"text": f"{number} " * 380}) + "\n" for number in range(1000, 1032))
+    rows = "".join(json.dumps({"text": f"{number} " * 380}) + "\n" for number in range(1000, 1012))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "r.toml").write_text(
         'schema = 1\nkind = "recipe"\n[model]\nid = "builtin:tiny"\n[data]\nmax_length = 2048\n'
         '[[data.sources]]\nname = "s"\npath = "rows.jsonl"\n'
-        "[train]\nbatch_size = 32\nmicro_batch = 32\nmax_steps = 1\n"
+        "[train]\nbatch_size = 12\nmicro_batch = 12\nmax_steps = 1\n"
     )
     died = inside("train", "-p", "./p.toml", "-r", "./r.toml", "--force")
     assert died.returncode == 137 and "killed by the kernel because host memory ran out" in died.stderr, died
