@@ -11,6 +11,7 @@ from engine.config.files.text import visible
 from engine.journal.event_text import (
     PHASE_NAMES,
     REMEDY_TEXTS,
+    RETRIED_PARTS,
     ends_text,
     format_bytes,
     format_share,
@@ -124,10 +125,14 @@ def _processes(report: dict[str, Any]) -> Iterator[str]:
 def _remedy(report: dict[str, Any]) -> Iterator[str]:
     remedy = str(report.get("remedy"))
     done = REMEDY_TEXTS.get(remedy, remedy).format(
-        what="the step", size="in smaller pieces", layers=layers_text(report), ends=ends_text(report)
+        what=RETRIED_PARTS.get(str(report.get("phase")), "the step"),
+        size="in smaller pieces",
+        layers=layers_text(report),
+        ends=ends_text(report),
     )
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
-    yield f"what was done: {done}" + (f" ({before} -> {after})" if report.get("before") is not None else "")
+    budget = "micro-batches of up to " if remedy == "cut" else ""
+    yield f"what was done: {done}" + (f" ({budget}{before} -> {after})" if report.get("before") is not None else "")
 
 
 def _setting(remedy: str, value: Any) -> str:

@@ -211,7 +211,8 @@ def detail_rows(summary: RunSummary) -> Rows:
     predicted = {} if summary.on_plain_cpu else plan.get("components") or {}
     for name, predicted_bytes in predicted.items():
         suffix = f", measured {format_bytes(measured[name])}" if name in measured else ""
-        rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted_bytes)}{suffix}"))
+        if predicted_bytes or (suffix and measured[name]):
+            rows.append((f"  {clean(name)}", f"predicted {format_bytes(predicted_bytes)}{suffix}"))
     rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
     rows += [("warning", problem) for problem in file_problems(summary)]
     if summary.last_error:

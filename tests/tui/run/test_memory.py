@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from engine.journal.events import EventWriter
 from engine.journal.summary import summarise
-from engine.journal.summary_text import result_rows
+from engine.journal.summary_text import detail_rows, result_rows
 from tests.journal.event_fields import step_fields
 from tests.tui.recorded_runs import COMPONENTS, make_run
 from tui.run.memory import memory_in_force, memory_lines
@@ -52,7 +52,7 @@ def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> Non
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={}, device_name="a device")
         writer.write("plan", predicted={"peak_bytes": 129 << 20, "components": COMPONENTS}, verdict="fits_smaller",
                      capacity_bytes=64 << 20)  # fmt: skip
-        parts = {"weights": 9 << 20, "activations": 50 << 20}
+        parts = {"weights": 9 << 20, "activations": 50 << 20, "loss": 0}
         ran = {"peak_bytes": 59 << 20, "components": parts, "deciding_phase": "forward", "phases": {"forward": parts}}
         writer.write("micro_batch", step=0, sequences=25, length=41, reason="memory ran out", predicted=ran)
         writer.write("step", **step_fields(1, peak_bytes=58 << 20, largest_micro_batch=31, micro_batches=3))
@@ -64,6 +64,8 @@ def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> Non
     planned = memory_in_force(run, "", watch.summary)
     assert planned is not None and "up to 25 sequences of 41 tokens" in planned.settings
     assert planned.phases["forward"]["activations"] == 50 << 20
+    listed = [row for row in detail_rows(summarise(run)) if row[0].startswith("  ")]
+    assert [name.strip() for name, _ in listed] == ["weights", "activations"], "components of 0 MiB were listed, too"
     figures = "\n".join(line.plain for line in figure_lines(watch, str, ascii_only=False))
     assert "25, 3 a step, batch 64" in figures and "31" not in figures
     assert ("peak memory", "58 of 64 MiB, predicted 59 MiB for micro-batch 25") in result_rows(summarise(run))
