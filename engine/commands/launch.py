@@ -1,4 +1,5 @@
-"""`tunedeck launch`: writes the script that trains a recipe on several machines (`engine.launch.cluster_scripts`).
+"""`tunedeck launch`: writes the job that trains a recipe elsewhere, on a cluster (`engine.launch.cluster_scripts`) or
+in a container (`engine.launch.container_jobs`).
 
 Try: `tunedeck launch -p my-cluster -r my-recipe --slurm`, then read the script, then `sbatch` it
 """
@@ -26,10 +27,22 @@ if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
     from engine.launch.cluster_scripts import Job
 
-SlurmOption = Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")]
-SkyPilotOption = Annotated[bool, typer.Option("--skypilot", help="A task for sky jobs launch.")]
+TARGETS = ("slurm", "skypilot", "kubernetes", "jobset", "hf-jobs", "modal", "runpod", "dstack")
+
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="TARGET", help=f"Where it runs: {', '.join(TARGETS)}.")
+]
+SlurmOption = Annotated[bool, typer.Option("--slurm", help="The same as --target slurm.")]
+SkyPilotOption = Annotated[bool, typer.Option("--skypilot", help="The same as --target skypilot.")]
+ImageOption = Annotated[
+    str | None,
+    typer.Option("--image", metavar="IMAGE", help="Container image with Tunedeck, where the target needs one."),
+]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", metavar="NAME", help="What the target calls the GPU; else nodes.accelerators.")
+]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Where to; by default ./NAME.sbatch or ./NAME.sky.yaml.")
+    Path | None, typer.Option("--out", metavar="FILE", help="Where to; by default ./NAME with the target's ending.")
 ]
 SetupOption = Annotated[
     str,
@@ -42,57 +55,97 @@ SUBMIT_COMMANDS = {"slurm": "sbatch", "skypilot": "sky jobs launch"}
 
 
 @takes_start_options(
-    "profile", "recipe", "overrides", "slurm", "skypilot", "name", "out", "setup", "force", "runs",
-    profile=ProfileOption, recipe=RecipeOption, force=ForceOption,
+    "profile", "recipe", "overrides", "target", "slurm", "skypilot", "image", "gpu", "name", "out", "setup", "force",
+    "runs", profile=ProfileOption, recipe=RecipeOption, force=ForceOption,
 )  # fmt: skip
 def launch(
     options: StartOptions,
+    target: TargetOption = None,
     slurm: SlurmOption = False,
     skypilot: SkyPilotOption = False,
+    image: ImageOption = None,
+    gpu: GpuOption = None,
     out: OutOption = None,
     setup: SetupOption = "",
 ) -> None:
-    """Write a script that trains on several machines. They are those of the profile's [nodes]; the resolved run spec
-    is written beside it."""
+    """Write the job that trains elsewhere: a script for a cluster, or a file for a service. Nothing is submitted; the
+    resolved run spec is written beside it."""
     from engine.budget.advise.gate import admit
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
+    from engine.launch.container_jobs import CONTAINER_TARGETS, Container
     from engine.launch.create_run import plan_admitted, resolve_start
     from engine.launch.environment import refuse_stages
     from engine.launch.process import ENTRY_FILE
 
     resolved = resolve_start(options)
-    launcher = _launcher(resolved.spec, slurm, skypilot)
+    launcher = _launcher(resolved.spec, target, slurm, skypilot)
+    gpu = gpu or resolved.spec.profile.nodes.accelerators
+    _require_what_target_needs(resolved.spec, launcher, image, gpu)
     refuse_stages(resolved.spec, launcher)
     spec, facts, settled = admit(resolved.spec)
     print_notices([*resolved.notices, *settled])
     folder = runs_folder(options.runs)
     print_notices(plan_admitted(spec, facts, folder, force=options.force)[1])
-    script = (out or Path(spec.name + SCRIPT_SUFFIXES[launcher])).absolute()
+    container = CONTAINER_TARGETS.get(launcher)
+    suffix = container.suffix if container else SCRIPT_SUFFIXES[launcher]
+    script = (out or Path(spec.name + suffix)).absolute()
     job = Job(spec, script.with_suffix(".run.toml"), folder, sys.executable, str(ENTRY_FILE), setup)
-    _write(script, slurm_script(job) if launcher == "slurm" else skypilot_task(job), job)
+    if container:
+        text = container.write(Container(job, launcher, image or "", gpu))
+    else:
+        text = slurm_script(job) if launcher == "slurm" else skypilot_task(job)
+    _write(script, text, job)
+    submit = container.submit if container else SUBMIT_COMMANDS[launcher]
     print_line(f"{script}\n{job.spec_file}")
-    print_line(f"read the script's assumptions, then submit it: {SUBMIT_COMMANDS[launcher]} {script}")
+    print_line(f"read the first lines, what they assume, then submit it: {submit} {script}")
 
 
-def _launcher(spec: RunSpec, slurm: bool, skypilot: bool) -> str:
-    """slurm or skypilot, from the options, else from the profile. Raises UsageError if neither names one."""
-    asked = [name for name, given in (("slurm", slurm), ("skypilot", skypilot)) if given]
-    if len(asked) > 1:
-        raise UsageError("--slurm and --skypilot were both given", expected="one of them", fix="leave one out")
+def _launcher(spec: RunSpec, target: str | None, slurm: bool, skypilot: bool) -> str:
+    """One of TARGETS, from the options, else from the profile. Raises UsageError if neither names one."""
+    asked = [name for name, given in ((target, target), ("slurm", slurm), ("skypilot", skypilot)) if given]
+    if len(set(asked)) > 1:
+        given = " and ".join(f"--{name}" if name != target else f"--target {name}" for name in asked)
+        raise UsageError(f"{given} were both given", expected="one of them", fix="leave one out")
     launcher = asked[0] if asked else spec.profile.nodes.launcher
     if launcher is None:
         raise UsageError(
             f"profile {spec.profile.name!r} names no nodes.launcher",
-            expected="--slurm or --skypilot",
+            expected=f"--target, with one of: {', '.join(TARGETS)}",
             fix="add one of them",
         )
-    if launcher == "skypilot" and spec.profile.device.kind == "cuda" and spec.profile.nodes.accelerators is None:
+    if launcher not in TARGETS:
+        raise UsageError(f"no target {launcher!r}", expected=f"one of: {', '.join(TARGETS)}")
+    return launcher
+
+
+def _require_what_target_needs(spec: RunSpec, launcher: str, image: str | None, gpu: str | None) -> None:
+    from engine.launch.container_jobs import CONTAINER_TARGETS
+
+    is_cuda, container = spec.profile.device.kind == "cuda", CONTAINER_TARGETS.get(launcher)
+    if launcher == "skypilot" and is_cuda and spec.profile.nodes.accelerators is None:
         raise UsageError(
             f"profile {spec.profile.name!r} does not say what SkyPilot calls its GPUs",
             expected='nodes.accelerators, such as "H100"',
             fix="set it in the profile; sky show-gpus lists the names",
         )
-    return launcher
+    if container is None:
+        return
+    if image is None:
+        raise UsageError(
+            f"{launcher} runs a container, and no image was named",
+            expected="--image, with Tunedeck in it",
+            fix="make one of Tunedeck's Dockerfile (docker build -t NAME .), push it, and add --image NAME",
+        )
+    if container.gpu and is_cuda and gpu is None:
+        raise UsageError(
+            f"{launcher} has to be told which GPU", expected="--gpu NAME", fix=f"such as --gpu '{container.gpu}'"
+        )
+    if spec.profile.nodes.count > 1 and not container.several:
+        raise UsageError(
+            f"{launcher} is written for one machine, the profile has {spec.profile.nodes.count}",
+            expected="slurm, skypilot or jobset for several",
+            fix="add --target jobset, or --set nodes.count=1",
+        )
 
 
 def _write(script: Path, text: str, job: Job) -> None:

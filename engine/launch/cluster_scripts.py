@@ -15,7 +15,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config.schema.finish import PUSH, WEBHOOK
 from engine.config.schema.run import RunSpec
+from engine.launch.destinations import allowed
 from engine.launch.environment import export_lines
 
 SECONDS_TO_SAVE = 120
@@ -173,7 +175,7 @@ def _agent(job: Job, endpoint: str) -> str:
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
         '--rdzv-id="$TUNEDECK_JOB"',
-        '"$TUNEDECK" train --run-spec "$SPEC" --runs "$RUNS"',
+        f'"$TUNEDECK" train --run-spec "$SPEC" --runs "$RUNS"{typed_destinations(job.spec)}',
     ]
     return " \\\n".join(f"    {line}" for line in lines)
 
@@ -188,11 +190,24 @@ def _setup(job: Job) -> str:
 
 def _mounts(job: Job) -> dict[str, str]:
     """{path on the job's machines: path on this one} of the run spec and the local files that the recipe names."""
+    return {path: path for path in (str(job.spec_file), *local_files(job))}
+
+
+def local_files(job: Job) -> list[str]:
+    """Files and folders of this machine that the recipe names."""
     recipe = job.spec.recipe
     sources = [source.path for source in (*recipe.data.sources, *recipe.data.validation)]
     wanted = [recipe.model.id, recipe.model.tokenizer, recipe.model.adapter, *sources]
-    files = [str(job.spec_file), *(_folder_of_pattern(path) for path in wanted if path and path.startswith("/"))]
-    return {path: path for path in files}
+    return list(dict.fromkeys(_folder_of_pattern(path) for path in wanted if path and path.startswith("/")))
+
+
+def typed_destinations(spec: RunSpec) -> str:
+    """What the user has allowed here is typed again there: another machine has no record of it."""
+    finish = spec.recipe.finish
+    given = {WEBHOOK: finish.webhook, PUSH: finish.push, "finish.push_public": "true" if finish.push_public else None}
+    keys = [key for key in (WEBHOOK, PUSH) if allowed(finish, key)]
+    keys += ["finish.push_public"] if PUSH in keys and finish.push_public else []
+    return "".join(f" --set {shlex.quote(f'{key}={given[key]}')}" for key in keys)
 
 
 def _folder_of_pattern(path: str) -> str:
