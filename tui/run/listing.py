@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from engine.journal.summary import RunSummary, SummaryReader
 
 LIVE = ("queued", "running", "stale")
 """States that a run can leave without a new line in its journal."""
+
+RELIST_SECONDS = 1.0
+"""While runs are read one after the other, the folder is listed again no more often than this."""
 
 FileStamp = tuple[int, ...]
 
@@ -59,6 +63,7 @@ class RunList:
     def __init__(self, find: Callable[[], list[RunDirectory]]) -> None:
         self._find = find
         self._entries: dict[Path, RunEntry] = {}
+        self._listed_at = -inf
         self.read_error = ""
         """Why the folder cannot be listed; empty when it can."""
 
@@ -78,8 +83,11 @@ class RunList:
         return sum(not entry.is_read for entry in self._entries.values())
 
     def refresh(self, *, seconds: float) -> bool:
-        """List the runs again, and read new and changed ones for about `seconds`; returns whether anything changed."""
-        changed = self._relist()
+        """List the runs again, while some are unread at most once in RELIST_SECONDS, and read new and changed ones for
+        about `seconds`; returns whether anything changed."""
+        began = time.monotonic()
+        catching_up = self.unread and began - self._listed_at < RELIST_SECONDS
+        changed = False if catching_up else self._relist()
         deadline = time.monotonic() + seconds
         for entry in self._entries_to_read():
             changed = self._read(entry, max(0.0, deadline - time.monotonic())) or changed
@@ -93,7 +101,7 @@ class RunList:
         except OSError as error:
             self.read_error = f"{error.filename or 'the runs folder'} cannot be read: {error.strerror or error}"
             return False
-        self.read_error = ""
+        self.read_error, self._listed_at = "", time.monotonic()
         before = list(self._entries)
         self._entries = {
             directory.path: self._entries.get(directory.path) or RunEntry(directory, SummaryReader(directory))

@@ -6,11 +6,13 @@ import os
 import shutil
 import signal
 import time
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from engine.journal.directory import RunDirectory
+from engine.journal.index import list_runs
 from engine.journal.labels import Labels, read_labels
 from engine.journal.liveness import engine_process
 from engine.journal.summary import summarise
@@ -21,6 +23,7 @@ from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import add, make_run
 from tests.tui.recorded_stages import make_staged_run
 from tests.tui.run.test_tree import make_sweep
+from tui.run import listing
 from tui.run.listing import RunList
 from tui.widgets.row_list import RowList
 
@@ -258,6 +261,26 @@ async def test_a_thousand_runs_are_listed_at_once_and_read_bit_by_bit(runs: Path
     while found.unread and time.monotonic() < deadline:
         found.refresh(seconds=0.05)
     assert {entry.summary.status for entry in found.entries if entry.summary} == {"done"}
+
+
+async def test_the_folder_is_not_listed_again_for_each_run_that_is_read(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "RELIST_SECONDS", inf)
+    for name in ("one", "two", "three"):
+        make_run(runs, name)
+    asked: list[Path] = []
+
+    def find() -> list[RunDirectory]:
+        asked.append(runs)
+        return list_runs(runs)
+
+    found = RunList(find)
+    for left in (2, 1, 0):
+        found.refresh(seconds=0.0)
+        assert (found.unread, len(asked)) == (left, 1)
+    found.refresh(seconds=0.0)
+    assert len(asked) == 2
 
 
 async def test_of_a_long_list_only_rows_that_are_seen_are_drawn(console: Opener, runs: Path) -> None:
