@@ -26,6 +26,7 @@ from engine.commands import (
     evaluate,
     export,
     handover,
+    json_schemas,
     launch,
     library,
     plan,
@@ -40,7 +41,7 @@ from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
 SECTIONS = {
     "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
     "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
-    "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm"),
+    "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm", "schema"),
     "After a run": ("eval", "chat", "merge", "handover", "push", "export", "import", "sync", "report"),
 }
 """The commands in the order of `tunedeck --help`; one that is not named here comes last, under "More"."""
@@ -121,6 +122,7 @@ app.add_typer(library.make_group("profile", "Hardware profiles: which device, an
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
 _add(archive.export, doctor.doctor, report.report)
 app.command("import")(archive.import_archive)
+app.command("schema")(json_schemas.schema)
 # Old names.
 app.command("fit", hidden=True)(plan.fit)
 app.command("forward", hidden=True)(background.forward)
