@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
 
 from engine.config.files.caches import cache_folder
 from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, suffix_of
-from engine.data.records import Screened, open_unpacked
+from engine.data.records import Screened, not_an_object, open_unpacked
 from engine.errors import DataError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -145,7 +145,7 @@ def _screened(file: Path, digest: str, before: int) -> Screened:
     if kind not in ("json", "csv", "text", "parquet"):
         return Screened(file, file, unpacked=file.stat().st_size)
     after = f"-{before}" if before + file.stat().st_size > UNPACKED_BYTES // 2 else ""
-    note = cache_folder() / "screened" / f"{digest}-{kind}{after}.json"
+    note = cache_folder() / "screened" / f"{digest}-{kind}{after}-2.json"  # 2: what such a note says
     known = _known(note, file)
     if known is None:
         copy = note.with_suffix(suffix_of(file))
@@ -173,9 +173,10 @@ def _write_note(note: Path, screened: Screened) -> None:
 
 def _screen_lines(file: Path, kind: str, before: int, copy: Path) -> Screened:
     with open_unpacked(file) as stream:
-        first = stream.read(READ_BYTES).lstrip()[:1]
-    if kind == "json" and first == b"[":
-        return Screened(file, file, unpacked=_document_bytes(file, before))
+        head = stream.read(READ_BYTES).lstrip()
+    if kind == "json" and head[:1] == b"[":
+        odd_row = _odd_element(head[1:].lstrip()) if suffix_of(file) == ".json" else ""
+        return Screened(file, file, unpacked=_document_bytes(file, before), odd_row=odd_row)
     screened = Screened(file, file)
     for _ in _kept_lines(file, kind, before, screened):
         pass
@@ -206,6 +207,8 @@ def _kept_lines(file: Path, kind: str, before: int, screened: Screened) -> Itera
                 elif line is not None:
                     screened.kept += bool(line.strip())
                     screened.longest = max(screened.longest, len(line))
+                    if kind == "json" and len(line) < 16 and not screened.odd_row and line.strip() == b"null":
+                        screened.odd_row = f":{number}: {not_an_object(None)}"
                     yield line
     except _UnpacksTooFar:
         screened.leave_out(UNPACKS_TOO_FAR, number + 1)
@@ -234,6 +237,12 @@ def _lines(stream: IO[bytes], meter: _Meter, *, quoted: bool) -> Iterator[bytes 
 
 
 _OPENING_QUOTE = re.compile(rb'(?:^|[,\t])"')
+
+
+def _odd_element(first: bytes) -> str:
+    """`Screened.odd_row` of a JSON list by the text of its first element; texts are rows of text."""
+    found: Any = {b"[": [], b"n": None, b"t": True, b"f": False}.get(first[:1], 0)
+    return "" if first[:1] in (b"{", b'"', b"]", b"") else f": element 1 of its list: {not_an_object(found)}"
 
 
 def _document_bytes(file: Path, before: int) -> int:

@@ -34,7 +34,7 @@ from engine.data.csv_files import csv_options, separator_of, without_long_record
 from engine.data.documents import Documents, unpacked
 from engine.data.folders import csv_of_images, data_of_folder, image_tables, is_image
 from engine.data.hub_connection import offline_if_unreachable
-from engine.data.json_rows import SKIP_FIX, JsonRows
+from engine.data.json_rows import NO_OBJECT_FIX, SKIP_FIX, JsonRows
 from engine.data.records import (
     UNPACKING_ERRORS,
     Screened,
@@ -133,6 +133,11 @@ def _rows_of(
         raise _unit_of_table(source)
     reads = {each.file: each.reads for each in screened}
     explain = partial(_unreadable, source, path, reads)
+    odd = next((f"{each.file}{each.odd_row}" for each in screened if each.odd_row), None)
+    if odd is not None and (path.is_dir() or not skip_broken):
+        raise DataError(f"source {source.name}: {odd}", fix=NO_OBJECT_FIX)
+    if odd is not None:
+        return _row_by_row(source, screened, digests, fingerprint, skip_broken)
     try:
         rows = _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
     except READ_ERRORS:
@@ -141,14 +146,21 @@ def _rows_of(
             return _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
         if kinds != {"json"} or path.is_dir() or (find_json_error(reads) is not None and not skip_broken):
             raise
-        files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
-        table = JsonRows(screened, files, skip=skip_broken)
-        if not len(table) and any(each.dropped for each in screened):
-            raise _nothing_left(source, screened) from None
-        part = _part_of(source, table)
-        return SourceRows(table.columns, len(part), fingerprint, part)
+        return _row_by_row(source, screened, digests, fingerprint, skip_broken)
     has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(screened[0].file)] == "json"
     return replace(rows, line_files=reads) if has_lines else rows
+
+
+def _row_by_row(
+    source: Source, screened: Sequence[Screened], digests: Sequence[str], fingerprint: str, skip_broken: bool
+) -> SourceRows:
+    """Rows of JSON that make no table of Arrow's."""
+    files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+    table = JsonRows(screened, files, skip=skip_broken)
+    if not len(table) and any(each.dropped for each in screened):
+        raise _nothing_left(source, screened) from None
+    part = _part_of(source, table)
+    return SourceRows(table.columns, len(part), fingerprint, part)
 
 
 def _part_of(source: Source, table: Any) -> Any:

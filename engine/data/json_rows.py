@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.data.records import Screened, line_problem
+from engine.data.records import Screened, line_problem, not_an_object
 from engine.errors import DataError
 
 NOT_AN_OBJECT = "not a JSON object"
@@ -38,9 +38,12 @@ class JsonRows:
                 spans += [(number, *span) for span in self._lines(each, file, skip)]
                 continue
             rows = [row for row in whole if isinstance(row, dict)]
-            for _ in range(len(whole) - len(rows)):
+            for place, row in enumerate(whole, start=1):
+                if isinstance(row, dict):
+                    continue
                 if not skip:
-                    raise DataError(f"{each.file}: an element of its list is {NOT_AN_OBJECT}", fix=SKIP_FIX)
+                    found = f"{each.file}: element {place} of its list: {not_an_object(row)}"
+                    raise DataError(found, fix=NO_OBJECT_FIX)
                 each.leave_out(NOT_AN_OBJECT, 1)
             self._whole[number] = rows
             self._note_columns(*rows)
@@ -88,6 +91,10 @@ class JsonRows:
 
 
 SKIP_FIX = "mend or remove that line; or leave such lines out and count them: --set data.broken=skip"
+NO_OBJECT_FIX = (
+    'write each row as an object, such as {"prompt": "…", "completion": "…"}; or leave such rows out and count them: '
+    "--set data.broken=skip"
+)
 
 
 def _whole_document(file: Path) -> list[Any] | None:
@@ -100,7 +107,7 @@ def _whole_document(file: Path) -> list[Any] | None:
         found = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else [found]
+    return found if isinstance(found, list) else [found] if isinstance(found, dict) else None
 
 
 def is_single_object(file: Path) -> bool:

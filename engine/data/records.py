@@ -183,8 +183,16 @@ def line_problem(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
         return None, f'a conversation without a name, {{"messages": [...]}} is expected: {_excerpt(line)}'
     if not isinstance(value, dict):
-        return None, f"an object was expected, found {type(value).__name__}: {_excerpt(line)}"
+        return None, f"{not_an_object(value)}: {_excerpt(line)}"
     return value, ""
+
+
+JSON_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+def not_an_object(value: Any) -> str:
+    """`value`: of a row in JSON that is no object."""
+    return f"an object was expected, found {JSON_NAMES.get(type(value), 'null')}"
 
 
 def _document_problem(file: Path) -> str | None:
@@ -245,6 +253,9 @@ class Screened:
     """Lines left out, by reason."""
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Numbers, from 1, of the first lines left out for each reason."""
+    odd_row: str = ""
+    """The first row of JSON that must not be given to Arrow, as the end of a sentence that begins with the file: at a
+    null Arrow crashes, and of a list of lists it makes a column of text."""
 
     def leave_out(self, reason: str, line: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

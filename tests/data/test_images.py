@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -308,7 +310,7 @@ def test_only_regular_files_are_opened_as_images(qwen: Path, tmp_path: Path) -> 
     assert all(reason.startswith(UNREADABLE) for reason in count.dropped)
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 @pytest.mark.parametrize("whole", [True, False], ids=["folder", "file"])
 def test_a_folder_of_images_is_read_by_its_metadata(qwen: Path, tmp_path: Path, name: str, whole: bool) -> None:
     """The layout of `imagefolder`: paths start from the folder of the table, and a cell of digits stays text."""
@@ -320,8 +322,10 @@ def test_a_folder_of_images_is_read_by_its_metadata(qwen: Path, tmp_path: Path, 
         (folder / name).write_text(
             "file_name,prompt,completion\n" + "".join(f"{','.join(row.values())}\n" for row in rows)
         )
-    else:
+    elif name.endswith("jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
     source = {"name": "scans", "path": str(folder if whole else folder / name), "format": "image-chat"}
     found = prepared(qwen, source)
     assert present(found.train.patches).tolist() == [16, 24, 36] and not found.report.notices

@@ -107,6 +107,32 @@ def test_broken_lines_are_refused_or_left_out_counted_and_listed(tmp_path: Path)
     assert count.dropped_at == {"not a JSON object": [f"{path}:2", f"{path}:3"]}
 
 
+GOOD = json.dumps(ROW)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("a_json", "5", "a.json:1: an object was expected, found a number"),
+        ("a_json", "null", "a.json:1: an object was expected, found null"),
+        ("a_json", '[["prompt", "completion"], ["a", "b"]]', "a.json: element 1 of its list: .*, found a list"),
+        ("a_json", f"[{GOOD}, [1]]", "a.json: element 2 of its list: .*, found a list"),
+        ("a_json", f"[null, {GOOD}]", "a.json: element 1 of its list: .*, found null"),
+        ("a_jsonl", f"null\n{GOOD}\n", "a.jsonl:1: an object was expected, found null"),
+        ("a_jsonl", f"{GOOD}\nnull\n", "a.jsonl:2: an object was expected, found null"),
+    ],
+)
+def test_rows_that_are_no_objects_are_refused_or_left_out(name: str, text: str, place: str, tmp_path: Path) -> None:
+    """At a null that comes first, Arrow ends the whole process; a list of lists it takes for a column of text."""
+    path = folder(tmp_path, **{name: text}) / name.replace("_", ".")
+    with pytest.raises(DataError, match=place) as caught:
+        prepared(path)
+    assert "--set data.broken=skip" in caught.value.render()
+    if GOOD in text:
+        (count,) = prepared(path, broken="skip").report.sources
+        assert (count.kept, count.dropped) == (1, {"not a JSON object": 1})
+
+
 def test_records_with_too_many_fields_are_refused_or_left_out(tmp_path: Path) -> None:
     path = folder(tmp_path, a_csv='prompt,completion\na,"b\nb"\nc,d,e\nf,g\n') / "a.csv"
     with pytest.raises(DataError, match="Expected 2 fields") as caught:

@@ -110,7 +110,7 @@ def test_generated_dates_are_disjoint_repeatable_and_obey_slices() -> None:
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "ok"}\n{"text": "torn\n', "a.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"text": "ok"}\n\n[1, 2]\n', "a.jsonl:3: an object was expected, found list"),
+        ("a.jsonl", b'{"text": "ok"}\n\n[1, 2]\n', "a.jsonl:3: an object was expected, found a list"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl:2: not JSON (not UTF-8 text)"),
         ("a.json", b'[\n{"text": "ok"},\n{"text" "x"}\n]', "a.json:3: not JSON"),
         ("a.csv", b"text\nok\ncaf\xe9\n", "a.csv:3: not UTF-8 text"),
