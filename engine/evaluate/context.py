@@ -100,9 +100,9 @@ class EvaluationContext:
     (`engine.evaluate.answers`)."""
     shares: int = 1
     """Number of ranks that each take samples of their own in a pass."""
-    run_on_all_ranks: Callable[[str, list[list[int]]], Any] | None = None
-    """Runs a pass on every rank, given a key of `PASSES` and the sample indices of each share; returns what `attempt`
-    does. None: this process only."""
+    run_on_all_ranks: Callable[[str, Questions, list[list[int]]], Any] | None = None
+    """Runs a pass on every rank, given a key of `PASSES`, the data and the sample indices of each share; returns what
+    `attempt` does. None: this process only."""
     preference: Preference | None = None
     """How pairs are scored; None unless preferences are learned."""
     references: Callable[[TokenData], Reference | None] = lambda data: None
@@ -115,7 +115,7 @@ class EvaluationContext:
         a FailedPass if memory ran out."""
         indices = [[int(member) for member in part] for part in parts]
         if self.run_on_all_ranks is not None:
-            found: list[Any] | FailedPass = self.run_on_all_ranks(kind, indices)
+            found: list[Any] | FailedPass = self.run_on_all_ranks(kind, data, indices)
             return found
         results: list[Any] = []
         failure = catch_oom(lambda: results.append(PASSES[kind](self, data, indices[0])), self.device, kind)

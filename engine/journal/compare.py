@@ -116,9 +116,10 @@ def _scores(summary: RunSummary) -> dict[str, float]:
 
 UNRANKED = frozenset({"step", "backoffs", "samples_lost"})
 
-LOSSES = ("loss", "train_loss")
+LOSSES = ("loss", "train_loss", "rewards_margin")
 OBJECTIVE_KEYS = frozenset({"method.objective", "preference.loss", "preference.beta"})
-"""Settings that decide what the loss is: runs that differ in them have losses on scales of their own."""
+"""Settings that decide what the loss and the rewards are: runs that differ in them have LOSSES on scales of their
+own."""
 
 
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -152,7 +153,7 @@ def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -
     if any(key.startswith(evaluation_keys) for key in settings):
         warnings.append("the runs were not evaluated on the same samples, so their scores do not compare")
     if any(key in OBJECTIVE_KEYS for key in settings):
-        warnings.append("the runs have different objectives, so their losses do not compare")
+        warnings.append("the runs have different objectives, so their losses and rewards do not compare")
     if len({summary.simulated for summary in summaries}) > 1:
         warnings.append("some runs were on a simulated device, so speed and memory do not compare")
     unfinished = [summary.run for summary in summaries if summary.status != "done"]

@@ -13,7 +13,10 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations, values_of
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""The highest of all other scores is the best."""
+"""The highest of all other scores is the best, but for these."""
+
+NEITHER_IS_BETTER = frozenset({"rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected", "kl"})
+"""Scores of preferences that say where the margin comes from."""
 
 
 def lower_is_better(metric: str) -> bool:
@@ -107,7 +110,10 @@ def last_scored(evaluations: Sequence[Evaluation]) -> Evaluation | None:
 
 
 def best_of(key: str, names: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """Runs with the best value; empty if fewer than two runs have a value, or all values are equal."""
+    """Runs with the best value; empty if fewer than two runs have a value, all values are equal, or no value is better
+    than another."""
+    if key in NEITHER_IS_BETTER:
+        return []
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(set(known)) == 1:
         return []

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +111,10 @@ class LossFunction:
         """Only in training; None if neither auxiliary loss nor counts are wanted."""
         self.forward: Callable[[Batch], MicroBatchLoss] = self.compute
         """Computes `terms(batch)`: `compute`, or if weights are sharded, a module that gathers them and runs it."""
-        self.head_forward: Callable[[Tensor, Tensor], Tensor] = self.sum_of_losses
-        """`sum_of_losses`, or if weights are sharded, a module that gathers the head's weights and runs it."""
+        self.with_model: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
+        """Calls what runs the decoder; if weights are sharded, inside the forward of the module that gathers them."""
+        self.with_head: Callable[[Tensor, Callable[[Tensor], Any]], Any] = lambda hidden_NH, compute: compute(hidden_NH)
+        """Calls `compute(hidden_NH)`; if weights are sharded, inside a module that gathers the head's."""
         self.weigh: Callable[[Batch, Tensor], WeightedSequences] | None = None
         """In training on an objective of whole sequences: weighs a micro-batch by its rows' log-probabilities."""
         self.ranks_per_row = 1
@@ -131,6 +134,15 @@ class LossFunction:
     def chunks(self) -> int | None:
         """Tokens whose logits exist at once; None in "plain" (all)."""
         return self.chunk_tokens if self.implementation in CHUNKED else None
+
+    @contextmanager
+    def unweighed(self) -> Iterator[None]:
+        """Inside the block the loss is that of tokens, whatever the objective."""
+        weigh, self.weigh = self.weigh, None
+        try:
+            yield
+        finally:
+            self.weigh = weigh
 
     @contextmanager
     def on_slices(self, ranks: int, sum_over_parts: Callable[[Tensor], None]) -> Iterator[None]:
@@ -176,40 +188,49 @@ class LossFunction:
             hidden_NH, targets_N = self._at_targets(hidden_BSH, batch)
             del hidden_BSH
             if self.weigh is not None and self.loaded.model.training:
-                return self._of_sequences(self.weigh, hidden_NH, targets_N, batch, routing)
+                compute = partial(self._of_sequences, self.weigh, targets_N, batch)
+                value, metrics = self.with_head(hidden_NH, compute)
+                return MicroBatchLoss(value, *routing, metrics=metrics)
             if targets_N.numel() == 0:
                 return MicroBatchLoss(hidden_NH.float().sum(), *routing)
-            return MicroBatchLoss(self.head_forward(hidden_NH, targets_N), *routing)
+            return MicroBatchLoss(self.with_head(hidden_NH, partial(self.sum_of_losses, targets_N)), *routing)
 
     def _of_sequences(
         self,
         weigh: Callable[[Batch, Tensor], WeightedSequences],
-        hidden_NH: Tensor,
         targets_N: Tensor,
         batch: Batch,
-        routing: Routing,
-    ) -> MicroBatchLoss:
-        """The loss of an objective of whole sequences. Its gradient is that of the rows' log-probabilities, each times
-        a weight: so the decoder runs once, and the head once more to find the weights."""
+        hidden_NH: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, metrics) of an objective of whole sequences. Its gradient is that of the rows' log-probabilities, each
+        times a weight: so the decoder runs once, and the head once more to find the weights."""
         rows_N = _rows_of_targets(batch)
-        found = weigh(batch, self._log_probabilities(hidden_NH, targets_N, rows_N, batch))
+        found = weigh(batch, self._log_probabilities(targets_N, rows_N, batch, hidden_NH))
         weights_N = found.weights_B.neg().float().index_select(0, rows_N)
         del rows_N
-        weighted = self.sum_of_losses(hidden_NH, targets_N, weights_N) if len(targets_N) else hidden_NH.float().sum()
+        weighted = self.sum_of_losses(targets_N, hidden_NH, weights_N) if len(targets_N) else hidden_NH.float().sum()
         value = weighted - weighted.detach() + found.loss.float() / self.ranks_per_row
-        return MicroBatchLoss(value, *routing, metrics=found.metrics / self.ranks_per_row)
+        return value, found.metrics / self.ranks_per_row
 
     @torch.no_grad()
     def log_probabilities(self, batch: Batch, *, adapter: bool = True) -> Tensor:
         """Sum of the log-probabilities of each row's target tokens, float64 [B], without gradients. If `adapter` is
         false, those of the model without it."""
-        with autocast(self.loaded), nullcontext() if adapter else self.loaded.adapter_off():
+
+        def compute() -> Tensor:
             hidden_BSH, _ = decoder_output(self.loaded, batch)
             hidden_NH, targets_N = self._at_targets(hidden_BSH, batch)
             del hidden_BSH
-            return self._log_probabilities(hidden_NH, targets_N, _rows_of_targets(batch), batch)
+            found: Tensor = self.with_head(
+                hidden_NH, partial(self._log_probabilities, targets_N, _rows_of_targets(batch), batch)
+            )
+            return found
 
-    def _log_probabilities(self, hidden_NH: Tensor, targets_N: Tensor, rows_N: Tensor, batch: Batch) -> Tensor:
+        with autocast(self.loaded), nullcontext() if adapter else self.loaded.adapter_off():
+            values: Tensor = self.with_model(compute)
+        return values
+
+    def _log_probabilities(self, targets_N: Tensor, rows_N: Tensor, batch: Batch, hidden_NH: Tensor) -> Tensor:
         settings = LossSettings(0.0, self.head.softcap, self.chunk_tokens, self.implementation == "liger")
         sums_B = torch.zeros(len(batch.input_ids_BS), dtype=torch.float64, device=hidden_NH.device)
         if len(targets_N):  # a slice of rows may have none
@@ -230,9 +251,9 @@ class LossFunction:
         position_N = index_N + index_N // max(1, width) * (hidden_BSH.shape[1] - width)
         return hidden_BSH.flatten(0, 1).index_select(0, position_N), next_T.index_select(0, index_N)
 
-    def sum_of_losses(self, hidden_NH: Tensor, targets_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+    def sum_of_losses(self, targets_N: Tensor, hidden_NH: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """Sum of token losses, each times its weight (None: 1), an fp32 scalar. The head's weights must be gathered
-        (`HeadWithLoss` does that)."""
+        (`with_head` does that)."""
         # Evaluation scores the model's own probabilities, whatever training aims at.
         head, smoothing = self.head, self.label_smoothing if self.loaded.model.training else 0.0
         if self.implementation == "plain":
@@ -340,36 +361,36 @@ def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
 
 
 class HeadWithLoss(nn.Module):
-    """The output head as a module whose forward computes token losses: FSDP gathers its weights, which loss kernels
+    """The output head as a module whose forward computes what is asked: FSDP gathers its weights, which loss kernels
     read without calling the head."""
 
     def __init__(self, project: nn.Module) -> None:
         super().__init__()
         self.project = project
-        self.loss: LossFunction | None = None
 
-    def forward(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
-        assert self.loss is not None
-        return self.loss.sum_of_losses(hidden_NH, targets_N)
+    def forward(self, hidden_NH: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+        return compute(hidden_NH)
 
 
 class ModelWithLoss(nn.Module):
     def __init__(self, model: nn.Module, head: HeadWithLoss) -> None:
         super().__init__()
         self.model, self.head = model, head
-        self.loss: LossFunction | None = None
 
     def use(self, loss: LossFunction) -> None:
-        """Make `loss` run through the forward of this module, and its token losses through that of `self.head`."""
-        self.loss = self.head.loss = loss
-        loss.forward, loss.head_forward = self, self.head
+        """Make `loss` run the model through the forward of this module, and the head through that of `self.head`."""
+        loss.with_model, loss.with_head = self, self.head
+        loss.forward = lambda batch: self(partial(_terms_with_head, loss, batch))
 
-    def forward(self, batch: Batch) -> MicroBatchLoss:
-        """Without targets the head runs too, times 0: gathering its weights is a collective of all ranks."""
-        assert self.loss is not None
-        if batch.target_tokens:
-            return self.loss.compute(batch)
-        labels_BS = batch.labels_BS.clone()
-        labels_BS[0, -1] = batch.input_ids_BS[0, -1]
-        terms = self.loss.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
-        return terms._replace(token_losses=0.0 * terms.token_losses)
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+def _terms_with_head(loss: LossFunction, batch: Batch) -> MicroBatchLoss:
+    """Without targets the head runs too, times 0: gathering its weights is a collective of all ranks."""
+    if batch.target_tokens or loss.weigh is not None:
+        return loss.compute(batch)
+    labels_BS = batch.labels_BS.clone()
+    labels_BS[0, -1] = batch.input_ids_BS[0, -1]
+    terms = loss.compute(replace(batch, labels_BS=labels_BS, target_tokens=1))
+    return terms._replace(token_losses=0.0 * terms.token_losses)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.config.check.notes import refuse_unsupported
 from engine.config.load import resolve
 from engine.errors import SpecError
 from tests.train.run_helpers import make_spec
@@ -61,12 +60,6 @@ def test_learning_rates_are_those_of_preferences(tmp_path: Path, kind: str, rate
     recipe = make_spec(tmp_path / "x.jsonl", method=method, train={"learning_rate": None}).recipe
     assert recipe.train.learning_rate == rate
     assert recipe.sequences_per_step == 2 * recipe.train.batch_size
-
-
-def test_shards_are_refused_before_a_run() -> None:
-    with pytest.raises(SpecError) as refused:
-        refuse_unsupported(resolve("4xh100", "lora", (DPO, "parallel.strategy=sharded")).spec)
-    assert "preference learning with sharded weights" in refused.value.render()
 
 
 def test_the_best_checkpoint_may_be_that_of_the_rewards() -> None:

@@ -147,3 +147,18 @@ def test_losses_of_other_objectives_are_not_ranked(tmp_path: Path) -> None:
     found = compared(finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.004, more=pairs))
     assert found.sentence == "" and not {"loss", "best_loss", "train_loss"} & set(found.best)
     assert "different objectives" in " ".join(found.warnings)
+
+
+def test_scores_of_preferences_are_ranked_where_one_is_better(tmp_path: Path) -> None:
+    """Rewards are beta times a difference, so margins by another beta are on another scale."""
+
+    def scored(name: str, more: str, margin: float) -> Any:
+        run = finished(tmp_path, name, 0.5, more=more)
+        with EventWriter(run) as writer:
+            writer.write("eval", step=2, metrics={"rewards_margin": margin, "logps_rejected": -margin, "kl": margin})
+        return run
+
+    best = compared(scored("a", "", 1.0), scored("b", "", 2.0)).best
+    assert "rewards_margin" in best and not {"logps_rejected", "kl"} & set(best)
+    other = compared(scored("c", "", 1.0), scored("d", "[recipe.preference]\nbeta = 0.5\n", 2.0))
+    assert "rewards_margin" not in other.best

@@ -92,13 +92,6 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         "sharding with optimizers that need whole tensors",
     ),
     (
-        lambda spec: _when(
-            spec.recipe.learns_preferences and spec.profile.parallel.strategy == "sharded",
-            'method.objective = "dpo" beside parallel.strategy = "sharded"',
-        ),
-        "preference learning with sharded weights",
-    ),
-    (
         lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
         "torch.compile of layers whose weights are gathered from shards",
     ),

@@ -302,7 +302,7 @@ def _lost(run: ProvedRun, implementation: str | None) -> dict[str, Tensor]:
         else:
             kernel = LossFunction(loaded, head, implementation, loss.label_smoothing, CHUNK_TOKENS)
             with autocast(loaded):
-                total = kernel.sum_of_losses(hidden_NH, targets_N)
+                total = kernel.sum_of_losses(targets_N, hidden_NH)
         # Half of it, as the step divides the sum by its tokens: a kernel that ignores what comes from above is caught.
         (total * 0.5).backward()
     found = {"the loss": total.detach(), "the gradient of hidden states": _present(hidden_NH.grad)}

@@ -23,7 +23,8 @@ from engine.model.decoder import eval_mode
 from engine.model.reference import find_starting_weights
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.objective import PairObjective, UnpairedObjective
+from engine.train.step.objective import MeasuredReference, PairObjective, UnpairedObjective
+from engine.train.strategy.evaluation import gather_results
 
 FOLDER = "reference"
 """In the run's folder: log-probabilities of the weights at the start."""
@@ -40,9 +41,12 @@ def learn_preferences(setup: TrainingSetup, place: RunDirectory, journal: Journa
     recipe, context = setup.spec.recipe, setup.context
     if not recipe.learns_preferences:
         return
-    references, data = _references(setup, place, journal), context.data
+    stored, data = _stores_reference(setup), context.data
+    references = _references(setup, place, journal, stored=stored)
     context.references = references
     own = references(data)
+    if own is not None and not stored and context.strategy.gathers_in_passes:
+        own = MeasuredReference(own)
     if recipe.learns_pairs:
         context.objective = PairObjective(recipe.preference, context.loss, data, own)
         return
@@ -51,20 +55,28 @@ def learn_preferences(setup: TrainingSetup, place: RunDirectory, journal: Journa
     context.objective = UnpairedObjective(recipe.preference, context.loss, data, own, mismatched)
 
 
-def _references(setup: TrainingSetup, place: RunDirectory, journal: Journal) -> Callable[[TokenData], Reference | None]:
-    """Maps the training or validation data to its reference."""
-    asked, context = setup.spec.recipe.preference, setup.context
-    if not asked.needs_reference:
-        return lambda data: None
-    whole = context.loaded.adapter_is_all
+def _stores_reference(setup: TrainingSetup) -> bool:
+    """Whether the reference's log-probabilities are computed before step 1; else it is the model without its adapter.
+    Raises UsageError where that was asked for and is not the model at the start."""
+    asked, whole = setup.spec.recipe.preference, setup.context.loaded.adapter_is_all
     # model.id may be an adapter, as the result of an earlier run or stage is.
     continued = find_starting_weights(setup.spec.recipe.model).adapter is not None
-    if asked.reference == "adapter_off" and (not whole or continued):
+    if asked.needs_reference and asked.reference == "adapter_off" and (not whole or continued):
         raise no_adapter_to_switch_off(CONTINUED if whole else "more than the adapter trained")
-    if asked.reference != "precomputed" and whole and not continued:
+    return asked.reference == "precomputed" or not whole or continued
+
+
+def _references(
+    setup: TrainingSetup, place: RunDirectory, journal: Journal, *, stored: bool
+) -> Callable[[TokenData], Reference | None]:
+    """Maps the training or validation data, or their mismatched sequences, to their reference."""
+    context = setup.context
+    if not setup.spec.recipe.preference.needs_reference:
+        return lambda data: None
+    if not stored:
         return lambda data: partial(context.loss.log_probabilities, adapter=False)
-    stored = {id(data): _stored(setup, place, journal, name, data) for name, data in _parts(setup)}
-    return lambda data: stored_reference(stored[id(data)], context.device.upload)
+    values = {id(data): _stored(setup, place, journal, name, data) for name, data in _parts(setup)}
+    return lambda data: stored_reference(values[id(data)], context.device.upload)
 
 
 def _parts(setup: TrainingSetup) -> list[tuple[str, TokenData]]:
@@ -77,31 +89,28 @@ def _parts(setup: TrainingSetup) -> list[tuple[str, TokenData]]:
 def _stored(
     setup: TrainingSetup, place: RunDirectory, journal: Journal, name: str, data: TokenData
 ) -> NDArray[np.float64]:
-    """Log-probabilities of all sequences of `data` under the weights of the start. They are written in pieces, so that
-    a run that is killed meanwhile computes only what is missing. Ranks compute different pieces."""
-    ranks, context = setup.context.ranks, evaluation_context(setup)
+    """Log-probabilities of all sequences of `data` under the weights of the start, computed by all ranks. Rank 0 writes
+    them in pieces, so that a run that is killed meanwhile computes only what is missing."""
+    ranks, strategy = setup.context.ranks, setup.context.strategy
+    context = strategy.join_evaluation(evaluation_context(setup), data, f"reference of {name}: ")
     key = hash_text(setup.identity.data_fingerprint, setup.identity.tokenizer_hash, name)
-    starts = range(0, len(data), PIECE)
-    sizes = {start: min(PIECE, len(data) - start) for start in starts}
-    files = {start: place.path / FOLDER / f"{name}-{start:09d}.json" for start in starts}
-    found = {start: _read(files[start], key, sizes[start]) for start in starts} if ranks.is_rank0 else {}
-    known: dict[int, list[float]] = ranks.broadcast_object({start: piece for start, piece in found.items() if piece})
-    missing = [start for start in starts if start not in known]
-    for first in range(0, len(missing), ranks.size):
-        journal.phase("computing the reference", f"{name}: {len(known) * PIECE:,} of {len(data):,} sequences")
-        own = missing[first + ranks.rank : first + ranks.rank + 1]
-        gathered = ranks.all_gather_object([_compute(context, data, start, sizes[start]) for start in own])
-        for start, piece in (each for part in gathered for each in part):
-            known[start] = piece
-            if ranks.is_rank0:
-                _write(files[start], key, piece)
-    return np.concatenate([known[start] for start in starts])
 
+    def values() -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(data), PIECE):
+            size, file = min(PIECE, len(data) - start), place.path / FOLDER / f"{name}-{start:09d}.json"
+            piece = _read(file, key, size)
+            if piece is None:
+                journal.phase("computing the reference", f"{name}: {start:,} of {len(data):,} sequences")
+                with eval_mode(context.loaded.model):
+                    piece = sequence_log_probabilities(context, data, np.arange(start, start + size))[0].tolist()
+                _write(file, key, piece)
+            found += piece
+        return found
 
-def _compute(context: EvaluationContext, data: TokenData, start: int, size: int) -> tuple[int, list[float]]:
-    with eval_mode(context.loaded.model):
-        values, _ = sequence_log_probabilities(context, data, np.arange(start, start + size))
-    return start, values.tolist()
+    here: list[float] = []
+    ranks.run_on_rank0(lambda: here.extend(values()))
+    return np.array(gather_results(ranks, here)[0])
 
 
 def _read(file: Path, key: str, size: int) -> list[float] | None:

@@ -7,14 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batching.micro_batches import MicroBatch, plan_micro_batches
+from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, plan_micro_batches
 from engine.data.batch import Batch, collate
 from engine.data.tokens import TokenData
 from engine.device.base import Device
@@ -23,7 +23,7 @@ from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
 from engine.train.step.context import StepContext
-from engine.train.step.objective import SequenceObjective, StepTokens
+from engine.train.step.objective import Measure, MeasuredReference, SequenceObjective, StepTokens
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""
@@ -150,7 +150,7 @@ class StepComputation:
             data.lengths[samples], self.context.cost, budget.budget_bytes, budget.floor_tokens,
             None if data.patches is None else data.patches[samples], budget.launch_tokens,
         )  # fmt: skip
-        self._measure(step, samples, plan, objective, data)
+        self._measure(step, samples, plan, objective.measure, data)
 
     @contextmanager
     def _objective(
@@ -163,7 +163,9 @@ class StepComputation:
             return
         try:
             objective.begin(tokens, self.context.ranks)
-            self._measure(step, samples, objective.split(plan, samples), objective, self.context.data)
+            if isinstance(objective.reference, MeasuredReference):
+                self._measure(step, samples, plan, objective.reference.measure, self.context.data)
+            self._measure(step, samples, objective.split(plan, samples), objective.measure, self.context.data)
             yield
         finally:
             objective.end()
@@ -173,18 +175,22 @@ class StepComputation:
         step: int,
         samples: NDArray[np.int64],
         plan: list[MicroBatch],
-        objective: SequenceObjective,
+        measure: Measure,
         data: TokenData,
     ) -> None:
-        context, groups = self.context, [self._samples_of(group, samples) for group in plan]
+        """Passes without gradients over the micro-batches of `plan`, with dummies until this rank has run as many as
+        the others."""
+        context = self.context
+        plan = plan + [DUMMY_MICRO_BATCH] * (context.strategy.most_passes(len(plan)) - len(plan))
+        groups = [self._samples_of(group, samples) for group in plan]
         with closing(self._loader.batches(groups, partial(self._on_host, data=data))) as batches:
             for group in plan:
-                self.phase, self.in_flight = "forward", group
+                self.phase, self.in_flight = "forward", group if group.members else None
                 if context.measures:
                     context.device.reset_peak()
                 batch = next(batches).moved(context.device.upload)
-                with self._around(step, batch):
-                    objective.measure(batch)
+                with self._around(step, batch, context.strategy.pass_without_gradients()):
+                    measure(batch, is_dummy=not group.members)
                 peak_bytes = context.device.memory().peak_bytes if context.measures else 0
                 self.peak_bytes = max(self.peak_bytes, peak_bytes)
         self.in_flight = None
@@ -235,7 +241,7 @@ class StepComputation:
         if context.measures:
             context.device.reset_peak()
         batch = next(batches).moved(context.device.upload)
-        with self._around(step, batch):
+        with self._around(step, batch, context.strategy.micro_batch()):
             if context.objective is not None:
                 context.objective.prepare(batch)
             share = context.loss.terms(batch).share_of(tokens.targets, tokens.real)
@@ -267,13 +273,14 @@ class StepComputation:
         """Run the shortest sequence at zero weight, to join the collectives of a micro-batch of other ranks."""
         context = self.context
         batch = next(batches).moved(context.device.upload)
-        with context.strategy.dummy_micro_batch(), self._around(step, batch):
+        strategy = context.strategy
+        with strategy.dummy_micro_batch(), context.loss.unweighed(), self._around(step, batch, strategy.micro_batch()):
             _backward(0.0 * context.loss(batch))
         context.loss.offload.settle()
 
     @contextmanager
-    def _around(self, step: int, batch: Batch) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: its dropout masks, and the strategy's own context."""
+    def _around(self, step: int, batch: Batch, own: AbstractContextManager[None]) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: its dropout masks, and `own`, the strategy's context."""
         context = self.context
         dropout_masks = keyed(
             self._dropouts,
@@ -282,7 +289,7 @@ class StepComputation:
             sample_ids=batch.sample_ids,
             first_position=batch.first_position,
         )
-        with dropout_masks, context.strategy.micro_batch():
+        with dropout_masks, own:
             yield
 
     def _samples_of(self, group: MicroBatch, samples: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -28,6 +28,8 @@ class Strategy(ABC):
     """The number of ranks that share each sequence."""
     all_ranks_save = False
     """Whether a checkpoint can only be written by all ranks together."""
+    gathers_in_passes = False
+    """Whether every pass through the model takes all ranks, so that all must run equally many."""
     voted_group: VotedGroup | None = None
     """The ranks that vote before each collective of a micro-batch; None if micro-batches have no collectives."""
 
@@ -65,6 +67,15 @@ class Strategy(ABC):
     def micro_batch(self) -> AbstractContextManager[None]:
         """Context manager around forward and backward of a micro-batch."""
         return nullcontext()
+
+    def most_passes(self, own: int) -> int:
+        """The number of passes that this rank runs, of which it needs `own`: where it `gathers_in_passes`, as many as
+        the rank that needs most."""
+        return own
+
+    def pass_without_gradients(self) -> AbstractContextManager[None]:
+        """Context manager around a pass of a step before its micro-batches."""
+        return self.micro_batch()
 
     def end_micro_batches(self) -> None:
         """Called after the last micro-batch of an attempt, before the host waits for the device."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,32 @@ class StepTokens(NamedTuple):
     """In preference learning, target tokens of chosen or desirable answers."""
 
 
+class Measure(Protocol):
+    """A pass without gradients over sequences that are measured first. A dummy joins those of other ranks, and what it
+    finds is dropped."""
+
+    def __call__(self, batch: Batch, *, is_dummy: bool) -> None: ...
+
+
+class MeasuredReference:
+    """A reference that takes a pass of all ranks: it is computed for all sequences of a step before the micro-batches,
+    so that these are alike on all ranks."""
+
+    def __init__(self, compute: Reference) -> None:
+        self._compute = compute
+        self._known: dict[int, Tensor] = {}
+
+    def measure(self, batch: Batch, *, is_dummy: bool) -> None:
+        values_B = self._compute(batch)
+        self._known.update({} if is_dummy else zip(batch.sample_ids, values_B, strict=True))
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.stack([self._known[sample] for sample in batch.sample_ids])
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
 class SequenceObjective(ABC):
     """The objective of a run whose loss is of whole sequences. Weighs the sequences of a step for `LossFunction`."""
 
@@ -66,6 +92,8 @@ class SequenceObjective(ABC):
     def end(self) -> None:
         """Forget the sequences of the attempt, also one that failed."""
         self._reference_B = None
+        if isinstance(self.reference, MeasuredReference):
+            self.reference.forget()
 
     def begin_measuring(self) -> None:
         """Before this rank measures its sequences of `measured_first`, of which it may have none."""
@@ -76,8 +104,8 @@ class SequenceObjective(ABC):
         return []
 
     @abstractmethod
-    def measure(self, batch: Batch) -> None:
-        """The pass without gradients over sequences that are measured first."""
+    def measure(self, batch: Batch, *, is_dummy: bool) -> None:
+        """See `Measure`."""
 
     def prepare(self, batch: Batch) -> None:
         """Compute what `weigh` needs of the reference, before the activations of the policy take memory."""
@@ -114,8 +142,10 @@ class PairObjective(SequenceObjective):
         """Those whose sequences were planned without their pair."""
         return [group for group in plan if not _is_whole(tuple(samples[list(group.members)].tolist()))]
 
-    def measure(self, batch: Batch) -> None:
+    def measure(self, batch: Batch, *, is_dummy: bool) -> None:
         policy_B = self.loss.log_probabilities(batch)
+        if is_dummy:
+            return
         reference_B = None if self.reference is None else self.reference(batch)
         for row, sample in enumerate(batch.sample_ids):
             held = None if reference_B is None else reference_B[row]
@@ -187,9 +217,11 @@ class UnpairedObjective(SequenceObjective):
         super().end()
         self._differences = None
 
-    def measure(self, batch: Batch) -> None:
+    def measure(self, batch: Batch, *, is_dummy: bool) -> None:
         """Of mismatched sequences."""
         difference = (self.loss.log_probabilities(batch) - self._mismatched_reference(batch)).sum()
+        if is_dummy:
+            return
         # Each rank that shares a sequence knows its whole log-probability.
         self._differences = (self._differences or 0.0) + float(difference) / self.loss.ranks_per_row
 

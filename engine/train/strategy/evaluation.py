@@ -28,12 +28,14 @@ PIECE_CHARACTERS = 16 * 1024
 def share_evaluation(
     context: EvaluationContext, data: Questions, ranks: Ranks, sharded: ShardedModel | None = None, name: str = ""
 ) -> EvaluationContext:
-    """Register handlers for the passes of an evaluation of `data` (`sharded`: the model, if its weights are sharded);
-    returns the context with which rank 0 evaluates, and whose passes are shared by all ranks. All ranks call this,
-    with a `name` of its own for each data set."""
+    """Register handlers for the passes of an evaluation of `data`, and of the mismatched sequences that it may have;
+    returns the context with which rank 0 evaluates, and whose passes are shared by all ranks. All ranks call this, with
+    a `name` of its own for each data set. `sharded`: the model, if its weights are sharded."""
     on_each_rank = replace(context, all_ended=sharded.voted_group.all_true) if sharded else context
 
-    def run(kind: str, parts: list[list[int]]) -> list[Any] | FailedPass:
+    other = getattr(data, "mismatched", None)
+
+    def run(kind: str, asked: Questions, parts: list[list[int]]) -> list[Any] | FailedPass:
         has_samples = ranks.rank < len(parts)
         samples = parts[ranks.rank] if has_samples else parts[-1][-1:]
         results: list[Any] = []
@@ -41,7 +43,7 @@ def share_evaluation(
         def compute() -> None:
             weights = sharded.forward_only(gathers_head=kind == "generate") if sharded else nullcontext()
             with eval_mode(context.loaded.model), weights:
-                results.append(PASSES[kind](on_each_rank, data, samples))
+                results.append(PASSES[kind](on_each_rank, asked, samples))
 
         def forward() -> None:
             if sharded:
@@ -56,11 +58,13 @@ def share_evaluation(
         oom = smallest_failed(failed)
         return FailedPass(oom.failure, oom.rank)
 
-    ranks.handlers |= {name + kind: partial(run, kind) for kind in PASSES}
-    request = ranks.request
-    return replace(
-        on_each_rank, shares=ranks.size, run_on_all_ranks=lambda kind, parts: request(name + kind, parts=parts)
-    )
+    ranks.handlers |= {name + kind: partial(run, kind, data) for kind in PASSES}
+    ranks.handlers |= {f"{name}mismatched: {kind}": partial(run, kind, other) for kind in PASSES if other is not None}
+
+    def request(kind: str, asked: Questions, parts: list[list[int]]) -> Any:
+        return ranks.request(f"{name}{'' if asked is data else 'mismatched: '}{kind}", parts=parts)
+
+    return replace(on_each_rank, shares=ranks.size, run_on_all_ranks=request)
 
 
 def gather_results(ranks: Ranks, results: list[Any]) -> list[list[Any]]:

@@ -40,6 +40,7 @@ class SequenceParallel(Strategy):
             self._attention = join_ulysses_attention(
                 inner.loaded, inner.ranks, spec.profile.parallel.sequence, inner.voted_group
             )
+        self.gathers_in_passes = inner.gathers_in_passes
         self.ranks_per_sample, self.all_ranks_save = self._attention.group.size, inner.all_ranks_save
         self.voted_group = self._votes = self._attention.group.voted_group
 
@@ -58,6 +59,14 @@ class SequenceParallel(Strategy):
     def micro_batch(self) -> Iterator[None]:
         group = self._attention.group
         with self._attention.installed(), self.loss.on_slices(group.size, group.sum_):
+            yield
+
+    def most_passes(self, own: int) -> int:
+        return self.inner.most_passes(own)
+
+    @contextmanager
+    def pass_without_gradients(self) -> Iterator[None]:
+        with self.micro_batch(), self.inner.pass_without_gradients():
             yield
 
     def evaluation_cost(self, cost: Cost) -> Cost:

@@ -34,7 +34,7 @@ NORM_EPSILON = 1e-6
 class Sharded(Strategy):
     """Every rank holds a part of the weights."""
 
-    all_ranks_save = True
+    all_ranks_save = gathers_in_passes = True
 
     def __init__(
         self,
@@ -61,6 +61,13 @@ class Sharded(Strategy):
 
     def micro_batch(self) -> AbstractContextManager[None]:
         return self.model.votes.micro_batch()
+
+    def most_passes(self, own: int) -> int:
+        return max(map(int, self.ranks.all_gather_object(own)))
+
+    def pass_without_gradients(self) -> AbstractContextManager[None]:
+        """Its collectives are others than those of a micro-batch, so each is voted on."""
+        return self.model.forward_only()
 
     def end_micro_batches(self) -> None:
         """Vote if ranks vote once for each micro-batch, so that none waits for the device if another is gone. Raises
