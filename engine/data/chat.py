@@ -138,6 +138,7 @@ class ChatRenderer:
                 return Dropped(NO_TARGET)
             rendered.facts["untrained"] += 0 if record.from_pair else len(record.untrained)
             rendered.facts["from_pair"] += record.from_pair
+            rendered.facts["tools_left_out"] += self.template.leaves_out_tools(shape, record.tools)
             return replace(rendered, facts=+rendered.facts)
         return Dropped(first_refusal)
 

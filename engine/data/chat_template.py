@@ -82,6 +82,7 @@ class ChatTemplate:
         switches = [name for name in switches if name not in self._variables]
         self.thinking_modes: list[Mode] = [{name: value} for name in switches for value in (True, False)]
         self._stopped = 0
+        self._ignores_tools: bool | None = None
         self.wants_parts, self.closing = False, ""
         self.wants_parts = self._reads_parts_only()
         self.closing = self._find_closing(special_texts(tokenizer))
@@ -102,6 +103,15 @@ class ChatTemplate:
         text, spans = self._rendered(messages, tools, return_assistant_tokens_mask=True)
         text = text.removesuffix(self.closing)
         return text, [(start, min(stop, len(text))) for start, stop in spans if start < len(text)]
+
+    def leaves_out_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Whether there are tools, and they change nothing of the text: asked of the first conversation with some."""
+        if tools and self._ignores_tools is None:
+            try:
+                self._ignores_tools = self.render(messages, tools) == self.render(messages, None)
+            except TemplateRefusal:
+                self._ignores_tools = False
+        return bool(tools and self._ignores_tools)
 
     def refuses_system(self) -> bool:
         """Whether the template takes a conversation, but not after a system turn."""

@@ -50,7 +50,7 @@ BOUNDS_VERSION = "bounds 1"
 
 BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS, *BROKEN_REASONS)
 
-COUNTS_VERSION = "counts 2"
+COUNTS_VERSION = "counts 3"
 """Part of the cache entry. Increase it when other counts are kept beside the tokens."""
 
 STORE_VERSION = "1"
@@ -311,9 +311,8 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _O
     try:
         made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
     except DataError as error:
-        raise DataError(
-            error.found, expected=error.expected, fix=_fix_of_single_row(rows, source) or error.fix
-        ) from None
+        fix = _fix_of_single_row(rows, source) or error.fix
+        raise DataError(error.found, expected=error.expected, fix=fix) from None
     allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:

@@ -38,6 +38,7 @@ CHAT_FACTS = {
     "pieces": "pieces of them: {:,}",
     "system_folded": "system turns written at the start of the first user turn, as the chat template has none: {:,}",
     "untrained": "answers that are context and not learned, as their message says so (weight, train): {:,}",
+    "tools_left_out": "conversations without their tools, which the chat template does not write: {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
 """How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""

@@ -117,3 +117,13 @@ def test_whether_a_template_refuses_system_turns_is_tried(template: str, refuses
 def test_no_template_is_an_error_with_the_fix() -> None:
     with pytest.raises(DataError, match="no chat template"):
         ChatRenderer(tokenizer(""), system_prompt=None, learn_all=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"), [(CHATML, 1), ("{{ tools | tojson if tools else '' }}" + CHATML, 0)], ids=["out", "in"]
+)
+def test_tools_that_a_template_does_not_write_are_counted(template: str, left_out: int) -> None:
+    rendered = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False).render(
+        ChatRecord(TURNS, [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    )
+    assert not isinstance(rendered, Dropped) and rendered.facts["tools_left_out"] == left_out
