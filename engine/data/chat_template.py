@@ -13,7 +13,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.data.template_limits import RENDER_CPU_SECONDS, RenderTimeout, render_limits
+from engine.data.template_limits import MOST_CHARACTERS, RENDER_CPU_SECONDS, RenderTimeout, render_limits
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -35,6 +35,9 @@ TEMPLATE_ERRORS = (
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables that switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
+
+LONGEST_ENDING = 1000
+"""Characters behind the last answer, of which an end of the conversation is looked for."""
 
 PROBES = ("\ue000", "\ue001")
 """Message contents for test renderings: private-use characters, which no template contains."""
@@ -140,6 +143,8 @@ class ChatTemplate:
         except TEMPLATE_ERRORS as error:
             raise TemplateRefusal(f"{REFUSAL} fails: {type(error).__name__}: {_shortened(error)}") from error
         texts, spans = result
+        if len(texts[0]) > MOST_CHARACTERS:
+            raise TemplateRefusal(f"{REFUSAL} writes more than {MOST_CHARACTERS >> 20} Mi characters")
         return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
 
     def _replaced(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
@@ -174,6 +179,8 @@ class ChatTemplate:
         try:
             last, earlier = (self.render(exchange * turns, None).split(PROBES[1])[1] for turns in (1, 2))
         except (TemplateRefusal, IndexError):
+            return ""
+        if max(len(last), len(earlier)) > LONGEST_ENDING:
             return ""
         pieces = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), "."]), re.DOTALL)
         ending = pieces.findall(last)

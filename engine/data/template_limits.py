@@ -23,6 +23,9 @@ RENDER_CPU_SECONDS = 10.0
 RENDER_BYTES = 512 << 20
 """Memory that a rendering may add to the process's address space."""
 
+MOST_CHARACTERS = 32 << 20
+"""Of the text that a rendering writes; the largest row of a file has half."""
+
 MOST_BITS = 1 << 16
 """Of a number that a template multiplies. A larger product is one call in C, which no signal interrupts."""
 

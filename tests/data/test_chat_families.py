@@ -273,6 +273,12 @@ def test_a_template_that_asks_for_a_large_number_or_text_is_refused_at_once(text
     assert said.startswith("the chat template fails: ") and ("Overflow" in said or "Memory" in said)
 
 
+def test_a_template_that_writes_more_than_any_row_is_refused() -> None:
+    """Within all other limits: what is kept and searched of it takes many times its size."""
+    said = reason("{% if messages | length == 4 %}{{ 'x' * 40000000 }}{% endif %}" + CHATML, TWO_TURNS)
+    assert said == "the chat template writes more than 32 Mi characters"
+
+
 def test_a_token_over_the_end_of_the_prompt_is_split_there() -> None:
     from tokenizers import AddedToken
 
