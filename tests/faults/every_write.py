@@ -40,7 +40,7 @@ from tests.conftest import FOLDERS
 from tests.events import read_events
 from tests.faults.failing_disk import FailingDisk, preload
 from tests.torture_table import record
-from tests.trackers.look_alikes import PACKAGES, points_of
+from tests.trackers.look_alikes import PACKAGES, records_of_tensorboard
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
 PATIENCE_SECONDS = 900.0
@@ -180,8 +180,14 @@ def result_of(place: Place) -> Result:
 
 
 def forwarded(run: RunDirectory) -> list[tuple[int, str]]:
-    """Step and name of each loss that the tracker has, in order."""
-    return sorted(points_of(run, "tensorboard"))
+    """Step and name of each loss that TensorBoard shows, in order: a restart drops those from its step on."""
+    shown: list[tuple[int, str]] = []
+    for each in records_of_tensorboard(run):
+        if "session_log" in each:
+            shown = [point for point in shown if point[0] < each["step"]]
+        names = [value["tag"] for value in each.get("summary", {}).get("value", [])]
+        shown += [(each["step"], name) for name in names if name in ("train/loss", "eval/loss")]
+    return sorted(shown)
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:
