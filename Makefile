@@ -1,7 +1,7 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests
-# make test    the same with all tests: about 40 minutes on two cores
+# make test    the same with all tests: about 35 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
@@ -30,7 +30,7 @@ check: $(READY)
 
 # mypy has one core's work for a minute: beside it the tests begin.
 test: $(READY)
-	@echo "make test: about 40 minutes on two cores. make check takes about three, with the fast tests alone."
+	@echo "make test: about 35 minutes on two cores. make check takes about three, with the fast tests alone."
 	@$(MAKE) --no-print-directory -j2 lint all-tests
 
 all-tests: $(READY)

@@ -131,5 +131,5 @@ def schema(
         Document, typer.Argument(metavar="plan|advise|runs|events", help="Whose --json, or lines of events.jsonl.")
     ],
 ) -> None:
-    """Print the JSON Schema of what a command prints with --json, or of a run's events."""
+    """Print the JSON Schema of what --json or a run's events print."""
     print_json(json_schema(document))

@@ -68,8 +68,8 @@ def launch(
     out: OutOption = None,
     setup: SetupOption = "",
 ) -> None:
-    """Write the job that trains elsewhere: a script for a cluster, or a file for a service. Nothing is submitted; the
-    resolved run spec is written beside it."""
+    """Write a job script for a cluster, or a file for a service. Nothing is submitted; the resolved run spec is written
+    beside it."""
     from engine.budget.advise.gate import admit
     from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.launch.container_jobs import CONTAINER_TARGETS, Container
