@@ -35,9 +35,8 @@ CHUNK = 2**20
 
 
 def export_run(run: RunDirectory, target: Path, *, weights: bool) -> int:
-    """Write the archive; returns its size in bytes. Limits such as --on-finish and where it sends
-    something stay here. Raises UsageError (`target`
-    exists), EnvironmentProblem (it cannot be written)."""
+    """Write the archive, without limits such as --on-finish and without the destinations of [finish]; returns its size
+    in bytes. Raises UsageError (`target` exists), EnvironmentProblem (it cannot be written)."""
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another file with --out, or remove it")
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")

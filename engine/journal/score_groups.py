@@ -13,7 +13,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations, values_of
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
-"""The highest of all other scores is the best, but for these."""
+"""Of all other scores that can be better, the highest is the best."""
 
 NEITHER_IS_BETTER = frozenset({"rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected", "kl"})
 """Scores of preferences that say where the margin comes from."""

@@ -211,7 +211,7 @@ def layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def layer_config(text: PreTrainedConfig, layer: object) -> PreTrainedConfig:
-    """The config of a part of a layer that says its number (`layer_idx`), where layers differ; elsewhere `text`."""
+    """The config of the layer numbered `layer.layer_idx`, where layers have configs of their own; else `text`."""
     each, place = layer_configs(text), getattr(layer, "layer_idx", None)
     return each[place] if isinstance(place, int) and place < len(each) else each[0]
 
