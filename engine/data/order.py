@@ -1,4 +1,5 @@
-"""The order of samples, a pure function of seed, epoch and step; and the packing of short samples into long rows."""
+"""The order of samples, a pure function of seed, epoch and step; the packing of short samples into long rows; and which
+samples are held out for validation."""
 
 from __future__ import annotations
 
@@ -149,3 +150,35 @@ def _permutation(count: int, *key: int) -> NDArray[np.int64]:
     `Generator.permutation` (NEP 19)."""
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable").astype(np.int64)
+
+
+def hold_out(
+    origins: NDArray[np.integer], sources: NDArray[np.integer], keys: Sequence[int], fraction: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers of the training and of the validation documents, in the order of the data. For each document, `origins`
+    has its row and `sources` the number of its source; `keys` are 64 bits of each source and the seed.
+
+    The draw depends on a document's key and row alone, so that other settings do not move samples between the parts.
+    Raises DataError when no training documents would be left.
+    """
+    everything = np.arange(len(origins))
+    if fraction == 0.0:
+        return everything, everything[:0]
+    held = max(1, round(fraction * len(origins)))
+    draw = _mixed(origins.astype(np.uint64) + np.array(keys, np.uint64)[sources])
+    # Documents of one conversation have the same number in `draw`, so all of them go to the same part.
+    chosen = draw <= np.sort(draw)[held - 1]
+    if chosen.all():
+        raise DataError(
+            f"data.valid_fraction = {fraction:g} of {len(origins)} samples leaves nothing to train on",
+            fix="add samples, or give a validation set of its own in [[data.validation]]",
+        )
+    return everything[~chosen], everything[chosen]
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash each integer to 64 pseudo-random bits (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    mixed = values * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -23,7 +23,7 @@ from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
-from engine.data.order import pack
+from engine.data.order import hold_out, pack
 from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
 from engine.data.preferences import other_objective, preference_notice
 from engine.data.recognise import Judged, judged_by, recognise
@@ -123,7 +123,8 @@ def prepare_data(
         raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
     found = _prepare_sources(spec, sources, tokeniser, "train", notify)
     fingerprints = found.fingerprints
-    train_documents, held_out = _split(found.columns, [source.name for source in sources], data.valid_fraction, seed)
+    keys = [int(hash_text("split", str(seed), source.name)[:16], 16) for source in sources]
+    train_documents, held_out = hold_out(found.columns.origins, found.columns.sources, keys, data.valid_fraction)
     train = _view(found, train_documents, data.max_length if data.packing else None)
     add_mismatched(train, spec.recipe, in_steps=True)
     own = [source for source in data.validation if source.enabled]
@@ -194,13 +195,7 @@ def _prepare_sources(
         )
         for each in opened
     ]  # fmt: skip
-    version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
-    version += [PAIRS_VERSION] if any(each.format.name == "prompt-completion" for each in opened) else []
-    files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
-    version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
-    version += [f"data {tokeniser.version}"] if tokeniser.version != 3 else []
-    key = hash_text(*version, COUNTS_VERSION, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
-    entry = cache_folder() / "tokens" / key
+    entry = cache_folder() / "tokens" / _store_key(opened, tokeniser, fingerprints)
 
     def build(writer: StoreWriter) -> None:
         for number, each in enumerate(opened):
@@ -236,6 +231,15 @@ def _prepare_sources(
     ]
     notices = [notice for each in opened for notice in _notices(each, tokeniser)]
     return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, judged)
+
+
+def _store_key(opened: Sequence[_Opened], tokeniser: Tokeniser, fingerprints: Sequence[str]) -> str:
+    version = [STORE_VERSION, CHAT_VERSION] if any(each.format.renders_chat for each in opened) else [STORE_VERSION]
+    version += [PAIRS_VERSION] if any(each.format.name == "prompt-completion" for each in opened) else []
+    files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
+    version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
+    version += [f"data {tokeniser.version}"] if tokeniser.version != 3 else []
+    return hash_text(*version, COUNTS_VERSION, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
 
 
 def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
@@ -340,38 +344,6 @@ def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Noti
                 f"{rate:,.0f} rows/s, about {format_duration((total - done) / rate)} left"
             )
             shown = now
-
-
-def _split(
-    columns: Columns, names: Sequence[str], fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of the training and of the validation documents, in the order of the data.
-
-    The draw depends on the seed, the name of the source and the row there, so that other settings do not move samples
-    between the parts. Raises DataError when no training documents would be left.
-    """
-    everything = np.arange(len(columns))
-    if fraction == 0.0:
-        return everything, everything[:0]
-    held = max(1, round(fraction * len(columns)))
-    keys = np.array([int(hash_text("split", str(seed), name)[:16], 16) for name in names], np.uint64)
-    draw = _mixed(columns.origins.astype(np.uint64) + keys[columns.sources])
-    # Documents of one conversation have the same number in `draw`, so all of them go to the same part.
-    chosen = draw <= np.sort(draw)[held - 1]
-    if chosen.all():
-        raise DataError(
-            f"data.valid_fraction = {fraction:g} of {len(columns)} samples leaves nothing to train on",
-            fix="add samples, or give a validation set of its own in [[data.validation]]",
-        )
-    return everything[~chosen], everything[chosen]
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each integer to 64 pseudo-random bits (the finaliser of SplitMix64; Steele, Lea and Flood, OOPSLA 2014)."""
-    mixed = values * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None) -> TokenData:
