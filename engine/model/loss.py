@@ -91,6 +91,11 @@ class WeightedSequences(NamedTuple):
     """Sums over its rows."""
 
 
+def _weigh_nothing(_batch: Batch, logps_B: Tensor) -> WeightedSequences:
+    zero = logps_B.new_zeros(())
+    return WeightedSequences(torch.zeros_like(logps_B), zero, zero)
+
+
 NOT_ROUTED = Routing(None, None)
 
 
@@ -136,9 +141,11 @@ class LossFunction:
         return self.chunk_tokens if self.implementation in CHUNKED else None
 
     @contextmanager
-    def unweighed(self) -> Iterator[None]:
-        """Inside the block the loss is that of tokens, whatever the objective."""
-        weigh, self.weigh = self.weigh, None
+    def weighing_nothing(self) -> Iterator[None]:
+        """Inside the block an objective of whole sequences weighs every row 0. Ranks that share rows exchange what they
+        exchange otherwise."""
+        weigh = self.weigh
+        self.weigh = None if weigh is None else _weigh_nothing
         try:
             yield
         finally:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.config.check.notes import refuse_unsupported
 from engine.config.load import resolve
 from engine.errors import SpecError
 from tests.train.run_helpers import make_spec
@@ -61,14 +60,6 @@ def test_learning_rates_are_those_of_preferences(tmp_path: Path, kind: str, rate
     recipe = make_spec(tmp_path / "x.jsonl", method=method, train={"learning_rate": None}).recipe
     assert recipe.train.learning_rate == rate
     assert recipe.sequences_per_step == 2 * recipe.train.batch_size
-
-
-def test_shards_with_shared_sequences_are_refused_before_a_run() -> None:
-    given = (DPO, "parallel.strategy=sharded")
-    refuse_unsupported(resolve("4xh100", "lora", given).spec)
-    with pytest.raises(SpecError) as refused:
-        refuse_unsupported(resolve("4xh100", "lora", (*given, "parallel.sequence=2")).spec)
-    assert "preference learning with both sharded weights and shared sequences" in refused.value.render()
 
 
 def test_the_best_checkpoint_may_be_that_of_the_rewards() -> None:

@@ -92,15 +92,6 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         "sharding with optimizers that need whole tensors",
     ),
     (
-        lambda spec: _when(
-            spec.recipe.learns_preferences
-            and spec.profile.parallel.strategy == "sharded"
-            and spec.profile.parallel.sequence > 1,
-            'method.objective = "dpo" beside parallel.strategy = "sharded" and parallel.sequence > 1',
-        ),
-        "preference learning with both sharded weights and shared sequences",
-    ),
-    (
         lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
         "torch.compile of layers whose weights are gathered from shards",
     ),

@@ -274,7 +274,11 @@ class StepComputation:
         context = self.context
         batch = next(batches).moved(context.device.upload)
         strategy = context.strategy
-        with strategy.dummy_micro_batch(), context.loss.unweighed(), self._around(step, batch, strategy.micro_batch()):
+        with (
+            strategy.dummy_micro_batch(),
+            context.loss.weighing_nothing(),
+            self._around(step, batch, strategy.micro_batch()),
+        ):
             _backward(0.0 * context.loss(batch))
         context.loss.offload.settle()
 
