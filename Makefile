@@ -1,7 +1,8 @@
 # make demo    a small model learns on a simulated device, without a GPU or a network: on a terminal in the console,
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests
-# make test    the same with all tests: about 35 minutes on two cores
+# make test    the same with the slow tests too, and of each test's slow cases one in four, always the same ones
+# make all-tests  the same with every case: about 35 minutes on two cores
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
@@ -12,7 +13,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo check test all-tests durations torture plans lint clean
+# Which slow cases make test runs: tests/conftest.py.
+.PHONY: demo check test all-tests sampled-tests every-case durations torture plans lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -24,17 +26,21 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fals
 	-n 3 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
-	@echo "make check: lint, types, import contracts and the fast tests. make test runs all tests."
+	@echo "make check: lint, types, import contracts and the fast tests. make test adds the slow ones."
 	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -m "not torture and not slow"
 
 # mypy has one core's work for a minute: beside it the tests begin.
 test: $(READY)
-	@echo "make test: about 35 minutes on two cores. make check takes about three, with the fast tests alone."
-	@$(MAKE) --no-print-directory -j2 lint all-tests
+	@echo "make test: about 25 minutes on two cores. make check takes about three, with the fast tests alone."
+	@$(MAKE) --no-print-directory -j2 lint sampled-tests
 
 all-tests: $(READY)
-	$(PYTEST) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
+	@$(MAKE) --no-print-directory -j2 lint every-case
+
+sampled-tests: SAMPLE := --sample
+sampled-tests every-case: $(READY)
+	$(PYTEST) $(SAMPLE) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
 		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
 
 durations: $(READY)

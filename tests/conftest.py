@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,22 @@ RANKS = "tests/distributed/"
 four tenths more of the processors than one after the other, so one worker gets all of these files."""
 
 MEASURED = Path(__file__).with_name("slow.json")
-"""Processor seconds of each file that `make check` leaves out, with those of the processes it starts; null where they
-were not measured. `make durations` writes it."""
-SLOW_SECONDS = 2.0
-TAKEN: dict[str, float | None] = json.loads(MEASURED.read_text())
+"""Processor seconds of each file that `make check` leaves out, with those of the processes it starts (null where they
+were not measured), and of each parametrised case that takes a second. `make durations` writes it."""
+SLOW_SECONDS = {"files": 2.0, "cases": 1.0}
+TAKEN: dict[str, float | None] = json.loads(MEASURED.read_text())["files"]
+SLOW_CASES: dict[str, float] = json.loads(MEASURED.read_text())["cases"]
 SLOW = (RANKS, *TAKEN)
+SAMPLED = 4
+"""`make test` runs one in so many of a test's slow cases."""
 
 ISOLATED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that `make durations` gives."""
+    """Add the options that the Makefile gives."""
     parser.addoption("--durations-file", action="store_true", help=f"write {MEASURED.name}: which files are slow")
+    parser.addoption("--sample", action="store_true", help=f"run one in {SAMPLED} of the slow cases of each test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,10 +77,14 @@ def fresh_interpreters() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and xdist read the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark slow tests, and assign the tests that must run on one worker to a group: all tests with groups of ranks,
     else the tests of one file. Then sort: tests of ranks, other slow files from the slowest on, fast files. So all
     workers end at about the same time."""
+    if config.getoption("sample"):
+        left_out = _left_out({item.nodeid for item in items})
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
     for item in items:
         ranks, slow = item.nodeid.startswith(RANKS), item.nodeid.startswith(SLOW)
         item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.partition("::")[0]))
@@ -83,10 +93,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
 
 
+def _left_out(cases: set[str]) -> set[str]:
+    """The slow cases that a sample leaves out. It takes at least one of each test, the same ones each time: those whose
+    names have the smallest digests."""
+    of_test = defaultdict(list)
+    for case in cases & SLOW_CASES.keys():
+        of_test[case.partition("[")[0]].append(case)
+    by_digest = (sorted(each, key=lambda case: sha256(case.encode()).digest()) for each in of_test.values())
+    return {case for each in by_digest for case in each[math.ceil(len(each) / SAMPLED) :]}
+
+
 def _turn(item: pytest.Item) -> tuple[bool, bool, float]:
     """Sorts tests into the order in which they run."""
     taken = TAKEN.get(item.nodeid.partition("::")[0])
-    return not item.nodeid.startswith(RANKS), not item.nodeid.startswith(SLOW), -(taken or SLOW_SECONDS)
+    return not item.nodeid.startswith(RANKS), not item.nodeid.startswith(SLOW), -(taken or SLOW_SECONDS["files"])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -133,13 +153,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _write_slow_files(ends: Iterable[Any]) -> None:
-    """Write the file of slow files from the last reports of all tests."""
-    seconds: Counter[str] = Counter()
+    """Write the file of slow files and cases from the last reports of all tests."""
+    files: Counter[str] = Counter()
+    cases: Counter[str] = Counter()
     for report in ends:
-        seconds[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("seconds", 0.0)
-    slow = {name: round(taken, 1) for name, taken in sorted(seconds.items()) if taken >= SLOW_SECONDS}
-    own = {name: taken for name, taken in slow.items() if not name.startswith(RANKS)}
-    MEASURED.write_text(json.dumps(own, indent=1) + "\n")
+        seconds = dict(report.user_properties).get("seconds", 0.0)
+        # xdist adds the group to the name.
+        name = report.nodeid.removesuffix("@ranks").partition("@tests/")[0]
+        file = name.partition("::")[0]
+        if not file.startswith(RANKS):
+            files[file] += seconds
+        if "[" in name:
+            cases[name] += seconds
+    measured = {
+        kind: {name: round(taken, 1) for name, taken in sorted(seconds.items()) if taken >= SLOW_SECONDS[kind]}
+        for kind, seconds in (("files", files), ("cases", cases))
+    }
+    MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from benchmarks.backoff import measure
 from benchmarks.batch_size_search import Size
 from benchmarks.job import BATCH
 
 
+@pytest.mark.torture
 def test_every_figure_is_measured_and_the_job_keeps_its_steps_and_its_batch(tmp_path: Path) -> None:
     figures = measure(Size(hidden=32, length=64, short=16, rounds=2), tmp_path)
     ours, theirs = figures.pop("job, tunedeck"), figures.pop("job, Trainer")

@@ -23,14 +23,14 @@ SHORT = (
 """What curves are compared over; no answers are generated, which the whole demo does."""
 
 
-BEGINNING = ("--set", "train.max_steps=60", "--set", "eval.every_steps=60", "--set", "eval.limit=64")
+BEGINNING = ("--set", "train.max_steps=40", "--set", "eval.every_steps=40", "--set", "eval.limit=64")
 
 
 @pytest.mark.parametrize(
-    "sets", [BEGINNING, pytest.param((), marks=pytest.mark.torture)], ids=["a fifth of it", "the whole demo"]
+    "sets", [BEGINNING, pytest.param((), marks=pytest.mark.torture)], ids=["its beginning", "the whole demo"]
 )
 def test_the_demo_learns_and_survives_without_losing_a_sample(sets: tuple[str, ...], tmp_path: Path) -> None:
-    """A fifth of its steps shows that it learns; that all of them teach it the answers takes minutes."""
+    """Its first steps show that it learns; that all of them teach it the answers takes minutes."""
     with fresh_interpreters():
         done = subprocess.run(
             [sys.executable, "-P", COMMAND, "train", "-p", "demo", "-r", "demo", "--json", "--runs", tmp_path, *sets],
@@ -40,7 +40,7 @@ def test_the_demo_learns_and_survives_without_losing_a_sample(sets: tuple[str, .
     events = [json.loads(line) for line in done.stdout.splitlines()]
     metrics = [event["metrics"] for event in of_kind(events, "eval")]
     assert metrics[0]["exact_match"] == 0.0
-    assert metrics[-1]["loss"] < 0.25 * metrics[0]["loss"]
+    assert metrics[-1]["loss"] < 0.3 * metrics[0]["loss"]
     assert sets or metrics[-1]["exact_match"] >= 0.95
     assert len(of_kind(events, "backoff")) >= 1
     finished = of_kind(events, "run_finished")[0]
