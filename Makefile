@@ -7,6 +7,7 @@
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
+# make site    the documentation as a site, in build/site; make pages writes the pages that are made from the code
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := .venv/bin
 READY := .venv/ready
 
 # Which slow cases make test runs: tests/conftest.py.
-.PHONY: demo check test all-tests sampled-tests every-case durations torture plans lint clean
+.PHONY: demo check test all-tests sampled-tests every-case durations torture plans site pages lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -60,6 +61,12 @@ torture: $(READY)
 
 plans: $(READY)
 	$(BIN)/python -m benchmarks.plans
+
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: $(READY)
+	$(BIN)/python -m benchmarks.reference_pages
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the results of `benchmarks.families`. Nothing is measured here."""
+"""Writes docs/families.md from the results of `benchmarks.families`. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.family_configs import DENSE, MIXTURES, RECURRENT, TRAINED
 from benchmarks.family_configs import REFUSED as REFUSED_CONFIGS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 GROUPS = {"Dense": DENSE, "Mixtures of experts": MIXTURES, "With recurrent layers": RECURRENT}
 NAMES = {"lora": "LoRA", "full": "full"}
 PLANS = {"closed_form": "closed form", "simulated": "simulated"}
@@ -67,7 +67,7 @@ code.
 
 
 def write_page(results: Results, page: Path = PAGE) -> None:
-    """Write docs/models.md from the results: figures for the families that were trained, a sentence for those that
+    """Write docs/families.md from the results: figures for the families that were trained, a sentence for those that
     failed or are refused."""
     refused = {name: cells for name, cells in results.items() if all("refused" in cell for cell in cells.values())}
     trained = {name: cells for name, cells in results.items() if name not in refused}

@@ -29,6 +29,7 @@ from engine.commands import (
     json_schemas,
     launch,
     library,
+    models,
     plan,
     push,
     queue,
@@ -39,7 +40,7 @@ from engine.commands import (
 from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
 
 SECTIONS = {
-    "Before a run": ("plan", "advise", "data", "profiles", "recipes", "doctor"),
+    "Before a run": ("plan", "advise", "data", "profiles", "recipes", "models", "doctor"),
     "Train": ("train", "resume", "stop", "pause", "checkpoint", "wait", "queue", "launch"),
     "Look": ("runs", "show", "watch", "log", "compare", "tag", "rename", "rm", "schema"),
     "After a run": ("eval", "chat", "merge", "handover", "push", "export", "import", "sync", "report"),
@@ -120,7 +121,7 @@ app.command("eval")(evaluate.evaluate)
 _add(chat.chat, background.sync, export.merge, handover.handover, push.push, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
-_add(archive.export, doctor.doctor, report.report)
+_add(models.models, archive.export, doctor.doctor, report.report)
 app.command("import")(archive.import_archive)
 app.command("schema")(json_schemas.schema)
 # Old names.

@@ -54,10 +54,15 @@ def chat(
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option("-p", "--profile", help="Hardware profile; by default the run's, for a MODEL this machine."),
+        typer.Option(
+            "-p",
+            "--profile",
+            metavar="PROFILE",
+            help="Hardware profile; by default the run's, for a MODEL this machine.",
+        ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("-r", "--recipe", help="With MODEL: a recipe whose settings count.")
+        str | None, typer.Option("-r", "--recipe", metavar="RECIPE", help="With MODEL: a recipe whose settings count.")
     ] = None,
     overrides: OverridesOption = None,
     trust_remote_code: TrustOption = False,

@@ -49,7 +49,10 @@ DEFAULT_PROFILE = "demo"
 """A recipe resolves only with a profile, and tokens do not depend on which."""
 
 ProfileForDataOption = Annotated[
-    str | None, typer.Option("-p", "--profile", help="Hardware profile whose overrides apply.", show_default=False)
+    str | None,
+    typer.Option(
+        "-p", "--profile", metavar="PROFILE", help="Hardware profile whose overrides apply.", show_default=False
+    ),
 ]
 ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
 

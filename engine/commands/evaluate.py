@@ -85,9 +85,12 @@ def evaluate(
     verdicts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The judge's verdicts on them: the win rate of the answers.")
     ] = None,
-    profile: Annotated[str | None, typer.Option("-p", "--profile", help="With MODEL: the hardware profile.")] = None,
+    profile: Annotated[
+        str | None, typer.Option("-p", "--profile", metavar="PROFILE", help="With MODEL: the hardware profile.")
+    ] = None,
     recipe: Annotated[
-        str | None, typer.Option("-r", "--recipe", help="With MODEL: the recipe whose validation data are used.")
+        str | None,
+        typer.Option("-r", "--recipe", metavar="RECIPE", help="With MODEL: the recipe whose validation data are used."),
     ] = None,
     overrides: OverridesOption = None,
     as_json: JsonOption = False,

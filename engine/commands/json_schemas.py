@@ -52,6 +52,12 @@ RUN = (
     " profile:text recipe:text simulated:flag started:text? updated:text? damaged_lines:whole problems:texts"
 )
 
+MODEL = "name:text ids:texts parameters:whole answers:tables"
+ANSWER = (
+    "method:text recipe:text profile:text trains:flag length:whole? longest:whole? micro_batch:whole?"
+    " tokens_per_second:number? settings:table? peak_bytes:whole? predictor:text? reason:text?"
+)
+
 
 def _table(fields: str, **tables: Schema) -> Schema:
     """Of "name:type" words, "?" after a type that may be null; `tables` has the schemas of fields that are tables."""
@@ -100,7 +106,7 @@ def _events() -> Schema:
     }
 
 
-Document = Literal["plan", "advise", "runs", "events"]
+Document = Literal["plan", "advise", "runs", "models", "events"]
 
 
 def json_schema(document: Document) -> Schema:
@@ -121,6 +127,8 @@ def json_schema(document: Document) -> Schema:
             "required": ["plan", "suggestions", "room"],
             "properties": {"plan": _plan(), "suggestions": suggestions, "room": suggestions},
         }
+    elif document == "models":
+        found = _list_of(_table(MODEL, answers=_list_of(_table(ANSWER))))
     else:
         found = _list_of(_table(RUN)) if document == "runs" else _events()
     return {"$schema": DIALECT, "$id": f"urn:tunedeck:{document}:{VERSION}", "version": VERSION, **found}
@@ -128,7 +136,8 @@ def json_schema(document: Document) -> Schema:
 
 def schema(
     document: Annotated[
-        Document, typer.Argument(metavar="plan|advise|runs|events", help="Whose --json, or lines of events.jsonl.")
+        Document,
+        typer.Argument(metavar="plan|advise|runs|models|events", help="Whose --json, or lines of events.jsonl."),
     ],
 ) -> None:
     """Print the JSON Schema of what --json or a run's events print."""

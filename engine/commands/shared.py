@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 PROFILE_HELP = "Hardware profile: a name, or a path to a TOML file."
 RECIPE_HELP = "Recipe: a name, or a path to a TOML file."
 
-ProfileOption = Annotated[str, typer.Option("-p", "--profile", help=PROFILE_HELP, show_default=False)]
-RecipeOption = Annotated[str, typer.Option("-r", "--recipe", help=RECIPE_HELP, show_default=False)]
-OptionalProfile = Annotated[str | None, typer.Option("-p", "--profile", help=PROFILE_HELP)]
-OptionalRecipe = Annotated[str | None, typer.Option("-r", "--recipe", help=RECIPE_HELP)]
+ProfileOption = Annotated[
+    str, typer.Option("-p", "--profile", metavar="PROFILE", help=PROFILE_HELP, show_default=False)
+]
+RecipeOption = Annotated[str, typer.Option("-r", "--recipe", metavar="RECIPE", help=RECIPE_HELP, show_default=False)]
+OptionalProfile = Annotated[str | None, typer.Option("-p", "--profile", metavar="PROFILE", help=PROFILE_HELP)]
+OptionalRecipe = Annotated[str | None, typer.Option("-r", "--recipe", metavar="RECIPE", help=RECIPE_HELP)]
 OverridesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,7 +75,9 @@ RunArgument = Annotated[
 RunSpecOption = Annotated[
     Path | None, typer.Option("--run-spec", metavar="F", help="Repeat the run of this run.toml instead of -p and -r.")
 ]
-NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; by default the recipe's.")]
+NameOption = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Name of the run; by default the recipe's.")
+]
 DevicesOption = Annotated[str | None, typer.Option("--devices", metavar="2,3", help="Indices of the devices to use.")]
 WaitOption = Annotated[
     float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait this long for a busy device.")

@@ -1,7 +1,4 @@
-"""What the commands print with --json, and every event of a small run, are as `tunedeck schema` says.
-
-They are validated by jsonschema where it is installed (pip install jsonschema); the keys are looked at always.
-"""
+"""What the commands print with --json, and every event of a small run, are as `tunedeck schema` says."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
 
 from engine.commands.json_schemas import Document, json_schema
@@ -19,7 +17,6 @@ from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 
 def validate(document: Any, name: Document) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     made = json_schema(name)
     jsonschema.Draft202012Validator.check_schema(made)
     jsonschema.Draft202012Validator(made).validate(document)
@@ -62,6 +59,13 @@ def test_advice_has_all_required_keys(tunedeck: Tunedeck, recipe: str) -> None:
         assert set(each) == set(made["room"]["items"]["required"])
     assert document["suggestions"] or document["room"]
     validate(document, "advise")
+
+
+def test_the_model_list(tunedeck: Tunedeck) -> None:
+    listed = json.loads(tunedeck("models", "qwen2.5-0.5b", "--json").out)
+    assert [set(each) for each in listed] == [set(json_schema("models")["items"]["required"])]
+    assert [answer["method"] for answer in listed[0]["answers"]] == ["LoRA", "4-bit LoRA", "full"]
+    validate(listed, "models")
 
 
 def test_a_run_and_its_events(tunedeck: Tunedeck, tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def test_the_page_is_the_one_of_the_results_and_has_no_gap(tmp_path: Path) -> No
     results = json.loads(RESULTS.read_text("utf-8"))
     assert set(results) <= {*TRAINED, *REFUSED} and not [name for name in results if "failed" in str(results[name])]
     text = PAGE.read_text("utf-8")
-    write_page(results, tmp_path / "models.md")
+    write_page(results, tmp_path / "families.md")
     versions = re.compile(r"with transformers .*? and torch [^,]*,")
-    assert versions.sub("", (tmp_path / "models.md").read_text("utf-8")) == versions.sub("", text)
+    assert versions.sub("", (tmp_path / "families.md").read_text("utf-8")) == versions.sub("", text)
     rows = [[cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
     assert all(all(row) for row in rows) and "Traceback" not in text and "unexpected" not in text
     assert len({row[0] for row in rows if row[1:2] in (["LoRA"], ["full"])}) >= LEAST

@@ -1,0 +1,64 @@
+"""The pages that are made from the code are the code's, and the site builds without a warning.
+
+All models, with the simulations that some need, would take half an hour (`make pages`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+from benchmarks.reference_pages import DOCS, MODELS, commands_page, keys_page
+from benchmarks.site_pages import moved_links
+from engine.budget.advise.model_list import known_models, list_model, shipped_gpus
+from engine.commands.models import markdown_table
+from tests.docs.blocks import ROOT
+
+
+@pytest.mark.parametrize(("name", "page"), [("command-reference.md", commands_page), ("keys.md", keys_page)])
+def test_a_reference_is_written_from_the_code(name: str, page: object) -> None:
+    assert callable(page) and (DOCS / name).read_text("utf-8") == page(), "run make pages"
+
+
+def test_the_model_list_is_what_the_plans_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third model is planned anew, of simulated ones what needs no simulation."""
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path))  # no earlier run corrects the speed
+    page = (DOCS / "models.md").read_text("utf-8")
+    assert page.startswith(MODELS)
+    rows = page.removeprefix(MODELS).splitlines()[2:]
+    assert len(rows) == len(known_models())
+    for (name, entry), row in list(zip(known_models(), rows, strict=True))[::3]:
+        ours = markdown_table([list_model(name, entry, shipped_gpus())]).splitlines()[-1]
+        for cell, written in zip(ours.split(" | "), row.split(" | "), strict=True):
+            assert cell.strip("| ") in (written.strip("| "), "?"), f"{name}: run make pages"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")))
+    first = (tmp_path / "site/index.html").read_text("utf-8")
+    assert "Tunedeck" in first and 'href="commands/"' in first
+    assert not re.search(r'href="(?!https?:)[^"]*\.md', first)
+
+
+@pytest.mark.parametrize("link", ["missing.md", "commands.md#no-such-heading"])
+def test_a_link_to_nothing_stops_the_build(tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    pages = tmp_path / "docs"
+    pages.mkdir()
+    (pages / "commands.md").write_text("# Commands\n")
+    (pages / "index.md").write_text(f"# Start\n\n[there]({link})\n")
+    settings: dict[str, Any] = {"docs_dir": str(pages), "site_dir": str(tmp_path / "site"), "nav": None, "hooks": []}
+    with pytest.raises(Abort):
+        build(load_config(str(ROOT / "mkdocs.yml"), **settings))
+
+
+def test_links_of_the_root_follow() -> None:
+    links = "[a](docs/memory.md#x), [b](README.md), [c](AGENTS.md)"
+    assert moved_links(links) == "[a](memory.md#x), [b](index.md), [c](AGENTS.md)"
