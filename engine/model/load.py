@@ -162,7 +162,7 @@ def assemble(
         device=device,
         precision=settings.precision,
         attention=settings.attention.name,
-        base_exists_elsewhere=not _has_new_weights(spec, settings.start),
+        base_exists_elsewhere=not has_new_weights(spec, settings.start),
         notices=notices,
         positions_scaled=recipe.model.rope_scaling is not None,
         attends_to_padding=attends_to_later_tokens(decoder_of(base)),
@@ -215,19 +215,19 @@ def _linear_attention(config: PreTrainedConfig, device_kind: str) -> list[str]:
     ]
 
 
-def _has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
+def has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
     return start.base.startswith(BUILTIN_PREFIX) or spec.recipe.model.init == "random"
 
 
 def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: torch.device) -> PreTrainedModel:
     start, config = settings.start, settings.config
     options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
-    if not _has_new_weights(spec, start):  # again: the plan may have been made from a shipped config
+    if not has_new_weights(spec, start):  # again: the plan may have been made from a shipped config
         refuse_quantised(spec, config.to_dict(), start.folder)
     if spec.recipe.model.quantize == "nf4":
         options["quantization_config"] = _nf4_config(spec, settings, device)
         return _load_pretrained(spec, settings, options, device.torch_device)
-    if _has_new_weights(spec, start) or place.type == "meta":
+    if has_new_weights(spec, start) or place.type == "meta":
         with place:
             base: PreTrainedModel = auto_class(config).from_config(
                 config, trust_remote_code=spec.limits.trust_remote_code, **options
@@ -320,7 +320,7 @@ def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsA
             f'model.quantize = "nf4": the installed bitsandbytes does not compute on {device.name}',
             fix='set model.quantize = "none"',
         )
-    if spec.recipe.method.kind == "full" or _has_new_weights(spec, settings.start):
+    if spec.recipe.method.kind == "full" or has_new_weights(spec, settings.start):
         raise UsageError(
             'model.quantize = "nf4" holds a frozen base with real weights',
             expected='method.kind = "lora" and model.init = "pretrained"',

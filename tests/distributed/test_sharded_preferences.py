@@ -14,6 +14,7 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.evaluate.scores import evaluate, sequence_log_probabilities
 from engine.model.decoder import eval_mode
 from engine.train.run.preferences import evaluation_context
+from engine.train.strategy.evaluation import gather_results
 from tests.distributed.faults import differences, sampled, wrong_among
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import DPO, KTO, NEEDS_SHARDS, RankWorkbench, sharded, small_model
@@ -28,6 +29,17 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": sharded(KTO, "parameters", tied=True),
 }
 FAULTS = 2
+MANY = 5_000
+"""Values of a stored reference: more than fit into one exchange between ranks."""
+
+
+def stored_values(ranks: Ranks, _folder: Path) -> Any:
+    """What each rank gets of the values that rank 0 has computed."""
+    return gather_results(ranks, many_values() if ranks.is_rank0 else [])[0]
+
+
+def many_values() -> list[float]:
+    return [float(value) for value in np.random.default_rng(0).normal(size=MANY)]
 
 
 def every_case(ranks: Ranks, folder: Path) -> Any:
@@ -67,8 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> list[Any]:
-    return run_ranks([every_case], folder)["every_case"]
+def on_ranks(folder: Path) -> dict[str, list[Any]]:
+    return run_ranks([stored_values, every_case], folder)
+
+
+@pytest.fixture(scope="module")
+def seen(on_ranks: dict[str, list[Any]]) -> list[Any]:
+    return on_ranks["every_case"]
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +118,7 @@ def test_a_failed_allocation_on_any_rank_is_told_once_and_changes_and_leaves_not
     case: str, seen: list[Any], alone: dict[str, Any]
 ) -> None:
     assert wrong_among([rank[case][1] for rank in seen], alone[case]) == []
+
+
+def test_a_long_stored_reference_reaches_all_ranks(on_ranks: dict[str, list[Any]]) -> None:
+    assert on_ranks["stored_values"] == [many_values()] * 2

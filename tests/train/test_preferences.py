@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer
 
@@ -251,7 +253,9 @@ def test_pairs_stay_together_where_two_sequences_fit() -> None:
     assert all(members[place] + 1 == members[place + 1] for members in whole for place in range(0, len(members), 2))
 
 
-def test_a_reference_is_computed_once_and_survives_a_kill(tmp_path: Path, base: Path) -> None:
+def test_a_reference_is_computed_once_and_survives_a_kill(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full fine-tuning; the second engine finds the pieces of the first, and one that is damaged is made anew."""
     validation = [{"name": "held", "path": str(base / "held.jsonl")}]
     source = {"name": "main", "path": str(base / "pairs.jsonl")}
@@ -267,9 +271,42 @@ def test_a_reference_is_computed_once_and_survives_a_kill(tmp_path: Path, base: 
     ((step, scored),) = score_run(place, None, lambda text: None)
     assert step == 4 and scored.metrics == pytest.approx(scores[-1], rel=1e-5, abs=1e-6)
     pieces[0].write_text(first[pieces[0]][:-20])
+    monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path / "empty"))
     with Objective(spec, place.path):
         pass
     assert {piece: piece.read_text() for piece in pieces} == first
+
+
+def referred(place: RunDirectory) -> dict[str, str]:
+    return {piece.name: piece.read_text() for piece in sorted((place.path / "reference").iterdir())}
+
+
+def test_a_reference_is_shared_by_runs_from_the_same_weights(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with another loss finds the values of the first; one from other weights, or other tokens, does not."""
+    monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path / "cache"))
+    steps, held = {**TRAIN, "max_steps": 1}, {"name": "main", "path": str(base / "held.jsonl")}
+    other = tmp_path / "other"
+    shutil.copytree(base / "base", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 1.5 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    specs = {
+        "first": spec_of(base, FULL, {}, train=steps),
+        "other loss": spec_of(base, FULL, {"loss": "ipo"}, train={**steps, "learning_rate": 1e-5}),
+        "other weights": spec_of(base, FULL, {}, train=steps, model={"id": str(other), "init": "pretrained"}),
+        "other tokens": spec_of(base, FULL, {}, train=steps, data={"sources": [held]}),
+    }
+    found, computed = {}, {}
+    for name, spec in specs.items():
+        place = new_run(tmp_path / name, spec)
+        code, events = train(place)
+        assert code == 0
+        found[name] = referred(place)
+        computed[name] = [event for event in of_kind(events, "phase") if event["name"] == "computing the reference"]
+    assert found["first"] == found["other loss"] and not computed["other loss"]
+    assert all(computed[name] for name in ("first", "other weights", "other tokens"))
+    assert found["first"] != found["other weights"] and found["first"] != found["other tokens"]
 
 
 @pytest.mark.parametrize(("method", "rows"), [(LORA, 4), (FULL, 1)], ids=["lora", "full, a sequence at a time"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,18 @@ from numpy.typing import NDArray
 
 from engine.batching.budget import MicroBatchBudget
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
+from engine.config.files.caches import cache_folder
 from engine.data.store import hash_text
 from engine.data.tokens import TokenData
+from engine.data.unpaired import MismatchedData
 from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table, write_atomically
 from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
-from engine.model.reference import find_starting_weights
+from engine.model.load import has_new_weights
+from engine.model.reference import find_starting_weights, weights_digest
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.objective import MeasuredReference, PairObjective, UnpairedObjective
@@ -28,6 +32,12 @@ from engine.train.strategy.evaluation import gather_results
 
 FOLDER = "reference"
 """In the run's folder: log-probabilities of the weights at the start."""
+
+SHARED_FOLDER = "references"
+"""In the cache folder: the same for all runs that start from the same weights with the same tokens."""
+
+VERSION = 1
+"""Part of the name of a shared reference. Increase it when the same weights and tokens would give other values."""
 
 PIECE = 4096
 """Sequences whose log-probabilities are written at once: what a kill costs while they are computed."""
@@ -75,7 +85,8 @@ def _references(
         return lambda data: None
     if not stored:
         return lambda data: partial(context.loss.log_probabilities, adapter=False)
-    values = {id(data): _stored(setup, place, journal, name, data) for name, data in _parts(setup)}
+    shared = cache(lambda: _shared_folder(setup))
+    values = {id(data): _stored(setup, place, shared, journal, name, data) for name, data in _parts(setup)}
     return lambda data: stored_reference(values[id(data)], context.device.upload)
 
 
@@ -86,14 +97,40 @@ def _parts(setup: TrainingSetup) -> list[tuple[str, TokenData]]:
     return [*whole, *((f"{name}-mismatched", data.mismatched) for name, data in whole if data.mismatched is not None)]
 
 
+def _shared_folder(setup: TrainingSetup) -> Path | None:
+    """Where other runs find the reference, by a digest of weights, tokens and whatever decides what they give. None for
+    random weights, which depend on the device."""
+    recipe, identity = setup.spec.recipe, setup.identity
+    start = find_starting_weights(recipe.model)
+    if has_new_weights(setup.spec, start):
+        return None
+    settings = recipe.model.model_dump(mode="json", exclude={"id", "adapter", "revision", "tokenizer"})
+    parts = [VERSION, settings, recipe.method.model_dump(mode="json"), str(setup.context.loaded.precision.compute)]
+    digests = [identity.tokenizer_hash, weights_digest(start)]
+    return cache_folder() / SHARED_FOLDER / hash_text(*digests, json.dumps(parts, sort_keys=True))
+
+
 def _stored(
-    setup: TrainingSetup, place: RunDirectory, journal: Journal, name: str, data: TokenData
+    setup: TrainingSetup,
+    place: RunDirectory,
+    shared: Callable[[], Path | None],
+    journal: Journal,
+    name: str,
+    data: TokenData,
 ) -> NDArray[np.float64]:
     """Log-probabilities of all sequences of `data` under the weights of the start, computed by all ranks. Rank 0 writes
-    them in pieces, so that a run that is killed meanwhile computes only what is missing."""
+    them in pieces, so that a run that is killed meanwhile computes only what is missing. The run's folder has them
+    for its resumes, whatever becomes of the base; the cache has them for other runs."""
     ranks, strategy = setup.context.ranks, setup.context.strategy
     context = strategy.join_evaluation(evaluation_context(setup), data, f"reference of {name}: ")
-    key = hash_text(setup.identity.data_fingerprint, setup.identity.tokenizer_hash, name)
+    partners = [hashlib.sha256(data.partners.tobytes()).hexdigest()] if isinstance(data, MismatchedData) else []
+    key = hash_text(setup.identity.data_fingerprint, setup.identity.tokenizer_hash, name, *partners)
+
+    def computed(start: int, size: int) -> list[float]:
+        journal.phase("computing the reference", f"{name}: {start:,} of {len(data):,} sequences")
+        with eval_mode(context.loaded.model):
+            values: list[float] = sequence_log_probabilities(context, data, np.arange(start, start + size))[0].tolist()
+        return values
 
     def values() -> list[float]:
         found: list[float] = []
@@ -101,10 +138,11 @@ def _stored(
             size, file = min(PIECE, len(data) - start), place.path / FOLDER / f"{name}-{start:09d}.json"
             piece = _read(file, key, size)
             if piece is None:
-                journal.phase("computing the reference", f"{name}: {start:,} of {len(data):,} sequences")
-                with eval_mode(context.loaded.model):
-                    piece = sequence_log_probabilities(context, data, np.arange(start, start + size))[0].tolist()
-                _write(file, key, piece)
+                folder = shared()
+                copies = [file] if folder is None else [file, folder / f"{key}-{start:09d}.json"]
+                piece = _read(copies[-1], key, size) or computed(start, size)
+                for copy in copies:
+                    _write(copy, key, piece)
             found += piece
         return found
 
@@ -126,7 +164,7 @@ def _read(file: Path, key: str, size: int) -> list[float] | None:
 
 
 def _write(file: Path, key: str, values: list[float]) -> None:
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps({"key": key, "values": values}) + "\n")
 
 
