@@ -77,7 +77,8 @@ def main() -> None:
         folder = Path(name).resolve()
         (folder / "runs").mkdir()
         make(folder / "runs", asked.runs, asked.queued, asked.swept)
-        commands = {"--help": ["--help"], "runs": ["runs"], "queue list": ["queue", "list"],
+        commands = {"--help": ["--help"], "runs, the first time": ["runs"], "runs": ["runs"],
+                    "queue list": ["queue", "list"],
                     "compare sweep": ["compare", f"sweep:{SWEEP}"], "show last": ["show", "last"]}  # fmt: skip
         figures: dict[str, object] = {
             f"{label}, CPU seconds": round(cpu_seconds(words, folder), 2) for label, words in commands.items()

@@ -23,6 +23,7 @@ from engine.errors import UsageError, WorseError
 if TYPE_CHECKING:
     from engine.journal.compare import Comparison
     from engine.journal.directory import RunDirectory
+    from engine.journal.folder_summaries import FolderSummaries
     from engine.journal.score_groups import Gains
 
 RunArguments = Annotated[
@@ -59,11 +60,13 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
+    from engine.journal.folder_summaries import FolderSummaries
     from engine.journal.gate import failures, parse_condition
     from engine.journal.score_groups import gains, refuse_unscored
 
     conditions = [parse_condition(text) for text in fail_if or ()]
-    directories = [directory for target in targets for directory in _find(target, runs)]
+    kept = FolderSummaries(runs_folder(runs))
+    directories = [directory for target in targets for directory in _find(target, runs, kept)]
     if len({directory.path for directory in directories}) < 2:
         raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
     directories = list(dict.fromkeys(directories))
@@ -74,7 +77,7 @@ def compare(
     if metric is not None and found is None:
         refuse_unscored(directories, metric)
     failed = failures(directories, conditions, reference)
-    comparison = compare_runs(directories)
+    comparison = compare_runs(directories, kept.of)
     if as_json:
         more = {"gains": asdict(found)} if found else {}
         gate = {"failed": [each._asdict() for each in failed]} if conditions else {}
@@ -112,14 +115,14 @@ def _reference(against: str, runs: Path | None, directories: list[RunDirectory])
     return found.name
 
 
-def _find(target: str, runs: Path | None) -> list[RunDirectory]:
+def _find(target: str, runs: Path | None, kept: FolderSummaries) -> list[RunDirectory]:
     """The run that `target` names, or all runs of the sweep that "sweep:ID" names."""
+    from engine.journal.folder_summaries import runs_of_sweep
     from engine.journal.index import list_runs
-    from engine.launch.create_run import runs_of_sweep
 
     if not target.startswith("sweep:"):
         return [find_run(target, runs)]
-    return runs_of_sweep(target.removeprefix("sweep:"), list_runs(runs_folder(runs))[::-1])
+    return runs_of_sweep(target.removeprefix("sweep:"), list_runs(runs_folder(runs))[::-1], kept)
 
 
 def _print(comparison: Comparison, metric: str | None) -> None:

@@ -175,12 +175,10 @@ def queue_worker(folder: str) -> None:
 
 def _rows(waiting: Queue, state: QueueState) -> list[dict[str, Any]]:
     """The running one at position 0, then the waiting runs, counted from 1."""
-    from engine.journal.summary import summarise
-
     current = [(0, state.current)] if state.current and state.worker else []
     rows = []
     for position, name in [*current, *enumerate(state.waiting, 1)]:
-        summary = summarise(waiting.run(name))
+        summary = waiting.summaries.of(waiting.run(name))
         fields = ("run", "path", "status", "model", "profile", "recipe")
         rows.append({"position": position, **{field: getattr(summary, field) for field in fields}})
     return rows

@@ -13,12 +13,12 @@ from engine.commands.shared import (
     RunArgument,
     RunsOption,
     find_run,
-    make_console,
     print_json,
     print_line,
     print_notices,
     print_progress,
     print_rows,
+    print_table,
     runs_folder,
 )
 from engine.errors import EnvironmentProblem, StoppedError, TunedeckError, UsageError
@@ -47,12 +47,15 @@ WATCH_POLL_SECONDS = 0.25
 def runs(as_json: JsonOption = False, folder: RunsOption = None) -> None:
     """List the runs of the runs folder, newest first."""
     from engine.journal.event_text import clean
+    from engine.journal.folder_summaries import FolderSummaries
     from engine.journal.index import list_runs
-    from engine.journal.summary import summarise
     from engine.journal.summary_text import file_problems
 
     place = runs_folder(folder)
-    summaries = [summarise(directory) for directory in list_runs(place)]
+    kept = FolderSummaries(place)
+    directories = list_runs(place)
+    summaries = [kept.of(directory) for directory in directories]
+    kept.write(directories)
     if as_json:
         print_json([{key: getattr(summary, key) for key in LISTED} for summary in summaries])
     elif not summaries:
@@ -63,23 +66,16 @@ def runs(as_json: JsonOption = False, folder: RunsOption = None) -> None:
 
 
 def _print_table(summaries: list[RunSummary]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from engine.journal.event_text import clean, format_number
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    # Names of runs are copied from this table: they are never broken, the other columns give way.
-    table.add_column("run", no_wrap=True, min_width=max(len(clean(summary.run)) for summary in summaries))
-    for title in ("status", "step", "loss", "ooms", "device", "model"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("step", "loss", "ooms") else "left")
+    rows = []
     for summary in summaries:
         step = f"{summary.step:,}" + (f"/{summary.max_steps:,}" if summary.max_steps else "")
         loss = format_number(summary.metrics["train_loss"]) if "train_loss" in summary.metrics else "-"
         device = "simulated" if summary.simulated else summary.profile
         cells = (summary.run, summary.status, step, loss, str(summary.backoffs), device, summary.model)
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    make_console().print(table)
+        rows.append([clean(cell) for cell in cells])
+    print_table(("run", "status", "step", "loss", "ooms", "device", "model"), rows, right=("step", "loss", "ooms"))
 
 
 def show(

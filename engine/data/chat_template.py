@@ -3,8 +3,10 @@ exception, expect messages in a shape of its own, or never end."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -136,11 +138,14 @@ class ChatTemplate:
         try:
             with render_limits():
                 result: Any = render_jinja_template([shaped], **given)  # its annotation, str, is wrong in 5.23
-        except RenderTimeout:
+        except RenderTimeout as error:
+            _let_go(error)
             raise self._timeout() from None
         except jinja2.TemplateError as error:
             raise TemplateRefusal(f"{REFUSAL} refuses it: {_shortened(error)}") from error
         except TEMPLATE_ERRORS as error:
+            if isinstance(error, MemoryError):
+                _let_go(error)
             raise TemplateRefusal(f"{REFUSAL} fails: {type(error).__name__}: {_shortened(error)}") from error
         texts, spans = result
         if len(texts[0]) > MOST_CHARACTERS:
@@ -193,6 +198,13 @@ class ChatTemplate:
             return PROBES[0] in self.render([message], None)
         except TemplateRefusal:
             return False
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what a stopped template has filled memory with: the variables of its frames, which refer to each other."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    gc.collect()
 
 
 def markers_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -4,7 +4,7 @@ shows it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,9 +47,11 @@ class Comparison:
         return asdict(self)
 
 
-def compare(directories: Sequence[RunDirectory]) -> Comparison:
+def compare(
+    directories: Sequence[RunDirectory], summary_of: Callable[[RunDirectory], RunSummary] = summarise
+) -> Comparison:
     return compare_summaries(
-        [summarise(directory) for directory in directories],
+        [summary_of(directory) for directory in directories],
         [read_spec(directory) for directory in directories],
         [read_evaluations(directory) for directory in directories],
     )

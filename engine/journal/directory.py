@@ -241,6 +241,11 @@ def _parsed_spec(path: Path, _changed_ns: int, _inode: int) -> tuple[dict[str, A
     return spec, [f"run.toml has values of a wrong type: {', '.join(wrong)}"] if wrong else []
 
 
+def enabled_stages(spec: dict[str, Any]) -> list[str]:
+    """The names of the stages in the tables of a run.toml; empty for a run without stages."""
+    return [str(stage["name"]) for stage in nested(spec, "recipe", "stages") or [] if stage.get("enabled", True)]
+
+
 def nested(table: Any, *keys: str) -> Any:
     """The value under nested keys of a table; an empty text if there is none."""
     for key in keys:

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Raises OSError; no
-    temporary file is left."""
+def write_atomically(path: Path, text: str, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Without `durable`, what
+    a loss of power damages can be made again. Raises OSError; no temporary file is left."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     # Unlike those of `tempfile`, readable as the umask says.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:  # an interrupt, too, leaves no temporary file
         if isinstance(error, OSError) and error.filename in (None, temporary):

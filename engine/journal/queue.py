@@ -16,8 +16,8 @@ from typing import Any
 from engine.errors import FULL_DISK, EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.files import locked, read_table, write_atomically
+from engine.journal.folder_summaries import FolderSummaries
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
-from engine.journal.summary import summarise
 
 
 @dataclass
@@ -37,11 +37,13 @@ class QueueState:
 
 
 class Queue:
-    """The queue of one runs folder. Every method is one transaction; no state is kept in memory between calls."""
+    """The queue of one runs folder. Every method is one transaction; between calls only summaries of runs are kept, as
+    long as no file of the run changes."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir = runs_dir
         self.folder = runs_dir / ".queue"
+        self.summaries = FolderSummaries(runs_dir)
 
     @property
     def log(self) -> Path:
@@ -137,7 +139,7 @@ class Queue:
 
     def _still_waits(self, name: str) -> bool:
         directory = self.run(name)
-        return directory.exists() and summarise(directory).status == "queued"
+        return directory.exists() and self.summaries.of(directory).status == "queued"
 
     def _require_waiting(self, state: QueueState, name: str) -> None:
         if name not in state.waiting:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.config.load import load_run_spec
-from engine.config.stages import last_training_stage
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail, EventWriter
@@ -59,6 +57,10 @@ def result_run(run: RunDirectory) -> RunDirectory:
     UsageError where that stage has not begun."""
     if not run.stages.is_dir():
         return run
+    # Imported here: the rules of run specs take longer than a list of runs.
+    from engine.config.load import load_run_spec
+    from engine.config.stages import last_training_stage
+
     number, stage = last_training_stage(load_run_spec(run.run_toml).recipe)
     last = stage_directory(run, number, stage.name)
     if not last.exists():

@@ -16,7 +16,7 @@ from typing import Any
 from engine.errors import EnvironmentProblem, TunedeckError
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.control import was_requested
-from engine.journal.directory import RunDirectory, nested, read_spec_and_problems
+from engine.journal.directory import RunDirectory, enabled_stages, nested, read_spec_and_problems
 from engine.journal.events import FINAL_STATUSES, Event, EventTail, decode_event
 from engine.journal.files import read_table
 from engine.journal.journal_state import JournalState, StageState, plan_digest
@@ -116,6 +116,12 @@ class RunSummary:
     """What else in the run's files could not be read, as sentences."""
     stopping: bool
     """A stop was requested and the engine has not ended yet."""
+    sweep: str
+    """The id of the sweep to which the run belongs; empty if it belongs to none."""
+    overrides: list[str]
+    """Settings that were changed with --set or in the console, as KEY=VALUE."""
+    enabled_stages: list[str]
+    """Empty for a run without stages."""
     losses: list[float] = field(default_factory=list)
     """Training losses, evenly over the steps; at most MOST_LOSSES."""
 
@@ -327,6 +333,9 @@ def summarise_state(
         damaged_lines=damaged,
         problems=problems,
         stopping=state.finished is None and was_requested(directory, "stop"),
+        sweep=str(nested(spec, "provenance", "sweep", "id")),
+        overrides=list(nested(spec, "provenance", "set")),
+        enabled_stages=enabled_stages(spec),
     )
 
 

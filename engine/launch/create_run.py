@@ -25,7 +25,7 @@ from engine.config.load import Resolved, brings_limits, dump_run_spec, load_run_
 from engine.config.schema.run import RunSpec
 from engine.config.sweep import sweep_points
 from engine.errors import ConfigNotHereError, DoesNotFitError, UnknownArchitectureError, UsageError
-from engine.journal.directory import RunDirectory, create_run_directory, read_spec
+from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
 from engine.journal.queue import Queue, QueueState
@@ -308,20 +308,3 @@ def _create_in_queue(
         for directory in directories:
             shutil.rmtree(directory.path, ignore_errors=True)
         raise
-
-
-def runs_of_sweep(sweep_id: str, runs: list[RunDirectory]) -> list[RunDirectory]:
-    """Those of `runs` that belong to the sweep, in the order of their points. Raises UsageError if there is none."""
-    found = [run for run in runs if sweep_id and _sweep_of(run) == sweep_id]
-    if not found:
-        raise UsageError(
-            f"no runs of a sweep {sweep_id!r}",
-            expected="sweep:ID as the start of the sweep printed it",
-            fix="tunedeck runs",
-        )
-    return found
-
-
-def _sweep_of(run: RunDirectory) -> str:
-    sweep = read_spec(run).get("provenance", {}).get("sweep", {})
-    return str(sweep.get("id", "")) if isinstance(sweep, dict) else ""

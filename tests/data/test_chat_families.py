@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.data import chat_template, prepare, template_limits
@@ -271,6 +272,16 @@ def test_a_template_that_asks_for_a_large_number_or_text_is_refused_at_once(text
     """One call of C that no signal interrupts."""
     said = reason("{% if messages | length == 4 %}" + text + "{% endif %}" + CHATML, TWO_TURNS)
     assert said.startswith("the chat template fails: ") and ("Overflow" in said or "Memory" in said)
+
+
+def test_what_a_template_filled_memory_with_is_freed_when_it_is_refused() -> None:
+    doubling = (
+        "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}"
+    )
+    before = psutil.Process().memory_info().rss
+    for _ in range(2):
+        assert "Memory" in reason("{% if messages | length == 4 %}" + doubling + "{% endif %}" + CHATML, TWO_TURNS)
+    assert psutil.Process().memory_info().rss - before < template_limits.RENDER_BYTES / 4
 
 
 def test_a_template_that_writes_more_than_any_row_is_refused() -> None:

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from textual.content import Content
 
-from engine.journal.directory import read_spec
+from engine.journal.directory import enabled_stages, read_spec
 from engine.journal.event_text import clean
 from engine.journal.summary import RunSummary
-from tui.run.listing import stage_names
 from tui.run.table import state_of
 from tui.run.watch import RunWatch
 from tui.theme import STATES, glyphs
@@ -41,7 +40,7 @@ def chain_of(watch: RunWatch) -> list[Link]:
     summary = watch.summary
     if summary is None:
         return []
-    return [Link(name, _state_of(name, summary)) for name in stage_names(read_spec(watch.directory))]
+    return [Link(name, _state_of(name, summary)) for name in enabled_stages(read_spec(watch.directory))]
 
 
 def _state_of(name: str, summary: RunSummary) -> str:

@@ -1,34 +1,34 @@
 """A list of runs, such as all runs of a folder, that is read in short slices and again only where a file changed.
 
 A folder may have a thousand runs, and one of them a million steps. The names are listed at once; the summaries follow,
-newest runs first. Refreshing an ended run then costs three `stat` calls. Nothing here draws or writes.
+newest runs first. Refreshing an ended run then costs a few `stat` calls. What was read is kept for later consoles.
 
 Try: `RunList.of_folder(Path("runs")).refresh(seconds=1.0)`
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from engine.errors import TunedeckError
-from engine.journal.directory import RunDirectory, read_spec
+from engine.journal.directory import RunDirectory
+from engine.journal.folder_summaries import FileStamp, FolderSummaries, file_stamp
 from engine.journal.index import DIRECTORY_NAME, list_runs
 from engine.journal.labels import Labels, read_labels
 from engine.journal.summary import RunSummary, SummaryReader
 
-LIVE = ("queued", "running", "stale")
-"""States that a run can leave without a new line in its journal."""
+LIVE = ("running", "stale")
+"""States that a run can leave without a change of its files."""
 
 RELIST_SECONDS = 1.0
 """While runs are read one after the other, the folder is listed again no more often than this."""
 
-FileStamp = tuple[int, ...]
+WRITE_SECONDS = 60.0
+"""Summaries are kept for later consoles no more often than this."""
 
 
 @dataclass
@@ -42,14 +42,23 @@ class RunEntry:
     is_started: bool = False
     """Whether reading has begun: a run with a million steps takes many calls of `refresh`."""
     stamp: FileStamp = ()
-    stages: tuple[str, ...] = ()
-    """Names of the enabled stages of a staged run."""
-    sweep: str = ""
-    """The id of the sweep to which the run belongs; empty if it belongs to none."""
     labels: Labels = field(default_factory=Labels)
     """Tags and note."""
-    changed: str = ""
-    """The settings that were changed with --set or in the console: "max_steps=100 rank=8"."""
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the enabled stages of a staged run."""
+        return self.summary.enabled_stages if self.summary is not None else []
+
+    @property
+    def sweep(self) -> str:
+        """The id of the sweep to which the run belongs; empty if it belongs to none."""
+        return self.summary.sweep if self.summary is not None else ""
+
+    @property
+    def changed(self) -> str:
+        """The settings that were changed with --set or in the console: "max_steps=100 rank=8"."""
+        return changed_settings(self.summary.overrides) if self.summary is not None else ""
 
     @property
     def is_read(self) -> bool:
@@ -60,8 +69,10 @@ class RunEntry:
 class RunList:
     """The runs that the function `find` returns, with a summary of each."""
 
-    def __init__(self, find: Callable[[], list[RunDirectory]]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[], list[RunDirectory]], kept: FolderSummaries | None = None) -> None:
+        """`kept` has summaries of earlier processes, and takes new ones."""
+        self._find, self._kept = find, kept
+        self._written_at = -inf
         self._entries: dict[Path, RunEntry] = {}
         self._listed_at = -inf
         self.read_error = ""
@@ -70,7 +81,7 @@ class RunList:
     @classmethod
     def of_folder(cls, runs_dir: Path) -> RunList:
         """A list of all runs in one folder."""
-        return cls(lambda: list_runs(runs_dir))
+        return cls(lambda: list_runs(runs_dir), FolderSummaries(runs_dir))
 
     @property
     def entries(self) -> list[RunEntry]:
@@ -93,7 +104,13 @@ class RunList:
             changed = self._read(entry, max(0.0, deadline - time.monotonic())) or changed
             if time.monotonic() > deadline:
                 break
+        self._keep()
         return changed
+
+    def _keep(self) -> None:
+        if self._kept is not None and not self.unread and time.monotonic() - self._written_at > WRITE_SECONDS:
+            self._written_at = time.monotonic()
+            self._kept.write(entry.directory for entry in self.entries)
 
     def _relist(self) -> bool:
         try:
@@ -116,20 +133,21 @@ class RunList:
         yield from (entry for entry in unread if not entry.is_started)
         for entry in self.entries:
             live = entry.summary is not None and entry.summary.status in LIVE
-            if entry.is_read and (live or _file_stamp(entry.directory) != entry.stamp):
+            if entry.is_read and (live or file_stamp(entry.directory) != entry.stamp):
                 yield entry
         yield from (entry for entry in unread if entry.is_started)
 
     def _read(self, entry: RunEntry, seconds: float) -> bool:
-        before, stamp = (entry.summary, entry.read_error), _file_stamp(entry.directory)
+        before, stamp = (entry.summary, entry.read_error), file_stamp(entry.directory)
         is_started, entry.is_started = entry.is_started, True
+        known = self._kept.known(entry.directory) if self._kept is not None and not is_started else None
         try:
-            if not entry.reader.read(seconds=seconds):
+            if known is None and not entry.reader.read(seconds=seconds):
                 return not is_started
-            entry.summary, entry.read_error = entry.reader.summary(), ""
-            spec = read_spec(entry.directory)
-            entry.stages, entry.sweep = stage_names(spec), str(nested(spec, "provenance", "sweep", "id") or "")
-            entry.changed, entry.labels = changed_settings(spec), read_labels(entry.directory)
+            entry.summary, entry.read_error = known or entry.reader.summary(), ""
+            entry.labels = read_labels(entry.directory)
+            if known is None and self._kept is not None:
+                self._kept.take(entry.directory, stamp, entry.summary)
         except TunedeckError as error:
             entry.read_error = error.found
         except OSError as error:
@@ -138,41 +156,13 @@ class RunList:
         return (entry.summary, entry.read_error) != before
 
 
-def stage_names(spec: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the enabled stages in `spec`, the tables of a run.toml; empty for a run without stages."""
-    stages = nested(spec, "recipe", "stages") or []
-    return tuple(str(stage.get("name")) for stage in stages if isinstance(stage, dict) and stage.get("enabled", True))
-
-
-def changed_settings(spec: dict[str, Any]) -> str:
-    """The overrides in `spec`, the tables of a run.toml, each with the last part of its key alone."""
-    overrides = [str(override).partition("=") for override in nested(spec, "provenance", "set") or []]
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in overrides)
-
-
-def nested(table: Any, *keys: str) -> Any:
-    """Return the value under nested keys in a table read from TOML or JSON; None if one of the keys is missing."""
-    for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table
-
-
-def _file_stamp(directory: RunDirectory) -> FileStamp:
-    """Sizes and modification times of the files from which a summary is made. If the stamp is unchanged, so is the
-    summary."""
-    paths = (directory.events, directory.engine, directory.control, directory.path / "labels.json")
-    return tuple(number for path in paths for number in _stat(path))
+def changed_settings(overrides: Iterable[str]) -> str:
+    """Overrides KEY=VALUE, each with the last part of its key alone."""
+    parts = [str(override).partition("=") for override in overrides]
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts)
 
 
 def short_name(directory: RunDirectory) -> str:
     """The run's name without the time that its directory's name begins with."""
     found = DIRECTORY_NAME.match(directory.name)
     return found[2] if found else directory.name
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return (0, 0)
-    return (found.st_size, found.st_mtime_ns)

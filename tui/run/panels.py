@@ -12,11 +12,10 @@ from typing import Any
 
 from textual.content import Content
 
-from engine.journal.directory import read_spec
+from engine.journal.directory import nested, read_spec
 from engine.journal.event_text import clean, format_duration, format_number, format_score, ready_at
 from engine.journal.summary import SUSPENDED, RunSummary
 from engine.journal.summary_text import LONG_SECONDS, ooms_text
-from tui.run.listing import nested
 from tui.run.log_tail import LogLine
 from tui.run.ranks import ranks_in_brief
 from tui.run.table import ASKED_FOR, EIGHTHS, state_cell, state_of
