@@ -12,9 +12,13 @@ from engine.config.files.text import quoted, visible
 if TYPE_CHECKING:
     from engine.config.imports.draft import Draft
 
+USUAL_PROFILE = "24gb"
+"""For a plan by a user who has described no hardware of his own."""
+
 
 def import_configuration_file(file: Path, *, devices: int, force: bool) -> None:
     from engine.config.imports.convert import import_configuration
+    from engine.launch.requirements import own_profile
 
     draft, target = import_configuration(file, devices=devices, force=force)
     for line in account(draft, devices):
@@ -24,7 +28,7 @@ def import_configuration_file(file: Path, *, devices: int, force: bool) -> None:
     if draft.blanks:
         print_line(f"next: fill in what is listed above in {target}, then tunedeck recipes check {name}")
     else:
-        print_line(f"next: tunedeck plan -r {name}")
+        print_line(f"next: tunedeck plan -p {shlex.quote(own_profile() or USUAL_PROFILE)} -r {name}")
 
 
 def account(draft: Draft, devices: int) -> list[str]:

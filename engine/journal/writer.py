@@ -36,7 +36,7 @@ def until_there_is_room(
             if interrupted():
                 raise EnvironmentProblem(
                     "the disk is full, and the run was asked to end while it waited for room",
-                    fix="make room, then go on from the last checkpoint with: tunedeck resume",
+                    fix="make room, then go on from the last checkpoint: tunedeck resume RUN",
                 ) from error
             log.warning("the disk is full (%s); waiting for room", error.filename or "events.jsonl")
         if not warned:

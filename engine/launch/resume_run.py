@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import count
@@ -269,6 +270,10 @@ def _changes_of_done_stages(directory: RunDirectory, changes: Changes, again: se
     return refused
 
 
+def _as_options(overrides: Sequence[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
 def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
     if step is None or directory.checkpoint(step).is_dir():
         return
@@ -302,7 +307,7 @@ def change_spec(
     if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes, again)]:
         raise UsageError(
             "resume cannot change what the run has already learned from:\n  " + "\n  ".join(refused),
-            fix="start a new run with: tunedeck train",
+            fix=shlex.join(["tunedeck", "train", "--run-spec", str(directory.run_toml), *_as_options(overrides)]),
         )
     require_trackers(resolved.spec.recipe)
     allow_typed(resolved.spec.recipe.finish, overrides)

@@ -7,6 +7,7 @@ new user have rows of their own in test_first_hour.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from engine.journal.events import EventWriter
 from engine.journal.liveness import claim
 from engine.journal.summary import summarise
 from engine.journal.summary_text import detail_rows, result_rows
+from engine.launch.create_run import resolve_start
+from engine.launch.start_options import StartOptions
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import GOOD_DATA, make_run, write_profile, write_recipe
 from tests.tui.recorded_stages import make_staged_run
@@ -36,6 +39,7 @@ def own_files(folder: Path) -> None:
     (folder / "d").mkdir()
     (folder / "d" / "rows.jsonl").write_text(GOOD_DATA)
     (folder / "axolotl.yml").write_text("base_model: Qwen/Qwen2.5-0.5B\nlora_r: 8\n")
+    (folder / "own.yml").write_text("base_model: builtin:tiny\ndatasets: [{path: d/rows.jsonl, type: completion}]\n")
 
 
 def preferences(folder: Path) -> None:
@@ -84,6 +88,38 @@ def waiting_run(folder: Path) -> None:
     make_run(folder, write_recipe(folder))
 
 
+def staged_run(folder: Path) -> None:
+    make_staged_run(folder / "runs")
+
+
+def ended_run(status: str, code: int) -> State:
+    """A run whose engine recorded how it ended, and a line in its log."""
+
+    def state(folder: Path) -> None:
+        run = make_run(folder, write_recipe(folder))
+        run.log.write_text("the last words\n")
+        with EventWriter(run) as writer:
+            writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+            writer.write("run_finished", status=status, exit_code=code, result=None)
+
+    return state
+
+
+def stale_run(folder: Path) -> None:
+    run = make_run(folder, write_recipe(folder))
+    run.log.write_text("the last words\n")
+    with EventWriter(run) as writer:
+        writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
+    os.utime(run.events, (0, 0))
+
+
+def run_in_use(folder: Path) -> None:
+    waiting_run(folder)
+    (run,) = (folder / "runs").iterdir()
+    user = make_run(folder, write_recipe(folder, name="next"))
+    user.run_toml.write_text(user.run_toml.read_text().replace("builtin:tiny", f"run:{run}"))
+
+
 class Row(NamedTuple):
     """A state, a command that fails in it, words of its error, and words of what the suggested command prints."""
 
@@ -118,6 +154,9 @@ ROWS = {
     "a run that has ended": Row(finished_run, "checkpoint last", ("is done", "tunedeck runs"), ("-mine", "done")),
     "a run that is not queued": Row(finished_run, "queue remove last", ("does not wait",), ()),
     "one run to compare": Row(finished_run, "compare last", ("two different runs",), ("-mine", "done")),
+    "no such stage": Row(staged_run, "show last/nothing", ("has no stage",), ("expert-qmsum",)),
+    "no such chat": Row(finished_run, "chat --attach x", ("no chats in",), ()),
+    "a run that others name": Row(run_in_use, "rename mine other", ("is named by",), ("other",)),
     "no such run": Row(finished_run, "show other", ("no run matches",), ("-mine", "done")),
     "gains of no score": Row(
         scored_runs, "compare one two --against one", ("needs --metric",), ("loss", "gain over")
@@ -146,10 +185,46 @@ def test_a_suggested_command_does_what_the_error_says(tunedeck: Tunedeck, tmp_pa
     row.state(tmp_path)
     refused = tunedeck(*shlex.split(row.typed))
     refused.complains(refused.code, *row.words)
-    assert refused.code in (2, 3, 5)
+    assert refused.code in (1, 2, 3, 5, 6)
     answer = tunedeck(*suggested(row.typed, refused.err))
     assert answer.code == 0, answer.err
     assert all(word in answer.out for word in row.answer), answer.out
+
+
+PRINTED = {
+    "imported": Row(own_files, "recipes import own.yml", (), ("fits", "on profile mine")),
+    "exported": Row(finished_run, "export last", (), ("repeat it",)),
+    "of a failed run": Row(ended_run("failed", 1), "show last", (), ("the last words",)),
+    "of a run out of memory": Row(ended_run("oom", 4), "show last", (), ("memory never ran out",)),
+    "of a run that is done": Row(ended_run("done", 0), "watch last", (), ("done",)),
+}
+
+
+@pytest.mark.parametrize("row", PRINTED.values(), ids=PRINTED.keys())
+def test_a_command_that_is_printed_as_the_next_can_be_typed(tunedeck: Tunedeck, tmp_path: Path, row: Row) -> None:
+    row.state(tmp_path)
+    printed = tunedeck(*shlex.split(row.typed)).out
+    command = re.findall(r"tunedeck (\w.*)", printed)[0]
+    answer = tunedeck(*shlex.split(re.split(r"[;,]", command)[0]))
+    assert answer.code == 0, answer.err
+    assert all(word in answer.out for word in row.answer), answer.out
+
+
+def test_the_log_of_a_stale_run_is_where_its_wait_says(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    stale_run(tmp_path)
+    refused = tunedeck("wait", "last")
+    refused.complains(1, "without recording how the run ended", "tunedeck resume ")
+    assert "the last words" in tunedeck(*suggested("", refused.err)).out
+
+
+def test_a_change_that_a_run_cannot_take_starts_a_new_one(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    ended_run("stopped", 130)(tmp_path)
+    refused = tunedeck("resume", "last", "--set", "data.max_length=32")
+    refused.complains(2, "data.max_length: 64 -> 32", "tunedeck train --run-spec ", "--set data.max_length=32")
+    command = suggested("", refused.err)
+    assert (command[:2], command[3]) == (["train", "--run-spec"], "--set")
+    spec = resolve_start(StartOptions(run_spec=Path(command[2]), overrides=command[4:])).spec
+    assert spec.recipe.data.max_length == 32
 
 
 def test_packages_to_install_are_named_with_the_versions_that_are_needed() -> None:

@@ -165,7 +165,7 @@ def test_axolotl() -> None:
     assert train["optimizer"] == "adamw_8bit" and recipe["data"]["packing"] is True
     assert "saves_per_epoch  (evaluations and checkpoints are set in steps" in said
     assert "empty in that file:\n  wandb_project" in said
-    assert said.endswith("next: tunedeck plan -r theirs\n")
+    assert said.endswith("next: tunedeck plan -p 24gb -r theirs\n")
 
 
 def test_llama_factory_with_its_list_of_data_sets() -> None:

@@ -161,5 +161,5 @@ def judge(place: RunDirectory, size: int, limit_seconds: float, trouble: str, se
         return ProofResult(
             LOST_RANK, True, f"a killed rank is noticed by all others in {max(took):.2f} s", seconds=seconds
         )
-    fallback = "it may hang when a rank is lost: watch it, and stop it with tunedeck stop"
+    fallback = "it may hang when a rank is lost: watch it, and stop it with tunedeck stop RUN"
     return ProofResult(LOST_RANK, False, detail, fallback, seconds)
