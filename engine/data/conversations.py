@@ -11,6 +11,7 @@ from engine.data.chat_template import Message, TemplateRefusal
 from engine.data.records import ChatRecord, Dropped, Record
 
 LEFT_OUT = "the chat template leaves out"
+TOOL_CALL = "a tool call, or its arguments"
 """First words of the drop reason."""
 
 THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
@@ -44,7 +45,7 @@ def require_complete(messages: list[Message], whole: str, answers: dict[int, str
         if not all(contains(text, part) or (is_answer and _contains_answer(text, part)) for part in texts_of(message)):
             raise TemplateRefusal(f"{LEFT_OUT} text of a turn of the role {message['role']}")
         if is_answer and not all(_shows_call(text, call) for call in message.get("tool_calls") or ()):
-            raise TemplateRefusal(f"{LEFT_OUT} a tool call, or its arguments")
+            raise TemplateRefusal(f"{LEFT_OUT} {TOOL_CALL}")
 
 
 def texts_of(message: Message) -> list[str]:
@@ -196,7 +197,8 @@ def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
     if calls and not isinstance(calls, list):
         return Dropped("a turn's tool_calls is not a list of calls")
     if content is None and not calls:
-        return Dropped("a turn has no text")
+        named = {"value", "content"} & set(turn)
+        return Dropped("a turn has no text" if named else f"a turn has no content; it has {', '.join(turn)[:80]}")
     if content is not None and not isinstance(content, str) and not (parts and isinstance(content, list)):
         return Dropped("a turn's content is not text")
     return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}

@@ -53,6 +53,9 @@ READ_ERRORS = (DatasetsError, OSError, ValueError, StopIteration, EOFError, Recu
                pyarrow.ArrowException)  # fmt: skip
 """What `datasets` raises for damaged or misnamed files."""
 
+POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+"""How a file begins that Git LFS left in place of another, and the most bytes of one."""
+
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
     False  # it would ask a server to count each file that is read, also local ones
 )
@@ -75,6 +78,11 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
     files = find_data_files(source)
     reads = {file: file for file in files}
     try:
+        if pointers := [file for file in files if _is_pointer(file)]:
+            raise DataError(
+                f"source {source.name}: {pointers[0]} is a pointer of Git LFS, not the file itself",
+                fix="fetch the files in the repository that they lie in: git lfs pull",
+            )
         digests = [hash_file(file) for file in files]
         fingerprint = hash_text(hash_files(files, digests, path if path.is_dir() else None), source.split)
         if all(file.stat().st_size == 0 for file in files):
@@ -97,6 +105,13 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
         ) from error
     except READ_ERRORS as error:
         raise _unreadable(source, path, reads, error) from error
+
+
+def _is_pointer(file: Path) -> bool:
+    if file.stat().st_size > POINTER_BYTES:
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(POINTER)) == POINTER
 
 
 def _data_files(source: Source, path: Path, files: list[Path], version: int) -> tuple[list[Path], list[str]]:

@@ -85,8 +85,9 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return len(chosen[:shared].rstrip(" "))
 
 
-def other_objective(source: Source, rows: SourceRows, judged: str | None) -> DataError:
-    """For rows of preferences without their objective (`judged` None), or rows that an objective cannot learn from."""
+def other_objective(source: Source, rows: SourceRows, fields: dict[str, str], judged: str | None) -> DataError:
+    """For rows of preferences without their objective (`judged` None), or rows that an objective cannot learn from.
+    `fields` maps our columns to the source's."""
     found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
     if judged == "pairs":
         return DataError(
@@ -101,14 +102,15 @@ def other_objective(source: Source, rows: SourceRows, judged: str | None) -> Dat
             expected="columns prompt, completion and label (true or false); or chosen and rejected",
             fix='name them in the source, such as columns = {completion = "answer", label = "good"}',
         )
-    if "chosen" not in rows.columns and "chosen" not in source.columns:
+    if "chosen" not in fields:
         return DataError(
             f'{found}: answers with labels, and method.objective = "sft" imitates every answer',
             expected='method.objective = "dpo" with preference.loss = "kto"',
             fix="add --set method.objective=dpo --set preference.loss=kto",
         )
-    column = 'prompt = "prompt", completion = "chosen"' if "prompt" in rows.columns else 'messages = "chosen"'
-    kind = "prompt-completion" if "prompt" in rows.columns else "chat"
+    column, kind = f'messages = "{fields["chosen"]}"', "chat"
+    if "prompt" in fields:
+        column, kind = f'prompt = "{fields["prompt"]}", completion = "{fields["chosen"]}"', "prompt-completion"
     imitate = [f"data.sources.{source.name}.columns={{{column}}}", f"data.sources.{source.name}.format={kind}"]
     options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
     return DataError(

@@ -19,7 +19,7 @@ from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Sour
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
-from engine.data.conversations import LEFT_OUT
+from engine.data.conversations import LEFT_OUT, TOOL_CALL
 from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
@@ -247,6 +247,9 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     source, columns, notices = opened.source, opened.rows.columns, list(opened.rows.notices)
     preferred = preference_notice(columns, source, opened.format.name, [*opened.format.fields.values()])
     notices += [each for each in (preferred, image_notice(opened.rows, source, opened.format.has_images)) if each]
+    read = {name.partition(".")[0] for name in opened.format.fields.values()}
+    if unread := [name for name in columns if name.strip() and name not in read and name not in " ".join(notices)]:
+        notices.append(f"source {source.name}: columns that are not read: {_listed(unread)}")
     if tokeniser.version < DATA_VERSION and not opened.format.has_images:
         now = recognise(columns, source, has_template=tokeniser.has_template)
         if ignored := sorted(set(now.fields.values()) - set(opened.format.fields.values())):
@@ -254,6 +257,10 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
                 f"source {source.name}: the run was started by an older version, which ignores {', '.join(ignored)}"
             )
     return notices
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
@@ -296,6 +303,8 @@ def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
         if tokeniser.system_prompt is not None:
             return "add --set data.system_prompt=; no system turn is added then"
         return "write the system turn's text into the user's first turn, or set another model.chat_template"
+    if reason == f"{LEFT_OUT} {TOOL_CALL}":
+        return "set model.chat_template to one that writes tool calls, such as that of a model that was trained on them"
     return "correct these rows, or name other columns in the source"
 
 
@@ -320,7 +329,7 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _O
     allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:
-        raise other_objective(source, rows, judged)
+        raise other_objective(source, rows, made.fields, judged)
     return _Opened(source, rows, made)
 
 

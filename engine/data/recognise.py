@@ -72,8 +72,16 @@ NEEDS_BY_NAME = {
 }
 """Columns of formats that are used only where a source names them, or its objective does; for messages."""
 
-PLAIN_PAIR = {"prompt": "input", "completion": "output"}
-"""Columns of a prompt and a completion, where no format has its own."""
+LAST: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
+    ("prompt-completion", {"prompt": "input", "completion": "output"}, ()),
+    ("alpaca", {"instruction": "instruction", "input": "context", "output": "response"}, ("input",)),
+    ("preference", {
+        "prompt": "input.messages", "tools": "input.tools", "chosen": "preferred_output",
+        "rejected": "non_preferred_output",
+    }, ()),
+)  # fmt: skip
+"""What is tried where no format has its own columns: format, its columns, and those that may be missing. Dolly's rows;
+OpenAI's preferences."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     **{names[0]: names[1:] for names in PAIR_COLUMNS},
@@ -127,8 +135,8 @@ def recognise(
         fitting = {name: fields for name, fields in fitting.items() if name == source.format}
     elif mapped:
         fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
-    if not fitting and source.format in ("auto", "prompt-completion") and set(PLAIN_PAIR.values()) <= set(columns):
-        fitting = {"prompt-completion": {**PLAIN_PAIR, **mapped}}
+    if not fitting:
+        fitting = _last(columns, source, mapped)
     if len(fitting) > 1:
         wanted = {"pairs": ("preference",), "unpaired": UNPAIRED_FORMATS, None: set(NEEDS) - {"preference"}}[judged]
         fitting = {name: fields for name, fields in fitting.items() if name in wanted} or fitting
@@ -222,6 +230,17 @@ def _fields(
     return fields
 
 
+def _last(columns: Sequence[str], source: Source, mapped: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The first of LAST that the source's `format` and columns allow."""
+    for name, needed, optional in LAST:
+        fields = {**needed, **mapped}
+        fields = {ours: theirs for ours, theirs in fields.items() if theirs in columns or ours not in optional}
+        here = all(theirs.partition(".")[0] in columns for theirs in fields.values())
+        if here and source.format in ("auto", name):
+            return {name: fields}
+    return {}
+
+
 def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
     needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
     needs = NEEDS_BY_NAME.get(source.format, needs)
@@ -245,6 +264,9 @@ def _columns_to_name(columns: Sequence[str], source: Source) -> str:
         (name,) = columns
         return f'name it in the source, such as columns = {{text = "{name}"}}, or what is nested in it: "{name}.answer"'
     if not any(set(needs) <= set(meant) for needs in NEEDS.values()):
-        return 'name the columns in the source, such as columns = {prompt = "question", completion = "answer"}'
+        named = 'name the columns in the source, such as columns = {prompt = "question", completion = "answer"}'
+        if (source.path or "").lower().endswith((".csv", ".tsv")):
+            return f"{named}; if the file's first line is a row, put a line with the names of the columns before it"
+        return f'{named}; what is nested has dots, such as "{columns[-1]}.answer"' if columns else named
     table = ", ".join(f'{ours} = "{theirs}"' for ours, theirs in meant.items())
     return f"add --set {shlex.quote(f'data.sources.{source.name}.columns={{{table}}}')}"

@@ -124,11 +124,20 @@ def find_not_utf8(files: Mapping[Path, Path]) -> tuple[Path, int] | None:
     return None
 
 
+GUESSED_BYTES = 1 << 20
+"""Read of a file to guess its encoding."""
+NOT_IN_WINDOWS = {0x81, 0x8D, 0x8F, 0x90, 0x9D}
+"""Bytes that are no characters of Windows-1252."""
+
+
 def conversion(file: Path) -> str:
-    """What to do about a file that is not UTF-8. Latin-1 is a guess, unless the file begins with the mark of UTF-16;
-    what is in it then shows in `tunedeck data`."""
+    """What to do about a file that is not UTF-8. Windows-1252, in which Excel writes CSV files, is a guess, and Latin-1
+    where it has no such characters; UTF-16 shows in the file's first bytes. `tunedeck data` then shows what is in
+    it."""
     with open_unpacked(file) as stream:
-        encoding = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
+        text = stream.read(GUESSED_BYTES)
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if text.startswith(marks) else "latin1" if NOT_IN_WINDOWS & set(text) else "windows-1252"
     made = f"{file.name.partition('.')[0]}-utf8{''.join(file.suffixes)}"
     return f"convert it: iconv -f {encoding} -t utf-8 {shlex.quote(str(file))} > {shlex.quote(made)}"
 

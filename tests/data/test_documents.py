@@ -107,7 +107,7 @@ def test_text_that_is_not_utf8_names_the_file_and_a_way(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("née".encode("latin-1"))
     with pytest.raises(DataError, match="is not UTF-8") as caught:
         prepared(str(tmp_path / "t.txt"))
-    assert "iconv -f latin1" in caught.value.render()
+    assert "iconv -f windows-1252" in caught.value.render()
 
 
 def test_a_unit_of_a_table_is_refused(jsonl: Write) -> None:

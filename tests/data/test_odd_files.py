@@ -14,7 +14,9 @@ from engine.config.schema.data import Source
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.records import Dropped, SourceRows
 from engine.data.sources import open_rows
+from engine.data.tokens import IGNORED
 from engine.errors import DataError
+from engine.model.tokenizer import load_tokenizer
 from tests.data.specs import run_spec, tokenizer
 
 Write = Callable[..., str]
@@ -168,3 +170,70 @@ def test_preference_rows_are_recognised_and_what_is_learned_of_them_is_said(tmp_
     for row in ({**pair, "messages": messages}, {**ROW, "label": False}):
         path.write_text(lines(row))
         assert any("preference" in notice for notice in prepared(path).report.notices)
+
+
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    """Messages of a tree, one to a row, look like texts."""
+    path = folder(tmp_path, a_jsonl=lines({"message_id": "1", "text": "Rain?", "role": "prompter"})) / "a.jsonl"
+    assert "source s: columns that are not read: message_id, role" in prepared(path).report.notices
+
+
+def test_rows_of_dolly_have_their_context_as_input(tmp_path: Path) -> None:
+    row = {"instruction": "Who?", "context": "Bob came.", "response": "Bob."}
+    for given in (row, {name: row[name] for name in ("instruction", "response")}):
+        (found,) = prepared(folder(tmp_path, a_jsonl=lines(given)) / "a.jsonl").train
+        text = str(tokenizer().decode(found.input_ids))
+        assert "Who?" in text and ("Bob came." in text) == ("context" in given) and text.endswith("Bob.<end>")
+
+
+def test_preferences_as_openai_has_them_are_pairs(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Cold?"}], "tools": [], "parallel_tool_calls": True}
+    sides = {"preferred_output": "Yes.", "non_preferred_output": "No."}
+    row = {"input": asked, **{name: [{"role": "assistant", "content": text}] for name, text in sides.items()}}
+    path = folder(tmp_path, a_jsonl=lines(row)) / "a.jsonl"
+    spec = run_spec(
+        {"sources": [{"name": "s", "path": str(path)}]},
+        model={"chat_template": "plain"}, method={"objective": "dpo"},
+    )  # fmt: skip
+    chosen, rejected = prepare_data(spec, load_tokenizer(spec.recipe.model)).train
+    assert "Cold?" in tokenizer().decode(chosen.input_ids)
+    for found, answer in ((chosen, "Yes."), (rejected, "No.")):
+        assert str(tokenizer().decode(found.input_ids[found.labels != IGNORED])).startswith(answer)
+    with pytest.raises(DataError, match="preferences, and"):
+        prepared(path)
+
+
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path: Path) -> None:
+    """As text it would be learned."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
+    path = folder(tmp_path, a_txt="Rain.", b_txt=pointer)
+    with pytest.raises(DataError, match=r"b\.txt is a pointer of Git LFS"):
+        prepared(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"), [("5 €; ‘née’", "windows-1252"), ("n\x81e", "latin1"), ("née", "utf-16")]
+)
+def test_the_encoding_of_a_file_is_guessed(text: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(f"prompt,completion\na,{text}\n".encode(encoding))
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        prepared(path)
+    assert f"iconv -f {encoding} " in caught.value.render()
+
+
+def test_what_would_help_is_said_of_rows_that_fit_nothing(tmp_path: Path) -> None:
+    turns = {"conversations": [{"from": "human", "text": "Rain?"}, {"from": "gpt", "text": "Yes."}]}
+    for row, words in (
+        (turns, "a turn has no content; it has from, text"),
+        ({"id": 1, "fields": {"q": "a"}}, 'what is nested has dots, such as "fields.answer"'),
+    ):
+        path = folder(tmp_path, a_jsonl=lines(row)) / "a.jsonl"
+        spec = run_spec({"sources": [{"name": "s", "path": str(path)}]}, model={"chat_template": "plain"})
+        with pytest.raises(DataError) as caught:
+            prepare_data(spec, load_tokenizer(spec.recipe.model))
+        assert words in caught.value.render()
+    path = folder(tmp_path, a_tsv="Rain?\tYes.\nSnow?\tNo.\n") / "a.tsv"
+    with pytest.raises(DataError) as caught:
+        prepared(path)
+    assert "put a line with the names of the columns before it" in caught.value.render()
