@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import engine
 from engine.config.files.trust import state_folder
 from engine.config.load import dump_run_spec, load_run_spec, resolve, without_destinations
 from engine.config.schema.finish import PUSH, WEBHOOK, Finish
@@ -24,7 +25,15 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.launch import destinations
 from engine.launch.create_run import resolve_start
-from engine.launch.destinations import allow_typed, allowed, body_for, message_of, notes_on_destinations, webhook_url
+from engine.launch.destinations import (
+    ALERTS,
+    allow_typed,
+    allowed,
+    body_for,
+    message_of,
+    notes_on_destinations,
+    webhook_url,
+)
 from engine.launch.start_options import StartOptions
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
@@ -210,3 +219,19 @@ def test_stages_leave_the_end_to_the_whole_run() -> None:
     ).spec
     assert [stage.recipe.finish for stage in stage_specs(spec)] == [Finish(merge=True)]
     assert spec.recipe.finish.webhook == URL
+
+
+@pytest.mark.parametrize("code", sorted(ALERTS))
+def test_an_alert_is_told_with_what_to_do_and_is_one_that_an_engine_writes(tmp_path: Path, code: str) -> None:
+    run = RunDirectory(tmp_path / "20261120T205800Z-mine")
+    event = {"kind": "warning", "time": "2026-11-20T20:58:00.123Z", "code": code, "text": "it is so", "fix": "do this"}
+    told = message_of({**event, "stage": "one", "step": 3}, run)
+    assert told is not None and (told["event"], told["code"], told["step"]) == ("alert", code, 3)
+    assert told["text"] == f"{run.name}, stage one: it is so; do this"
+    assert message_of({**event, "code": f"{code}_not"}, run) is None
+    sources = [
+        path.read_text("utf-8")
+        for path in Path(next(iter(engine.__path__))).glob("**/*.py")
+        if path.name != "destinations.py"
+    ]
+    assert any(f'"{code}"' in text for text in sources)

@@ -1,4 +1,4 @@
-"""Suggested changes as lines of text, one for each: what it changes, the memory left, the time, what it learns.
+"""Suggested changes as lines of text: what each changes, the memory left, the time, what it learns.
 
 Pure functions of `engine.budget.advise.search`.
 """
@@ -44,7 +44,7 @@ def fix_lines(advice: Advice, width: int) -> list[FixLine]:
     heading = _heading(advice)
     lines = [FixLine(part, None) for part in heading.wrap(max(16, width))] if heading is not None else []
     for number, suggestion in enumerate([*advice.suggestions, *advice.room], 1):
-        lines.append(FixLine(_line(number, suggestion, width - 1), suggestion))
+        lines += [FixLine(part, suggestion) for part in _lines(number, suggestion, width - 1)]
     return lines
 
 
@@ -57,9 +57,9 @@ def _heading(advice: Advice) -> Content | None:
     return Content.styled("No set of changes makes it fit: a smaller model or a larger device is needed.", "$bad")
 
 
-def _line(number: int, suggestion: Suggestion, width: int) -> Content:
-    """One line: number, changes, memory left, time, result. Where the changes are too long, keys lose their tables,
-    then the end is cut: `fix_notes` has all of it."""
+def _lines(number: int, suggestion: Suggestion, width: int) -> list[Content]:
+    """Number, changes, memory left, time, result. Where the changes are too long, keys lose their tables, then switches
+    their values; what still has no room goes on in a second line."""
     narrow = width < NARROW
     speed, rest = speed_text(suggestion.slower_percent), ", tight" if suggestion.plan.is_tight else " left"
     figures = [
@@ -70,19 +70,20 @@ def _line(number: int, suggestion: Suggestion, width: int) -> Content:
     if width < NARROWEST:
         del figures[1]
     room = max(12, width - 2 - sum(map(len, figures)))
-    texts = [_changes_text(suggestion, short=short) for short in (False, True)]
+    texts = _changes_texts(suggestion)
     text = next((each for each in texts if len(each) <= room), texts[-1])
-    change = Content.styled(text, "bold")
-    change = change.truncate(room, ellipsis=True) if change.cell_length > room else change
+    change = Content.styled(text, "bold").wrap(room)[0].rstrip()
+    more = Content.styled(text[len(change.plain) :].strip(), "bold").wrap(width - 2) if len(text) > room else []
     left, result = (
         "$caution" if suggestion.plan.is_tight else "",
         "$caution" if suggestion.changes_learning else "$good",
     )
     styles = (left, *[""] * (len(figures) - 2), result)
-    return Content.assemble(
+    first = Content.assemble(
         (f"{number} ", "bold $info"), change, " " * (room - change.cell_length),
         *zip(figures, styles, strict=True),
     )  # fmt: skip
+    return [first, *(Content.assemble("  ", line) for line in more)]
 
 
 def result_words(suggestion: Suggestion) -> str:
@@ -92,11 +93,17 @@ def result_words(suggestion: Suggestion) -> str:
     return "other rounding" if suggestion.changes_arithmetic else "same result"
 
 
-def _changes_text(suggestion: Suggestion, *, short: bool) -> str:
+def _changes_texts(suggestion: Suggestion) -> list[str]:
+    """The changes in full, with the last parts of their keys, and also without the values of switches that are on."""
     learned = {key for lever in suggestion.levers if lever.changes_learning for key in lever.keys}
     ordered = sorted(suggestion.changes, key=lambda key: key not in learned)  # these are not what is cut
     changes = [(key, format_value(suggestion.changes[key][1]) or "not set") for key in ordered]
-    return visible(", ".join(f"{key.rpartition('.')[2] if short else key} = {value}" for key, value in changes))
+    short = [(key.rpartition(".")[2], value) for key, value in changes]
+    return [
+        visible(", ".join(f"{key} = {value}" for key, value in changes)),
+        visible(", ".join(f"{key} = {value}" for key, value in short)),
+        visible(", ".join(key if value == "true" else f"{key} = {value}" for key, value in short)),
+    ]
 
 
 def fix_notes(suggestion: Suggestion) -> str:

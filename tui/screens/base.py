@@ -146,6 +146,9 @@ class BaseScreen(Screen[None]):
         if not self.query(TitleBar):
             return
         lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
+        if any(row.kept for row in SCREENS if row.name == self.screen_name):
+            # The ways to the other screens go before a number of rows; a run's or a file's name goes before the ways.
+            lefts.append(self._screen_title(with_program=False, with_detail=False))
         self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
         self.console.set_terminal_title(self.terminal_title())
         self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
@@ -211,9 +214,9 @@ class BaseScreen(Screen[None]):
             self._poll_timer.stop()
             self._poll_timer = None
 
-    def _screen_title(self, *, with_program: bool) -> Content:
+    def _screen_title(self, *, with_program: bool, with_detail: bool = True) -> Content:
         name = next((row.title for row in SCREENS if row.name == self.screen_name), self.screen_name)
-        program, detail = " Tunedeck " if with_program else " ", self.title_detail()
+        program, detail = " Tunedeck " if with_program else " ", self.title_detail() if with_detail else ""
         return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + detail if detail else "", "$muted"))
 
     def _screen_tabs(self) -> Iterable[Content]:

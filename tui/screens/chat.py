@@ -316,11 +316,11 @@ class ChatScreen(ChatKeys):
     def do_send_typed(self) -> None:
         """Ask, or obey a command with a slash."""
         field = self.query_one("#question", ChatField)
-        text, field.value = field.value.strip(), ""
-        command, _, rest = text.partition(" ")
-        if text.startswith("/"):
+        text, field.value = field.value, ""
+        command, _, rest = text.strip().partition(" ")
+        if command.startswith("/"):
             self._command(command, rest.strip())
-        elif text:
+        elif command:  # with its spaces: a prompt of plain text may end with one
             images, self.images = self.images, []
             self._sent.append(text)
             self.send("ask", text=text, images=images)

@@ -38,7 +38,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
     async with console(100, 30) as seen:
         seen.app.open_screen("chat", ChatTargets(("builtin:tiny",), recipe=str(empty_folder / "tiny.toml")))
         await seen.until(lambda: seen.screen.screen_name == "chat")
-        await seen.press(*"hello", "enter")
+        await seen.press(*"hello", "space", "enter")  # as plain text may end
         await seen.sees("> hello", "builtin:tiny", "enter send  esc keys")
         await seen.until(lambda: seen.screen.state.status == "ready" and seen.screen.state.exchanges, "an answer")
         await seen.press("escape", *["greater_than_sign"] * 15, "N", "R")
@@ -46,13 +46,13 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         await seen.sees("temperature 1.5", "seed 1", "answer 2")
         await seen.press("minus")
         (pair,) = [json.loads(line) for line in Path("preferences.jsonl").read_text("utf-8").splitlines()]
-        assert pair["prompt"] == [{"role": "user", "content": "hello"}] and pair["chosen"] != pair["rejected"]
+        assert pair["prompt"] == [{"role": "user", "content": "hello "}] and pair["chosen"] != pair["rejected"]
         assert pair["rejected"][0]["content"] == seen.screen.state.exchanges[0].replies["builtin:tiny"].text
         await seen.press("k")
-        await seen.sees("the prompt, as it was rendered", "least likely", "<user>hello<end><assistant>")
+        await seen.sees("the prompt, as it was rendered", "least likely", "<user>hello <end><assistant>")
         assert "enter type" in seen.text and "enter send" not in seen.text
         await seen.press("k", "w", "enter")
-        assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello"
+        assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello "
         await seen.press("b")
         await seen.sees("the base is no model of its own here")
         (chat,) = list_chats(runs)
