@@ -6,6 +6,7 @@
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
+# make matrix  the fast tests with the oldest and the newest torch and transformers that pyproject.toml accepts
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # make site    the documentation as a site, in build/site; make pages writes the pages that are made from the code
 # All make .venv and install what they need first. PYTHON=python3.12 picks another interpreter (3.11 or newer).
@@ -15,7 +16,7 @@ BIN := .venv/bin
 READY := .venv/ready
 
 # Which slow cases make test runs: tests/conftest.py.
-.PHONY: demo check test all-tests sampled-tests every-case durations torture plans site pages lint clean
+.PHONY: demo check test all-tests sampled-tests every-case durations torture plans matrix oldest-pair newest-pair site pages lint clean
 
 demo: $(READY)
 	@if test -t 0 && test -t 1 && test -t 2; then exec $(BIN)/tunedeck -p demo -r demo; \
@@ -58,6 +59,22 @@ torture: $(READY)
 	$(TORTURE) tests.faults.every_write --sample 100
 	$(TORTURE) tests.fuzz.run --inputs 100000
 	$(BIN)/python -P -m tests.torture_table $(ROWS)
+
+# Other packages are those of the suite, without what belongs to one version of the two.
+PAIRED := torch|transformers|tokenizers|triton|huggingface_hub|hf-xet|peft|trl|accelerate
+OLDEST := $(shell sed -nE 's/^    "(torch|transformers)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml)
+NEWEST := $(shell sed -nE 's/^    "(torch|transformers)>=[^,]*,([^"]*)".*/\1\2/p' pyproject.toml)
+matrix: oldest-pair newest-pair
+
+oldest-pair: PAIR := $(OLDEST)
+newest-pair: PAIR := $(NEWEST)
+oldest-pair newest-pair:
+	@mkdir -p build && grep -vE '^($(PAIRED))==' constraints.txt > build/constraints-$@.txt
+	$(PYTHON) -m venv build/$@
+	build/$@/bin/pip install --quiet --disable-pip-version-check $(foreach each,$(PAIR),'$(each)')
+	build/$@/bin/pip install --quiet --disable-pip-version-check -c build/constraints-$@.txt -e '.[dev]' $(foreach each,$(PAIR),'$(each)')
+	@build/$@/bin/python -c 'import torch, transformers; print(f"torch {torch.__version__}, transformers {transformers.__version__}")'
+	$(subst $(BIN),build/$@/bin,$(PYTEST)) -m "not torture and not slow"
 
 plans: $(READY)
 	$(BIN)/python -m benchmarks.plans

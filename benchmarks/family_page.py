@@ -20,6 +20,9 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 HEAD = """# Model families
 
+This page answers which model families were planned, trained and opened again, and which are refused;
+[models.md](models.md) has the models by name.
+
 Written by `python -m benchmarks.families`, with transformers {transformers}, peft {peft} and torch {torch}, on a CPU
 and the simulated device.
 

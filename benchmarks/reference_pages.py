@@ -46,6 +46,8 @@ Each cell is what `tunedeck plan` says of the method's shipped recipe (`lora`, `
 - the predicted tokens per second with sequences of 2,048 tokens, from the profile's datasheet. Runs on your machine
   correct it.
 
+All of it is with Liger's fused kernels, which `pip install '.[cuda]'` brings; without them memory and time are larger.
+
 | sign | meaning |
 |---|---|
 | `-` | No speed is predicted: for several devices, with optimizer state in host memory, where the step is simulated. |

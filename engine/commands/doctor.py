@@ -157,10 +157,12 @@ def _torch() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
+    from engine.config.files.machine import install_packages
+
     try:
         from engine.device.nvml import driver_version, read_gpus
     except ImportError as error:
-        return [Finding("gpu", "missing", f"cannot ask the driver: {error}", "pip install nvidia-ml-py")]
+        return [Finding("gpu", "missing", f"cannot ask the driver: {error}", install_packages("nvidia-ml-py"))]
     driver = driver_version()
     if driver is None:
         return [Finding("driver", "note", "no NVIDIA driver found; -p demo needs none")]

@@ -289,13 +289,14 @@ def _has_profile(name: str) -> bool:
 
 def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
     """A note for trackers that are not installed: the file is valid, but `train` would refuse it."""
+    from engine.config.files.machine import install_packages
     from engine.config.load import load_recipe
-    from engine.trackers.tracker import install_command, missing_trackers
+    from engine.trackers.tracker import missing_trackers
 
     missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
     if not missing:
         return []
-    return [f"{file.name}: trackers.use: not installed here: {', '.join(missing)}; {install_command(missing)}"]
+    return [f"{file.name}: trackers.use: not installed here: {', '.join(missing)}; {install_packages(*missing)}"]
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:

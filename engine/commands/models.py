@@ -92,7 +92,7 @@ def _missing(found: Sequence[ListedModel]) -> list[str]:
         return []
     return [
         f"of {len(names)} of these a step has to be simulated first, which takes seconds to minutes each: "
-        f"tunedeck models {names[0]} --simulate; docs/models.md has all of them"
+        f"tunedeck models {names[0]} --simulate"
     ]
 
 

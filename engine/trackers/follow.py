@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from engine.config.files.machine import install_packages
 from engine.config.load import load_run_spec
 from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
@@ -21,7 +22,7 @@ from engine.journal.stages import stage_name
 from engine.trackers.mlflow_tracker import MlflowTracker
 from engine.trackers.swanlab_tracker import SwanLabTracker
 from engine.trackers.tensorboard_tracker import TensorBoardTracker
-from engine.trackers.tracker import Record, TrackedRun, Tracker, install_command, point_of, read_record, write_record
+from engine.trackers.tracker import Record, TrackedRun, Tracker, point_of, read_record, write_record
 from engine.trackers.trackio_tracker import TrackioTracker
 from engine.trackers.wandb_tracker import WandbTracker
 
@@ -141,7 +142,7 @@ def _problem(directory: RunDirectory, name: str, error: Exception) -> Environmen
     again = f"then send what is missing: tunedeck sync {directory.path} --to {name}"
     if isinstance(error, ModuleNotFoundError):
         missing = f"tracker {name} is not installed: {error}"
-        return EnvironmentProblem(missing, fix=f"{install_command([name])}; {again}")
+        return EnvironmentProblem(missing, fix=f"{install_packages(name)}; {again}")
     text = error.found if isinstance(error, TunedeckError) else f"{type(error).__name__}: {error}"
     return EnvironmentProblem(f"tracker {name} failed: {text}", fix=f"see {directory.trackers}/{name}.log; {again}")
 

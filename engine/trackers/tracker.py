@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from engine.config.files.machine import install_packages
 from engine.config.schema.recipe import Recipe
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
@@ -21,15 +22,11 @@ def missing_trackers(recipe: Recipe) -> list[str]:
     return [name for name in recipe.trackers.use if find_spec(name) is None]
 
 
-def install_command(names: list[str]) -> str:
-    return f"pip install {' '.join(names)}"
-
-
 def require_trackers(recipe: Recipe) -> None:
     if missing := missing_trackers(recipe):
         raise EnvironmentProblem(
             f"trackers.use: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            fix=f"{install_command(missing)}; or train without: --set trackers.use=[]",
+            fix=f"{install_packages(*missing)}; or train without: --set trackers.use=[]",
         )
 
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.config.files.machine import install_command
+from engine.config.files import machine
+from engine.config.files.machine import install_command, install_packages
 from engine.journal.control import send_request
 from engine.journal.evaluations import Evaluation, append_evaluation, scoring
 from engine.journal.events import EventWriter
@@ -233,6 +234,28 @@ def test_packages_to_install_are_named_with_the_versions_that_are_needed() -> No
     assert [re.split("[<>=,]", word)[0] for word in command[2:]] == ["torch", "peft"]
     assert all(">=" in word for word in command[2:]), "the requirements of the extra"
     assert install_command("cuda", ["bitsandbytes"]) == "pip install bitsandbytes"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "command"),
+    [
+        ("pipx_metadata.json", "{}", "pipx runpip tunedeck install 'peft>=1'"),
+        ("uv-receipt.toml", "", "uv pip install --python {0}/bin/python 'peft>=1'"),
+        ("pyvenv.cfg", "uv = 0.13\n", "uv pip install --python {0}/bin/python 'peft>=1'"),
+        ("pyvenv.cfg", "uv = 0.13\nrelocatable = true\n", "uvx --with 'peft>=1' tunedeck, in place of uvx tunedeck"),
+    ],
+    ids=["pipx", "uv tool", "uv venv", "uvx"],
+)
+def test_packages_are_installed_by_what_made_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, command: str
+) -> None:
+    prefix = tmp_path / "tunedeck"
+    prefix.mkdir()
+    (prefix / file).write_text(text)
+    monkeypatch.setattr("sys.prefix", str(prefix))
+    if file != "pipx_metadata.json":
+        monkeypatch.setattr(machine, "find_spec", lambda name: None)  # uv leaves pip out
+    assert install_packages("peft>=1") == command.format(prefix)
 
 
 def test_a_run_that_is_stopping_is_waited_for_and_not_stopped_by_force(tunedeck: Tunedeck, tmp_path: Path) -> None:

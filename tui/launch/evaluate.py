@@ -24,7 +24,7 @@ from engine.config.check.hardware_rules import parse_device_indices, require_lau
 from engine.config.files.caches import offline_variable
 from engine.config.files.data_files import find_data_files
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.files.machine import working_directory
+from engine.config.files.machine import install_packages, working_directory
 from engine.config.load import resolve
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Limits, Profile, RunSpec
@@ -39,7 +39,7 @@ from engine.errors import (
     UsageError,
 )
 from engine.journal.event_text import describe_verdict
-from engine.trackers.tracker import install_command, missing_trackers
+from engine.trackers.tracker import missing_trackers
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, row_of_key, stage_row
 from tui.launch.needs import needed_disk
@@ -297,7 +297,7 @@ def _problems_of_machine(spec: RunSpec) -> list[FieldProblem]:
     """Return a problem for trackers whose packages are not installed, and for several machines, on which the console
     cannot start a run."""
     if missing := missing_trackers(spec.recipe):
-        return [FieldProblem("trackers.use", f"not installed: {', '.join(missing)}; {install_command(missing)}")]
+        return [FieldProblem("trackers.use", f"not installed: {', '.join(missing)}; {install_packages(*missing)}")]
     try:
         require_launcher(spec)
     except UsageError as error:

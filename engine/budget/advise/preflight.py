@@ -22,7 +22,7 @@ from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_wit
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
 from engine.config.check.data_rules import image_key
-from engine.config.files.machine import install_command, installed, older
+from engine.config.files.machine import install_command, install_packages, installed, older
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 
@@ -178,7 +178,7 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
     if older(torch_version, SHARDS_SINCE):
         yield (
             f"torch {torch_version}, which is installed here, cannot train this: shards need torch {SHARDS_SINCE}; "
-            f"pip install 'torch=={KNOWN_TORCH[-1]}.*'"
+            f"{install_packages(f'torch=={KNOWN_TORCH[-1]}.*')}"
         )
         return
     yield (

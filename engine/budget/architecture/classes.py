@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 from engine.config.check.data_rules import image_key
+from engine.config.files.machine import install_packages
 from engine.config.schema.recipe import Recipe
 from engine.errors import UsageError
 
@@ -73,14 +74,14 @@ def _refuse_missing_package(facts: Mapping[str, Any], model: str) -> None:
         raise UsageError(
             f"{model} needs the package scipy, which is not installed",
             expected="the packages that the model is made of",
-            fix="pip install scipy",
+            fix=install_packages("scipy"),
         )
     types = {str(part.get("model_type")) for part in facts.values() if isinstance(part, Mapping)}
     if types & _types_of_timm() and find_spec("timm") is None:
         raise UsageError(
             f"{model} has a vision encoder of the package timm, which is not installed",
             expected="the packages that the model is made of",
-            fix="pip install timm, or choose a model.id without a vision encoder",
+            fix=f"{install_packages('timm')}, or choose a model.id without a vision encoder",
         )
 
 
@@ -117,7 +118,7 @@ def _refuse_unknown_type(model_type: str, model: str) -> None:
         if model_type
         else f"the config.json of {model} names no model_type",
         expected="a model that transformers opens",
-        fix="pip install --upgrade transformers, or choose another model.id",
+        fix=f"{install_packages('transformers', upgrade=True)}, or choose another model.id",
     )
 
 

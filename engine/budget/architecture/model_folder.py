@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.files.caches import find_snapshot, has_tokenizer
-from engine.config.files.machine import path_of
+from engine.config.files.machine import install_packages, path_of
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
@@ -235,7 +235,8 @@ def _refuse_tokenizer(folder: Path) -> None:
     if _vocabularies(names) == {"tokenizer.model"} and find_spec("sentencepiece") is None:
         raise UsageError(
             f"{folder} has tokenizer.model and no tokenizer.json, and sentencepiece, which reads it, is not installed",
-            fix="pip install sentencepiece protobuf, or set model.tokenizer to a folder with a tokenizer.json",
+            fix=f"{install_packages('sentencepiece', 'protobuf')}, or set model.tokenizer to a folder with "
+            "a tokenizer.json",
         )
 
 

@@ -23,10 +23,10 @@ from engine.budget.trace.memory_trace import MemoryTrace, Storage
 from engine.budget.trace.operations import FLOAT
 from engine.budget.trace.polynomial import BYTE
 from engine.budget.trace.trainable import trainable_outer
-from engine.config.files.machine import installed, older
+from engine.config.files.machine import install_packages, installed, older
 from engine.errors import EnvironmentProblem
 
-KNOWN_TORCH = ("2.13",)
+KNOWN_TORCH = ("2.13", "2.14")
 """Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested. With
 others, all ranks have to restart after an out-of-memory failure."""
 
@@ -164,7 +164,8 @@ def require_shards() -> None:
     if not can_shard():
         raise EnvironmentProblem(
             f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
-            fix=f"pip install 'torch=={KNOWN_TORCH[-1]}.*', or set parallel.strategy = \"replicated\" if that fits",
+            fix=f'{install_packages(f"torch=={KNOWN_TORCH[-1]}.*")}, or set parallel.strategy = "replicated" '
+            "if that fits",
         )
 
 

@@ -7,10 +7,12 @@ import ctypes
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.metadata import requires as metadata_requires
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,8 @@ def installed(package: str) -> str:
 
 
 def install_command(extra: str, names: Sequence[str]) -> str:
-    """The pip command for packages of Tunedeck's extra, in the versions that it asks for, without Tunedeck's own name,
-    which no package index needs to know."""
+    """The command that installs packages of Tunedeck's extra, in the versions that it asks for, without Tunedeck's own
+    name, which no package index needs to know."""
     wanted = dict.fromkeys(names, "")
     try:
         known = metadata_requires("tunedeck") or []
@@ -67,7 +69,31 @@ def install_command(extra: str, names: Sequence[str]) -> str:
         name = re.split(r"[<>=!~ \[(]", requirement.strip())[0]
         if name in wanted and f'"{extra}"' in condition.replace("'", '"'):
             wanted[name] = requirement.strip().removeprefix(name).strip(" ()")
-    return shlex.join(["pip", "install", *(name + version for name, version in wanted.items())])
+    return install_packages(*(name + version for name, version in wanted.items()))
+
+
+def install_packages(*requirements: str, upgrade: bool = False) -> str:
+    """The command that installs packages beside this copy of Tunedeck, by what made its environment: pip, pipx, or uv,
+    which leaves pip out."""
+    prefix, python = Path(sys.prefix), Path(sys.prefix, "bin", "python")
+    options = ["--upgrade"] if upgrade else []
+    if Path(prefix, "pipx_metadata.json").is_file():
+        return shlex.join(["pipx", "runpip", prefix.name, "install", *options, *requirements])
+    if find_spec("pip") is not None:
+        return shlex.join(["pip", "install", *options, *requirements])
+    if not _is_of_uvx(prefix):
+        return shlex.join(["uv", "pip", "install", "--python", str(python), *options, *requirements])
+    added = [word for requirement in requirements for word in ("--with", requirement)]
+    return f"{shlex.join(['uvx', *added, 'tunedeck'])}, in place of uvx tunedeck"
+
+
+def _is_of_uvx(prefix: Path) -> bool:
+    """uvx makes an environment in its cache for each set of packages, and moves it there when it is complete."""
+    try:
+        settings = Path(prefix, "pyvenv.cfg").read_text("utf-8")
+    except OSError:
+        return False
+    return "relocatable = true" in settings and not Path(prefix, "uv-receipt.toml").is_file()
 
 
 def older(found: str, release: str) -> bool:
