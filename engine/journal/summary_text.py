@@ -187,7 +187,8 @@ def _score_rows(metrics: dict[str, Any]) -> Rows:
 
 def _memory_rows(summary: RunSummary) -> Rows:
     measured, runs = summary.measured.get("peak_bytes"), summary.in_force
-    planned = (runs or summary.predicted).get("peak_bytes")
+    # Of several stages the peak is the highest, the prediction that of the last.
+    planned = None if len(summary.stages) > 1 else (runs or summary.predicted).get("peak_bytes")
     capacity = summary.predicted.get("capacity_bytes")
     if measured is None:
         return []
@@ -195,7 +196,7 @@ def _memory_rows(summary: RunSummary) -> Rows:
     if summary.on_plain_cpu:
         return [("peak memory", f"{text}, of the whole process; a plan counts tensors alone")]
     predicted = summary.measured.get("predicted")
-    if predicted:
+    if predicted and len(summary.stages) < 2:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
         return [("peak memory", f"{text}, predicted {format_bytes(predicted.get('peak_bytes'))} for {shape}")]
     number = f" for micro-batch {runs['micro_batch']}" if runs else ""

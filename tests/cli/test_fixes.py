@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -324,6 +325,13 @@ def test_a_stage_is_found_by_the_path_of_its_run(tunedeck: Tunedeck, tmp_path: P
     assert by_path.code == 0, by_path.err
     assert by_path.out == by_name.out
     tunedeck("show", f"runs/{run.name}/nothing").complains(2, "nothing")
+
+
+def test_the_peak_of_several_stages_stands_alone(tmp_path: Path) -> None:
+    """What was predicted last belongs to the last stage."""
+    summary = summarise(make_staged_run(tmp_path / "runs"))
+    assert len(summary.stages) > 1 and summary.predicted
+    assert "predicted" not in dict(result_rows(replace(summary, measured={"peak_bytes": 5 << 20})))["peak memory"]
 
 
 def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_process(tmp_path: Path) -> None:

@@ -303,6 +303,7 @@ def test_a_reference_is_shared_by_runs_from_the_same_weights(
         code, events = train(place)
         assert code == 0
         found[name] = referred(place)
+        assert of_kind(events, "micro_batch")[0]["sequences"] == spec.recipe.sequences_per_step
         computed[name] = [event for event in of_kind(events, "phase") if event["name"] == "computing the reference"]
     assert found["first"] == found["other loss"] and not computed["other loss"]
     assert all(computed[name] for name in ("first", "other weights", "other tokens"))

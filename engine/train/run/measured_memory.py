@@ -216,7 +216,7 @@ class MicroBatchReporter:
         """The most sequences of the longest length that cost at most the budget; one at least, which is always run."""
         context = self._context
         length, budget = int(context.data.lengths.max()), context.budget
-        low, high = 1, self._spec.recipe.train.batch_size
+        low, high = 1, self._spec.recipe.sequences_per_step
         while low < high:
             middle = (low + high + 1) // 2
             if context.cost(middle, length) <= budget.budget_bytes:
