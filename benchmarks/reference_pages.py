@@ -8,6 +8,7 @@ machine)
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -71,6 +72,11 @@ KEYS_HEAD = """# Keys of the console
 
 This page answers which key does what on which screen. It is written from the console's key table (`make pages`), as is
 the help that `?` shows. [console.md](console.md) says what the screens are for.
+"""
+
+INSTALLED = """
+This notebook trains a tiny model on any machine, in a minute, without a GPU or a screen. It needs Tunedeck beside its
+kernel: `pip install '.[train]'` in a checkout. It is written from README.md (`make pages`).
 """
 
 TITLES = {EVERYWHERE: "On every screen", "oom": "Out-of-memory report", "editor": "Editor of Library", "run": "Run"}
@@ -141,10 +147,36 @@ def _cell(text: str | None) -> str:
     return _sentence(text).replace("|", "\\|")
 
 
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def notebook() -> str:
+    """The README's first fine-tune, a cell for each block, headless: nothing in it asks or opens a screen."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    part = text.partition("## Your first fine-tune\n")[2].partition("[docs/first-fine-tune.ipynb]")[0]
+    cells: list[dict[str, Any]] = [_notebook_cell("markdown", "# Your first fine-tune\n" + INSTALLED)]
+    position = 0
+    for block in FENCE.finditer(part):
+        cells.append(_notebook_cell("markdown", part[position : block.start()]))
+        code = ("code", "%%bash\n" + block[2]) if block[1] == "sh" else ("markdown", block[0])
+        cells.append(_notebook_cell(*code))
+        position = block.end()
+    named = [{"id": f"cell-{number}", **cell} for number, cell in enumerate(cells) if cell["source"]]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    document = {"cells": named, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _notebook_cell(kind: str, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "metadata": {}, "source": text.strip().splitlines(keepends=True), **more}
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "models.md": partial(models_page, "--simulate"),
     "command-reference.md": commands_page,
     "keys.md": keys_page,
+    "first-fine-tune.ipynb": notebook,
 }
 
 

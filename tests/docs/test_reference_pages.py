@@ -5,6 +5,7 @@ All models, with the simulations that some need, would take half an hour (`make 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,27 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
-from benchmarks.reference_pages import DOCS, MODELS, commands_page, keys_page
+from benchmarks.reference_pages import DOCS, MODELS, commands_page, keys_page, notebook
 from benchmarks.site_pages import moved_links
 from engine.budget.advise.model_list import known_models, list_model, shipped_gpus
 from engine.commands.models import markdown_table
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, section
 
 
-@pytest.mark.parametrize(("name", "page"), [("command-reference.md", commands_page), ("keys.md", keys_page)])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("command-reference.md", commands_page), ("keys.md", keys_page), ("first-fine-tune.ipynb", notebook)],
+)
 def test_a_reference_is_written_from_the_code(name: str, page: object) -> None:
     assert callable(page) and (DOCS / name).read_text("utf-8") == page(), "run make pages"
+
+
+def test_the_notebook_has_the_blocks_that_a_test_of_the_readme_runs() -> None:
+    cells = json.loads((DOCS / "first-fine-tune.ipynb").read_text("utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    ran = [block.text.strip() for block in section("README.md", "## Your first fine-tune") if block.label == "sh"]
+    assert code and code == [f"%%bash\n{text}" for text in ran[: len(code)]]
+    assert "tunedeck chat last --prompt" in code[-1]
 
 
 def test_the_model_list_is_what_the_plans_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
