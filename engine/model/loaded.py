@@ -129,6 +129,11 @@ class LoadedModel:
         """Decoder layers, each of which may recompute its activations: the largest value of `checkpointing`."""
         return max(1, len(self._layers))
 
+    @property
+    def recomputable_layers(self) -> int:
+        """`layers`; 0 for a model that does not support gradient checkpointing."""
+        return self.layers if self.base.supports_gradient_checkpointing else 0
+
     @cached_property
     def _layers(self) -> list[nn.Module]:
         return list(checkpointing_layers(decoder_of(self.base)))

@@ -53,10 +53,12 @@ class MemorySettings:
         return replace(self, **{SETTING_OF_REMEDY[remedy]: value})
 
     def recipe_values(self, layers: int) -> dict[str, Any]:
-        """Settings by recipe key, for a model of so many layers; those without a recipe key are left out."""
+        """Settings by recipe key, for a model of which so many layers may recompute; those without a recipe key are
+        left out."""
         some = 0 < self.checkpointing < layers
+        recomputed = {"train.gradient_checkpointing": self.checkpointing if some else self.checkpointing > 0}
         return {
-            "train.gradient_checkpointing": self.checkpointing if some else self.checkpointing > 0,
+            **(recomputed if layers else {}),  # the plan of a model that cannot is the same whatever the recipe says
             "train.activation_offload": self.activation_offload,
             "train.optimizer_offload": self.optimizer_offload,
         }
@@ -91,7 +93,7 @@ def apply_settings(context: StepContext, settings: MemorySettings) -> None:
 
 def effective_spec(spec: RunSpec, context: StepContext) -> RunSpec:
     """`spec` with the memory settings in force, so that advice does not suggest what is already done."""
-    return with_changes(spec, current_settings(context).recipe_values(context.loaded.layers))
+    return with_changes(spec, current_settings(context).recipe_values(context.loaded.recomputable_layers))
 
 
 def memory_as_json(context: StepContext) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         context.device.available_bytes,
         context.static_bytes,
         on_plain_cpu=context.device.kind == "cpu",
-        layers=context.loaded.layers if context.loaded.base.supports_gradient_checkpointing else 0,
+        layers=context.loaded.recomputable_layers,
         has_optimizer_state=not context.guard.host_state.empty,
         planned_chunk_tokens=context.loss.chunk_tokens,
         cost_recomputing=context.cost_recomputing,
