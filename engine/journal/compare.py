@@ -66,7 +66,7 @@ def compare_summaries(
     eligible = {key: [value if summary.step else None for value, summary in zip(values, summaries, strict=True)]
               for key, values in scores.items()}  # fmt: skip
     settings = _differing(specs)
-    objectives_differ = any(key in OBJECTIVE_KEYS for key in settings)
+    objectives_differ = any(map(_sets_objective, settings))
     unranked = {*UNRANKED, *((*LOSSES, *(BEST + key for key in LOSSES)) if objectives_differ else ())}
     return Comparison(
         runs=names,
@@ -124,6 +124,11 @@ OBJECTIVE_KEYS = frozenset({"method.objective", "preference.loss", "preference.b
 own."""
 
 
+def _sets_objective(key: str) -> bool:
+    """Also of a stage, stages.NAME.KEY."""
+    return (key.split(".", 2)[-1] if key.startswith("stages.") else key) in OBJECTIVE_KEYS
+
+
 def _differing(specs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Settings by dotted key, with a value for each run; the keys of a sweep come first."""
     swept = {key for spec in specs for key in spec.get("provenance", {}).get("sweep", {}).get("point", {})}
@@ -154,7 +159,7 @@ def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -
     evaluation_keys = ("data.validation.", "data.valid_fraction", "eval.limit")
     if any(key.startswith(evaluation_keys) for key in settings):
         warnings.append("the runs were not evaluated on the same samples, so their scores do not compare")
-    if any(key in OBJECTIVE_KEYS for key in settings):
+    if any(map(_sets_objective, settings)):
         warnings.append("the runs have different objectives, so their losses and rewards do not compare")
     if len({summary.simulated for summary in summaries}) > 1:
         warnings.append("some runs were on a simulated device, so speed and memory do not compare")

@@ -144,9 +144,11 @@ def test_a_lower_loss_is_a_gain_and_a_missing_score_names_the_command(tmp_path: 
 
 def test_losses_of_other_objectives_are_not_ranked(tmp_path: Path) -> None:
     pairs = '[recipe.method]\nobjective = "dpo"\n'
-    found = compared(finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.004, more=pairs))
-    assert found.sentence == "" and not {"loss", "best_loss", "train_loss"} & set(found.best)
-    assert "different objectives" in " ".join(found.warnings)
+    staged = '[[recipe.stages]]\nname = "prefer"\nmethod = { objective = "dpo" }\n'
+    for name, more in (("b", pairs), ("c", staged)):
+        found = compared(finished(tmp_path, f"a-{name}", 0.5), finished(tmp_path, name, 0.004, more=more))
+        assert found.sentence == "" and not {"loss", "best_loss", "train_loss"} & set(found.best)
+        assert "different objectives" in " ".join(found.warnings)
 
 
 def test_scores_of_preferences_are_ranked_where_one_is_better(tmp_path: Path) -> None:
