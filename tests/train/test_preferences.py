@@ -212,7 +212,8 @@ def one_step(
     workshop = Objective(spec, folder)
     with workshop as setup:
         context = setup.context
-        budget_bytes = int(context.cost(1, int(context.data.lengths.max())) * rows)
+        whole = max(1, int(rows))
+        budget_bytes = int(context.cost(whole, int(context.data.lengths.max())) * rows / whole)
         context.budget = MicroBatchBudget(budget_bytes, top_bytes=budget_bytes)
         for fault in range(faults):
             metered(context.device).fail_at(40 * fault + 7)
@@ -227,7 +228,7 @@ def test_no_split_changes_the_gradient(tmp_path: Path, base: Path, method: dict[
     preference = {"loss": loss, "sft_weight": 0.3 if loss == "dpo" else 0.0}
     spec = spec_of(base, method, preference, device="metered", train=SGD)
     whole, together, _ = one_step(tmp_path / "whole", spec, 100)
-    for name, rows in {"pairs": 2.5, "sequences": 1.5, "one": 0.5}.items():
+    for name, rows in {"seven": 7, "pairs": 2.5, "sequences": 1.5, "one": 0.5}.items():
         weights, outcome, _ = one_step(tmp_path / name, spec, rows)
         assert outcome.micro_batches > together.micro_batches
         assert outcome.loss == pytest.approx(together.loss, rel=1e-6)
