@@ -301,7 +301,8 @@ class TunedeckApp(SequentialKeysApp):
             for key in screen.key_rows():
                 target = screen if key.screen != keys.EVERYWHERE else self
                 presser = partial(target.action_press, key.action)
-                yield SystemCommand(f"{key.label or key.action} ({keys.key_label(key.keys)})", key.help, presser)
+                name = key.label or key.action.replace("_", " ")
+                yield SystemCommand(f"{name} ({keys.key_label(key.keys)})", key.help, presser)
         for row in SCREENS:
             if row.key:
                 opener = partial(self.open_screen, row.name)

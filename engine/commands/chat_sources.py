@@ -170,7 +170,7 @@ def _profile_of_this_machine(folder: Path) -> str:
 
     device, title, notes = detect_device()
     path = folder / "this-machine.toml"
-    path.write_text(write.new_profile("this-machine", device, title=title, notes=notes), encoding="utf-8")
+    path.write_text(write.new_profile(None, device, title=title, notes=notes), encoding="utf-8")
     return str(path)
 
 

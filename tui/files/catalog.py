@@ -81,7 +81,7 @@ def write_detected_profile(machine: Machine) -> str:
     from engine.config.files.write import new_profile  # slow to import: not before the first paint
 
     device = machine.device.model_dump(exclude_none=True)
-    text = new_profile(machine.stem, device, title=machine.title, notes=machine.notes).encode()
+    text = new_profile(None, device, title=machine.title, notes=machine.notes).encode()
     target = _detected_path(machine)
     try:
         if not target.is_file() or target.read_bytes() != text:

@@ -150,8 +150,8 @@ def next_step(evaluated: EvaluatedChoice) -> str:
 
 
 def decimal_bytes(count: int) -> str:
-    """Format `count` bytes: in MiB below 10 GiB, else in GiB."""
-    return f"{count / 2**20:,.1f} MiB" if abs(count) < 10 * 2**30 else f"{count / 2**30:,.2f} GiB"
+    """Format `count` bytes: in MiB below 1 GiB, else in GiB, as the verdict beside it does."""
+    return f"{count / 2**20:,.1f} MiB" if abs(count) < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
 def plan_verdict(plan: Plan, *, ascii_only: bool) -> Content:

@@ -146,10 +146,8 @@ class BaseScreen(Screen[None]):
         if not self.query(TitleBar):
             return
         lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
-        if any(row.kept for row in SCREENS if row.name == self.screen_name):
-            # The ways to the other screens go before a number of rows; a run's or a file's name goes before the ways.
-            lefts.append(self._screen_title(with_program=False, with_detail=False))
-        self.query_one(TitleBar).set_title(lefts, Content.assemble(*self._screen_tabs()))
+        rights = [Content.assemble(*self._screen_tabs(with_titles=titles)) for titles in (True, False)]
+        self.query_one(TitleBar).set_title(lefts, rights)
         self.console.set_terminal_title(self.terminal_title())
         self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
 
@@ -214,15 +212,16 @@ class BaseScreen(Screen[None]):
             self._poll_timer.stop()
             self._poll_timer = None
 
-    def _screen_title(self, *, with_program: bool, with_detail: bool = True) -> Content:
+    def _screen_title(self, *, with_program: bool) -> Content:
         name = next((row.title for row in SCREENS if row.name == self.screen_name), self.screen_name)
-        program, detail = " Tunedeck " if with_program else " ", self.title_detail() if with_detail else ""
+        program, detail = " Tunedeck " if with_program else " ", self.title_detail()
         return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + detail if detail else "", "$muted"))
 
-    def _screen_tabs(self) -> Iterable[Content]:
-        """Yield digit and title of each screen that a digit key opens, for the title bar."""
+    def _screen_tabs(self, *, with_titles: bool) -> Iterable[Content]:
+        """Yield digit and title of each screen that a digit key opens, for the title bar; else digits alone."""
         for row in SCREENS:
             if row.key:
                 style = "bold" if row.name == self.screen_name else "$muted"
-                shown = Content.assemble((f" {row.key}", "bold $info"), (f" {row.title} ", style))
+                title = f" {row.title} " if with_titles else ""
+                shown = Content.assemble((f" {row.key}", "bold $info"), (title, style))
                 yield clickable(shown, f"app.open_screen({row.name!r})")

@@ -301,7 +301,8 @@ class RunsScreen(ModelKeys, RunKeys):
         """Ask which columns to show, in which order."""
         width = self.size.width
         shown = " ".join(column.title for column in self._columns[1:] if width >= column.from_width)
-        self.query_one(InputPrompt).ask("columns", shown, self._choose_columns)
+        self.query_one(InputPrompt).ask("columns", shown, self._choose_columns, allow_empty=True)
+        self.show_message(f"there are {' '.join(column.title for column in CHOOSABLE)}; none: the usual ones")
 
     def _choose_columns(self, text: str) -> None:
         titles = text.replace(",", " ").split()

@@ -28,12 +28,16 @@ class TitleBar(TextLines):
     """The first line of a screen: on the left the screen's name and a detail, on the right the screens that a digit key
     opens, with their digits. A click on one opens it."""
 
-    def set_title(self, lefts: Sequence[Content], right: Content) -> None:
-        """Show the first of `lefts` that leaves room for `right`. If none does, show only the first of `lefts`, without
-        `right`."""
-        gaps = [self.size.width - left.cell_length - right.cell_length for left in lefts]
-        fitting = (Content.assemble(left, " " * gap, right) for left, gap in zip(lefts, gaps, strict=True) if gap > 0)
-        self.show([next(fitting, lefts[0])])
+    def set_title(self, lefts: Sequence[Content], rights: Sequence[Content]) -> None:
+        """Show the first of `rights` that leaves room for one of `lefts`, with the first of these that has room; the
+        first of `lefts` alone if none does."""
+        for right in rights:
+            for left in lefts:
+                gap = self.size.width - left.cell_length - right.cell_length
+                if gap > 0:
+                    self.show([Content.assemble(left, " " * gap, right)])
+                    return
+        self.show([lefts[0]])
 
 
 class FooterBar(TextLines):

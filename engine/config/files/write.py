@@ -66,17 +66,18 @@ def new_recipe(name: str) -> str:
     return tomlkit.dumps(document)
 
 
-def new_profile(name: str, device: Values, *, title: str, notes: str) -> str:
-    """`device` has the keys of the [device] table."""
+def new_profile(name: str | None, device: Values, *, title: str, notes: str) -> str:
+    """`device` has the keys of the [device] table. `name`: by which commands find the file; None if they do not."""
     document = _head("profile", name, title, Profile)
     document["notes"] = notes
     document["device"] = _table(Device, device)
     return tomlkit.dumps(document)
 
 
-def _head(kind: str, name: str, title: str, model: type[BaseModel]) -> tomlkit.TOMLDocument:
+def _head(kind: str, name: str | None, title: str, model: type[BaseModel]) -> tomlkit.TOMLDocument:
     document = tomlkit.document()
-    document.add(tomlkit.comment(f"{model.__doc__}  Check it with: tunedeck {kind}s check {name}"))
+    check = f"  Check it with: tunedeck {kind}s check {name}" if name is not None else ""
+    document.add(tomlkit.comment(f"{model.__doc__}{check}"))
     for key, value in {"schema": 1, "kind": kind, "title": title}.items():
         document[key] = value
     return document

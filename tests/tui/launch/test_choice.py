@@ -187,6 +187,7 @@ def test_a_machine_no_profile_describes_gets_one_that_can_be_used() -> None:
     first = profile_entries(CPU)[0]
     assert first.is_this_machine and first.origin == "detected"
     assert write_detected_profile(CPU) == ""
+    assert "tunedeck profiles check" not in first.path.read_text(), "no command finds it by a name"
     spec, _ = spec_of(Choice(first.argument, "demo"))
     assert spec.profile.device.memory_gib == 16.0
 

@@ -153,6 +153,10 @@ async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -
         await pilot.press("C", "ctrl+u", *"time changed", "enter")
         await pilot.sees("max_steps=100")
         assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
+        await pilot.press("C")
+        await pilot.sees("there are age step loss curve eval", "none: the usual ones")
+        await pilot.press("ctrl+u", "enter")
+        await pilot.sees("age", "eval", "time", "0.25")
 
 
 async def test_a_long_name_is_cut_in_its_middle_and_the_details_have_it_whole(console: Opener, runs: Path) -> None:
