@@ -241,11 +241,11 @@ def test_packages_to_install_are_named_with_the_versions_that_are_needed() -> No
     ("file", "text", "command"),
     [
         ("pipx_metadata.json", "{}", "pipx runpip tunedeck install 'peft>=1'"),
-        ("uv-receipt.toml", "", "uv pip install --python {0}/bin/python 'peft>=1'"),
+        ("pyvenv.cfg", "include-system-site-packages = false\n", "pip install 'peft>=1'"),
         ("pyvenv.cfg", "uv = 0.13\n", "uv pip install --python {0}/bin/python 'peft>=1'"),
         ("pyvenv.cfg", "uv = 0.13\nrelocatable = true\n", "uvx --with 'peft>=1' tunedeck, in place of uvx tunedeck"),
     ],
-    ids=["pipx", "uv tool", "uv venv", "uvx"],
+    ids=["pipx", "venv without pip", "uv venv and uv tool", "uvx"],
 )
 def test_packages_are_installed_by_what_made_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, command: str

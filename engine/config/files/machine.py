@@ -75,25 +75,22 @@ def install_command(extra: str, names: Sequence[str]) -> str:
 def install_packages(*requirements: str, upgrade: bool = False) -> str:
     """The command that installs packages beside this copy of Tunedeck, by what made its environment: pip, pipx, or uv,
     which leaves pip out."""
-    prefix, python = Path(sys.prefix), Path(sys.prefix, "bin", "python")
+    prefix = Path(sys.prefix)
     options = ["--upgrade"] if upgrade else []
-    if Path(prefix, "pipx_metadata.json").is_file():
+    if (prefix / "pipx_metadata.json").is_file():
         return shlex.join(["pipx", "runpip", prefix.name, "install", *options, *requirements])
-    if find_spec("pip") is not None:
+    try:
+        settings = (prefix / "pyvenv.cfg").read_text("utf-8").splitlines()
+    except OSError:
+        settings = []
+    if find_spec("pip") is not None or not any(line.startswith("uv = ") for line in settings):
         return shlex.join(["pip", "install", *options, *requirements])
-    if not _is_of_uvx(prefix):
-        return shlex.join(["uv", "pip", "install", "--python", str(python), *options, *requirements])
+    # uvx makes an environment in its cache for each set of packages, and moves it there when it is complete.
+    if "relocatable = true" not in settings or (prefix / "uv-receipt.toml").is_file():
+        python = str(prefix / "bin" / "python")
+        return shlex.join(["uv", "pip", "install", "--python", python, *options, *requirements])
     added = [word for requirement in requirements for word in ("--with", requirement)]
     return f"{shlex.join(['uvx', *added, 'tunedeck'])}, in place of uvx tunedeck"
-
-
-def _is_of_uvx(prefix: Path) -> bool:
-    """uvx makes an environment in its cache for each set of packages, and moves it there when it is complete."""
-    try:
-        settings = Path(prefix, "pyvenv.cfg").read_text("utf-8")
-    except OSError:
-        return False
-    return "relocatable = true" in settings and not Path(prefix, "uv-receipt.toml").is_file()
 
 
 def older(found: str, release: str) -> bool:
