@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from engine.budget.architecture.lookup import find_config
 from engine.budget.predict.inference import evaluates, generates
 from engine.budget.predict.simulated import shortest_window
 from engine.config.schema.run import RunSpec
+from engine.device.allocation_tracker import bytes_of
 from engine.simulate.batch import StepShape
 from engine.simulate.driver import SimulatedRun, simulated_run
 from engine.simulate.fit import FEW_SHAPES, MORE_SHAPES, curves_of, deciding_levels, shapes_of
@@ -144,7 +145,7 @@ def _document_of(run: SimulatedRun[PhaseLog], stack: LayerStack, sizes: tuple[li
         passes = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), shapes)
         padded = _fitted(lambda shape: _training(run, stack, shape), ("first", "later"), short)
     if not stack.is_whole:
-        run.make_gradients()
+        run.make_gradients(without=stack.without_gradient)
     document: dict[str, Any] = {"static": run.static_components(), "host": run.host_components()}
     document["gradients"] = run.gradient_bytes()
     run.optimizer_step()
@@ -185,7 +186,9 @@ def _training(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) 
         run.micro_batch(shape)
         segments, more = stack.spliced(run.recorder.take(), more, run.gradient_bytes())
         made_bytes = run.device.memory().allocated_bytes - before_bytes + more.level
-        if not (stack.is_whole or recorded or made_bytes == stack.gradient_bytes):
+        if not recorded:
+            stack.find_without_gradient(run.loaded.trainable())
+        if not (stack.is_whole or recorded or made_bytes == stack.expected_gradient_bytes):
             raise StackError("gradients of the layers that were run do not add up to those of all")
         recorded.append(segments)
     return recorded
@@ -248,7 +251,9 @@ class LayerStack:
         self.left_out: dict[int, int] = {}
         """How many layers are left out, by the number of one of them that stands for those of its kind."""
         self.gradient_bytes = 0
-        """What the gradients of all layers take."""
+        """What the gradients of everything that is trained take."""
+        self.without_gradient: list[nn.Parameter] = []
+        """What is trained and gets no gradient, of all layers: it only chooses, as which tokens are attended to."""
         self.period = max(
             map(_chunk_of, {type(each): each for layer in self._every for each in layer.modules()}.values())
         )
@@ -303,6 +308,22 @@ class LayerStack:
     def _set(self, layers: list[nn.Module]) -> None:
         del self._layers[:]
         self._layers.extend(layers)
+
+    def find_without_gradient(self, trained: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """After a pass through the layers that are run, find `without_gradient`."""
+        of_run = [dict(self._every[number].named_parameters()) for number in self._stands_for]
+        self.without_gradient = [
+            parameter
+            for layer, run in zip(self._every, of_run, strict=True)
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad and run[name].grad is None
+        ]
+        inside = {id(parameter) for layer in self._every for parameter in layer.parameters()}
+        self.without_gradient += [each for _, each in trained if each.grad is None and id(each) not in inside]
+
+    @property
+    def expected_gradient_bytes(self) -> int:
+        return self.gradient_bytes - bytes_of(self.without_gradient)
 
     def spliced(self, found: list[Segment], more: Held, gradients_after: int) -> tuple[list[Segment], Held]:
         """Return what running all layers would have recorded, and what these hold afterwards. `found` was recorded of

@@ -6,7 +6,7 @@ allocates internally is not counted, except attention's backward pass on CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Generic, TypeVar
@@ -114,12 +114,14 @@ class SimulatedRun(Generic[Recorder]):
     def _state_bytes(self) -> int:
         return bytes_of(tensor for _, tensor in state_tensors(self.guard.optimizer, self.loaded.trainable()))
 
-    def make_gradients(self) -> int:
-        """Give every trained parameter a new gradient; returns the device bytes that all of them take."""
+    def make_gradients(self, *, without: Collection[torch.Tensor] = ()) -> int:
+        """Give every trained parameter a new gradient, except those in `without`; returns the device bytes that all of
+        them take."""
         self.loaded.model.zero_grad(set_to_none=True)
-        before_bytes = self.device.memory().allocated_bytes
+        before_bytes, left_out = self.device.memory().allocated_bytes, set(map(id, without))
         for _, parameter in self.loaded.trainable():
-            parameter.grad = torch.empty_like(parameter)
+            if id(parameter) not in left_out:
+                parameter.grad = torch.empty_like(parameter)
         return self.device.memory().allocated_bytes - before_bytes
 
     def gradient_bytes(self) -> int:

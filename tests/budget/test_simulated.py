@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.type_configs import tiny_config
 from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
@@ -153,10 +154,18 @@ EVALUATING: dict[str, Any] = {"data": {"max_length": 512, "valid_fraction": 0.1}
 GENERATING: dict[str, Any] = {**EVALUATING, "eval": {"samples": 2}, "generate": {"max_new_tokens": 8}}
 
 
+def _with_indexer() -> dict[str, Any]:
+    """GLM 5: an indexer chooses the tokens that are attended to, and its adapters get no gradient."""
+    config = tiny_config("glm_moe_dsa").to_dict()
+    kinds = {key: [config[key][0], *[config[key][-1]] * 4] for key in ("layer_types", "mlp_layer_types")}
+    return {**config, **kinds, "indexer_types": ["full"] * 5, "vocab_size": 500, "num_hidden_layers": 5}
+
+
 @pytest.mark.parametrize(("kind", "tables"), [("lora", EVALUATING), ("full", GENERATING)], ids=["lora", "full"])
 def test_one_layer_of_a_kind_stands_for_all(kind: str, tables: dict[str, Any], tmp_path: Path) -> None:
     """SmolLM3: every fourth layer has no rotary positions. The first and the last layer are run in any case."""
-    config = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 6}
+    smollm = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 6}
+    config = _with_indexer() if kind == "lora" else smollm
     spec = run_spec(folder_of(config, tmp_path), method={"kind": kind}, train={"batch_size": 4}, **tables)
     with simulated_run(spec, PhaseLog) as run:
         stack = LayerStack(run.loaded.base)
