@@ -15,6 +15,7 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import import_utils
 
 from engine.config.attention import (
@@ -29,7 +30,7 @@ from engine.config.attention import (
 from engine.device.base import Device
 from engine.device.determinism import has_deterministic_backward
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.config import layer_configs, model_class
+from engine.model.config import classes_in, layer_configs, model_class
 from engine.model.positions import starts_are_handed_over
 
 NAME = "varlen"
@@ -162,6 +163,16 @@ def choose_attention(
     if chosen.name == "varlen":
         register_varlen()
     return ChosenAttention(chosen.name, _notices(chosen.obstacles))
+
+
+def attention_by_part(config: PreTrainedConfig, kernel: str) -> str | dict[str, str]:
+    """`kernel` as transformers is told it: for the whole model, or, by the part's key in `config`, "eager" for each
+    part whose class has no such kernel. An audio encoder computes its attention itself."""
+    flag = "_supports_flash_attn" if kernel in FLASH_KERNELS else "_supports_sdpa"
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    classes = {key: classes_in(MODEL_MAPPING, part) for key, part in parts.items() if type(part) in MODEL_MAPPING}
+    eager = [key for key, (part, *_) in classes.items() if not getattr(part, flag, True)]
+    return {"": kernel, **dict.fromkeys(parts, kernel), **dict.fromkeys(eager, "eager")} if eager else kernel
 
 
 def attends_to_later_tokens(model: torch.nn.Module) -> bool:

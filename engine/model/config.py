@@ -169,7 +169,7 @@ weights of a config with several models first."""
 def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class that opens what `architectures` in config.json names, so that results are of the base's class.
     Where that names no class of these, such as in a shipped config, the one that keeps vision and audio encoders."""
-    opening = [(auto, _classes_in(mapping, config)) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
+    opening = [(auto, classes_in(mapping, config)) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
     architectures = config.architectures or ()
     for auto, classes in opening:
         if any(each.__name__ in architectures for each in classes):
@@ -183,10 +183,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def model_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that `auto_class` opens; None for a model with code of its own."""
     mapping = dict(AUTO_CLASSES)[auto_class(config)]
-    return _classes_in(mapping, config)[0] if type(config) in mapping else None
+    return classes_in(mapping, config)[0] if type(config) in mapping else None
 
 
-def _classes_in(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
+def classes_in(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
+    """The classes of an auto mapping of transformers for a config."""
     found = mapping[type(config)]
     return found if isinstance(found, tuple) else (found,)
 

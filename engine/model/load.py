@@ -36,7 +36,7 @@ from engine.model.adapters import (
     router_parameters,
     uncovered,
 )
-from engine.model.attention import ChosenAttention, attends_to_later_tokens, choose_attention
+from engine.model.attention import ChosenAttention, attends_to_later_tokens, attention_by_part, choose_attention
 from engine.model.config import HUB_ERRORS, auto_class, blaming_own_code, load_config, loading_error
 from engine.model.dropout import has_dropout, key_dropout, keyed_dropouts, settle_dropout
 from engine.model.dropout_kernel import use_kernel
@@ -221,7 +221,8 @@ def has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:
 
 def _load_base(spec: RunSpec, settings: ModelSettings, device: Device, place: torch.device) -> PreTrainedModel:
     start, config = settings.start, settings.config
-    options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
+    attention = attention_by_part(config, settings.attention.name)
+    options: dict[str, Any] = {"dtype": settings.precision.weights, "attn_implementation": attention}
     if not has_new_weights(spec, start):  # again: the plan may have been made from a shipped config
         refuse_quantised(spec, config.to_dict(), start.folder)
     if spec.recipe.model.quantize == "nf4":

@@ -27,6 +27,7 @@ from engine.device.base import Device
 from engine.distributed.weight_exchange import own_rows
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
+from engine.model.attention import attention_by_part
 from engine.model.config import auto_class, processor_files
 from engine.model.dropout import follow_checkpoints
 from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
@@ -169,7 +170,7 @@ class LoadedModel:
         return [self._layers[layer] for layer in self.recompute_order]
 
     def use_attention(self, kernel: str) -> None:
-        self.base.set_attn_implementation(kernel)
+        self.base.set_attn_implementation(attention_by_part(self.base.config, kernel))
         self.attention = kernel
 
     def save(self, folder: Path) -> Hashes:

@@ -20,6 +20,7 @@ from engine.budget.trace.memory_config import resolved_dtype, resolved_loss
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
 from engine.evaluate.generation import generate_tokens, generation_config, sampling
+from engine.model.attention import attention_by_part
 from engine.model.config import auto_class
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.expert_balance import expert_balance
@@ -215,7 +216,8 @@ def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None
     facts = deepcopy(facts or find_config(model.id, model.revision))  # transformers fills in nested configs in place
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
     settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
-    options = {"dtype": settings.precision.weights, "attn_implementation": settings.attention.name}
+    attention = attention_by_part(settings.config, settings.attention.name)
+    options = {"dtype": settings.precision.weights, "attn_implementation": attention}
     with torch.device("meta"):
         base = auto_class(config).from_config(settings.config, **options)
         ids = _grow(base, spec)

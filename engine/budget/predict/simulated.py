@@ -34,7 +34,7 @@ from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 7
+FORMAT = 8
 """Version of the stored files; a change makes older files unused."""
 UNITS = (
     "one", "rows", "length", "tokens", "rows x length^2", "length^2", "images", "images^2", "targets", "chunk",
