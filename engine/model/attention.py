@@ -169,7 +169,7 @@ def attention_by_part(config: PreTrainedConfig, kernel: str) -> str | dict[str, 
     """`kernel` as transformers is told it: for the whole model, or, by the part's key in `config`, "eager" for each
     part whose class has no such kernel. An audio encoder computes its attention itself."""
     flag = "_supports_flash_attn" if kernel in FLASH_KERNELS else "_supports_sdpa"
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    parts: dict[str, Any] = {key: getattr(config, key, None) for key in config.sub_configs}
     classes = {key: classes_in(MODEL_MAPPING, part) for key, part in parts.items() if type(part) in MODEL_MAPPING}
     eager = [key for key, (part, *_) in classes.items() if not getattr(part, flag, True)]
     return {"": kernel, **dict.fromkeys(parts, kernel), **dict.fromkeys(eager, "eager")} if eager else kernel

@@ -1,8 +1,7 @@
 """Simulates a run's step at a few small shapes, and finds from these the memory of every shape.
 
 Three shapes are simulated, or more where these are too few (`engine.simulate.fit`). Of layers that are alike one is
-run, beside the first and the last layer of the model, and what is recorded of it stands for all of them (`LayerStack`).
-Where that does not add up, all layers are run.
+run, or two, and what is recorded of it stands for all of them (`LayerStack`). Where that does not add up, all are run.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -56,11 +55,14 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
     sizes = _sizes(spec, facts, row_images)
     document, why_whole = None, None
     with _collected_by_hand():
-        try:
-            document = _document(spec, facts, sizes, row_images, few_layers=True)
-        except (StackError, *STRANGE_ERRORS) as error:
-            why_whole = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        document = document or _document(spec, facts, sizes, row_images, few_layers=False)
+        for of_each_kind in (1, 2):
+            try:
+                document = _document(spec, facts, sizes, row_images, of_each_kind=of_each_kind)
+                why_whole = None
+                break
+            except (StackError, *STRANGE_ERRORS) as error:
+                why_whole = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        document = document or _document(spec, facts, sizes, row_images, of_each_kind=None)
     assert document is not None
     for curves in (*document["passes"].values(), *document["padded"].values()):
         for curve in curves.values():
@@ -115,20 +117,21 @@ def _document(
     sizes: tuple[list[int], list[int]],
     row_images: RowImages | None = None,
     *,
-    few_layers: bool,
+    of_each_kind: int | None,
 ) -> dict[str, Any] | None:
     """Simulate the steps of the model with the config `facts` at several shapes; returns static memory and offloaded
     optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
     pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes.
 
-    With `few_layers`, None if no two layers are alike. Raises StackError, or an error of the model's own code, if some
-    cannot stand for others.
+    `of_each_kind`: how many layers of those that are alike are run (`LayerStack.choose`); None: all. None is returned
+    if no layer can be left out. Raises StackError, or an error of the model's own code, if some cannot stand for
+    others.
     """
     with simulated_run(spec, PhaseLog, facts, row_images) as run:
         stack = LayerStack(run.loaded.base)
-        if not few_layers:
+        if of_each_kind is None:
             return _document_of(run, stack, sizes)
-        stack.choose()
+        stack.choose(of_each_kind)
         return None if stack.is_whole else _document_of(run, stack, sizes)
 
 
@@ -188,7 +191,8 @@ def _training(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) 
         made_bytes = run.device.memory().allocated_bytes - before_bytes + more.level
         if not recorded:
             stack.find_without_gradient(run.loaded.trainable())
-        if not (stack.is_whole or recorded or made_bytes == stack.expected_gradient_bytes):
+        gradient_bytes = stack.gradient_bytes - bytes_of(stack.without_gradient)
+        if not (stack.is_whole or recorded or made_bytes == gradient_bytes):
             raise StackError("gradients of the layers that were run do not add up to those of all")
         recorded.append(segments)
     return recorded
@@ -247,7 +251,7 @@ class LayerStack:
         self._layers, self._text = decoder_layers(base), base.config.get_text_config()
         self._every = list(self._layers)
         self._stands_for = list(range(len(self._every)))
-        """By layer, the number of the layer that is run in its place."""
+        """By layer, the number of the one that is run in its place."""
         self.left_out: dict[int, int] = {}
         """How many layers are left out, by the number of one of them that stands for those of its kind."""
         self.gradient_bytes = 0
@@ -259,22 +263,27 @@ class LayerStack:
         )
         """To a multiple of how many tokens a kernel of the layers pads a sequence; 1 if none does."""
 
-    def choose(self) -> None:
-        """Leave out layers like another one. The first and the last layer are run in any case: they free or keep
-        tensors of the embedding and of the output head."""
+    def choose(self, of_each_kind: int = 1) -> None:
+        """Leave out layers like another one: the first of a kind stands for them. The first and the last layer are run
+        in any case: they free or keep tensors of the embedding and of the output head. With 2 `of_each_kind`, so is the
+        last one of each kind: where layers share keys and values, the one that comes first in the backward pass makes
+        the gradients to which the others add."""
         self._stands_for = list(range(len(self._every)))
         first: dict[tuple[Any, ...], int] = {}
         left_out: dict[int, list[int]] = {}
+        last = {self._kind(number): number for number in range(1, len(self._every) - 1)} if of_each_kind > 1 else {}
         for number in range(1, len(self._every) - 1):
-            kind = (*_outline(self._every[number]), *(str(values[number]) for values in self._by_layer().values()))
-            self._stands_for[number] = chosen = first.setdefault(kind, number)
+            kind = self._kind(number)
+            self._stands_for[number] = chosen = number if last.get(kind) == number else first.setdefault(kind, number)
             if chosen != number:
                 left_out.setdefault(chosen, []).append(number)
         self.left_out = {numbers[0]: len(numbers) for numbers in left_out.values()}
 
+    def _kind(self, number: int) -> tuple[Any, ...]:
+        return (*_outline(self._every[number]), *(str(values[number]) for values in self._by_layer().values()))
+
     @property
     def is_whole(self) -> bool:
-        """Whether all layers are run."""
         return not self.left_out
 
     def _by_layer(self) -> dict[str, list[Any]]:
@@ -320,10 +329,6 @@ class LayerStack:
         ]
         inside = {id(parameter) for layer in self._every for parameter in layer.parameters()}
         self.without_gradient += [each for _, each in trained if each.grad is None and id(each) not in inside]
-
-    @property
-    def expected_gradient_bytes(self) -> int:
-        return self.gradient_bytes - bytes_of(self.without_gradient)
 
     def spliced(self, found: list[Segment], more: Held, gradients_after: int) -> tuple[list[Segment], Held]:
         """Return what running all layers would have recorded, and what these hold afterwards. `found` was recorded of

@@ -161,18 +161,33 @@ def _with_indexer() -> dict[str, Any]:
     return {**config, **kinds, "indexer_types": ["full"] * 5, "vocab_size": 500, "num_hidden_layers": 5}
 
 
-@pytest.mark.parametrize(("kind", "tables"), [("lora", EVALUATING), ("full", GENERATING)], ids=["lora", "full"])
-def test_one_layer_of_a_kind_stands_for_all(kind: str, tables: dict[str, Any], tmp_path: Path) -> None:
-    """SmolLM3: every fourth layer has no rotary positions. The first and the last layer are run in any case."""
-    smollm = {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 6}
-    config = _with_indexer() if kind == "lora" else smollm
+SHARING: dict[str, Any] = {
+    **GEMMA4, "vocab_size": 500, "num_hidden_layers": 10, "num_kv_shared_layers": 5,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 5, "full_attention"],
+}  # fmt: skip
+"""Gemma 4 E4B: the last layers use keys and values of earlier ones, and the last of them makes their gradients."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tables", "of_each_kind"),
+    [
+        ("lora", _with_indexer(), EVALUATING, 1),
+        # SmolLM3: every fourth layer has no rotary positions. The first and the last layer are run in any case.
+        ("full", {**FAMILIES[1], "vocab_size": 500, "num_hidden_layers": 6}, GENERATING, 1),
+        ("lora", SHARING, {}, 2),
+    ],
+    ids=["indexer", "kinds of layers", "shared keys"],
+)
+def test_some_layers_of_a_kind_stand_for_all(
+    kind: str, config: dict[str, Any], tables: dict[str, Any], of_each_kind: int, tmp_path: Path
+) -> None:
     spec = run_spec(folder_of(config, tmp_path), method={"kind": kind}, train={"batch_size": 4}, **tables)
     with simulated_run(spec, PhaseLog) as run:
         stack = LayerStack(run.loaded.base)
-        stack.choose()
-        assert stack.left_out == {2: 2}
+        stack.choose(of_each_kind)
+        assert sum(stack.left_out.values()) == 2
     sizes = [2, 4], [128, 256, 384]
-    few, every = (_document(spec, config, sizes, few_layers=few) for few in (True, False))
+    few, every = (_document(spec, config, sizes, of_each_kind=some) for some in (of_each_kind, None))
     assert few is not None and every is not None
     assert ("generate" in tables) == (every["generate"] is not None)
     if every["generate"] is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.budget.advise.gate import problems_with_model
 from engine.budget.architecture import classes
@@ -21,6 +21,8 @@ from engine.budget.architecture.classes import why_not_text_alone
 from engine.budget.architecture.families import refuse_family
 from engine.errors import UsageError
 from engine.export.merge import merge
+from engine.model.attention import attention_by_part
+from engine.model.config import auto_class
 from engine.model.decoder import hidden_states
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
@@ -239,3 +241,15 @@ def test_logits_cut_by_rows_are_not_taken_for_changed_ones() -> None:
 def test_a_decoder_by_its_class_with_bidirectional_attention_is_refused() -> None:
     with pytest.raises(UsageError, match="use_bidirectional_attention"):
         refuse_family({"model_type": "gemma3_text", "use_bidirectional_attention": True}, run_spec("owner/name").recipe)
+
+
+def test_an_encoder_without_the_kernel_computes_attention_itself() -> None:
+    """Gemma 4 E4B: transformers would refuse the whole model for its audio encoder."""
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "layer_types": ["full_attention"], "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model("gemma4", text_config=small, audio_config={"num_hidden_layers": 1})
+    told = attention_by_part(config, "sdpa")
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, attn_implementation=told)
+    kernels = {key: getattr(model.config, key)._attn_implementation for key in ("text_config", "audio_config")}
+    assert kernels == {"text_config": "sdpa", "audio_config": "eager"}
+    assert attention_by_part(config.text_config, "sdpa") == "sdpa"
