@@ -1,19 +1,15 @@
-"""Resolves `model.id` and `model.adapter`: built-in, folder, hub id, or an earlier run's weights; a digest of their
-files. Loads nothing."""
+"""Resolves `model.id` and `model.adapter`: built-in, folder, hub id, or an earlier run's weights. Loads nothing."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.files.caches import find_snapshot
 from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.files.machine import path_of
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model
-from engine.data.store import hash_file, hash_files, hash_text
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
 from engine.journal.directory import RunDirectory
@@ -23,12 +19,6 @@ from engine.journal.stages import result_run, stage_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 RUN_TOML = "run.toml"
-MODEL_FILES = ("config.json", "*.py", "*.safetensors")
-"""Files of a base model that decide what it computes."""
-ADAPTER_FILES = (ADAPTER_CONFIG, "*.safetensors")
-HUB_DIGEST = re.compile("[0-9a-f]{64}")
-"""The name of a large file in the hub's cache: the SHA-256 of its contents."""
-
 BASE_FOLDER = "base"
 """Folder inside an adapter's folder, with a base model that exists nowhere else (built-in, or random weights)."""
 
@@ -69,23 +59,6 @@ def find_starting_weights(model: Model) -> StartingWeights:
         )
     base, revision = base_of_adapter(Path(place))
     return StartingWeights(base, revision, place)
-
-
-def weights_digest(start: StartingWeights) -> str:
-    """Hash of the contents of the files that the weights come from. Reads all of them, except large files of the hub's
-    cache, whose names are hashes."""
-    base = _digest_of(start.base, start.revision, MODEL_FILES)
-    return hash_text(base, _digest_of(start.adapter, None, ADAPTER_FILES) if start.adapter else "")
-
-
-def _digest_of(model: str, revision: str | None, patterns: tuple[str, ...]) -> str:
-    """Of a hub id that is not in the hub's cache, as it cannot be when its weights were loaded, that id."""
-    folder = Path(model) if Path(model).is_dir() else find_snapshot(model, revision)
-    if folder is None:
-        return hash_text(model, revision or "")
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
-    digests = [file.resolve().name if HUB_DIGEST.fullmatch(file.resolve().name) else hash_file(file) for file in files]
-    return hash_files(files, digests, folder)
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 
 from engine.batching.budget import MicroBatchBudget
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
-from engine.config.files.caches import cache_folder
-from engine.data.store import hash_text
+from engine.config.files.caches import cache_folder, find_snapshot
+from engine.data.store import hash_file, hash_files, hash_text
 from engine.data.tokens import TokenData
 from engine.data.unpaired import MismatchedData
 from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
@@ -24,7 +25,7 @@ from engine.journal.files import read_table, write_atomically
 from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
 from engine.model.load import has_new_weights
-from engine.model.reference import find_starting_weights, weights_digest
+from engine.model.reference import ADAPTER_CONFIG, StartingWeights, find_starting_weights
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.objective import MeasuredReference, PairObjective, UnpairedObjective
@@ -35,6 +36,12 @@ FOLDER = "reference"
 
 SHARED_FOLDER = "references"
 """In the cache folder: the same for all runs that start from the same weights with the same tokens."""
+
+MODEL_FILES = ("config.json", "*.py", "*.safetensors")
+"""Files of a base model that decide what it computes."""
+ADAPTER_FILES = (ADAPTER_CONFIG, "*.safetensors")
+HUB_DIGEST = re.compile("[0-9a-f]{64}")
+"""The name of a large file in the hub's cache: the SHA-256 of its contents."""
 
 VERSION = 1
 """Part of the name of a shared reference. Increase it when the same weights and tokens would give other values."""
@@ -106,8 +113,25 @@ def _shared_folder(setup: TrainingSetup) -> Path | None:
         return None
     settings = recipe.model.model_dump(mode="json", exclude={"id", "adapter", "revision", "tokenizer"})
     parts = [VERSION, settings, recipe.method.model_dump(mode="json"), str(setup.context.loaded.precision.compute)]
-    digests = [identity.tokenizer_hash, weights_digest(start)]
+    digests = [identity.tokenizer_hash, _weights_digest(start)]
     return cache_folder() / SHARED_FOLDER / hash_text(*digests, json.dumps(parts, sort_keys=True))
+
+
+def _weights_digest(start: StartingWeights) -> str:
+    """Hash of the contents of the files that the weights come from. Reads all of them, except large files of the hub's
+    cache, whose names are hashes."""
+    base = _digest_of(start.base, start.revision, MODEL_FILES)
+    return hash_text(base, _digest_of(start.adapter, None, ADAPTER_FILES) if start.adapter else "")
+
+
+def _digest_of(model: str, revision: str | None, patterns: tuple[str, ...]) -> str:
+    """Of a hub id that is not in the hub's cache, as it cannot be when its weights were loaded, that id."""
+    folder = Path(model) if Path(model).is_dir() else find_snapshot(model, revision)
+    if folder is None:
+        return hash_text(model, revision or "")
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    digests = [file.resolve().name if HUB_DIGEST.fullmatch(file.resolve().name) else hash_file(file) for file in files]
+    return hash_files(files, digests, folder)
 
 
 def _stored(
