@@ -2,7 +2,7 @@
 #              ready to be started, else headless
 # make check   lint, types, import contracts and the fast tests
 # make test    the same with the slow tests too, and of each test's slow cases one in four, always the same ones
-# make all-tests  the same with every case: about 35 minutes on two cores
+# make all-tests  the same with every case: an hour of processor time; make test takes three quarters of it
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
 #              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
@@ -34,7 +34,7 @@ check: $(READY)
 
 # mypy has one core's work for a minute: beside it the tests begin.
 test: $(READY)
-	@echo "make test: about 25 minutes on two cores. make check takes about three, with the fast tests alone."
+	@echo "make test: three quarters of an hour of processor time. make check: about three minutes, the fast tests alone."
 	@$(MAKE) --no-print-directory -j2 lint sampled-tests
 
 all-tests: $(READY)

@@ -11,8 +11,9 @@ from engine.data.chat_template import Message, TemplateRefusal
 from engine.data.records import ChatRecord, Dropped, Record
 
 LEFT_OUT = "the chat template leaves out"
-TOOL_CALL = "a tool call, or its arguments"
 """First words of the drop reason."""
+TOOL_CALL = "a tool call, or its arguments"
+"""What the template leaves out of a turn with tool calls."""
 
 THINKING_START = re.compile(r"\s*(?:<(?:\w+:)?(?:think|thinking|thought|reasoning)>|\[THINK\])\s*")
 """The prompt may contain this tag."""

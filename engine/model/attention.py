@@ -166,13 +166,17 @@ def choose_attention(
 
 
 def attention_by_part(config: PreTrainedConfig, kernel: str) -> str | dict[str, str]:
-    """`kernel` as transformers is told it: for the whole model, or, by the part's key in `config`, "eager" for each
-    part whose class has no such kernel. An audio encoder computes its attention itself."""
+    """The value of `attn_implementation` for transformers: `kernel` for the whole model, or a kernel for each part by
+    its key in `config`, if the class of one, such as an audio encoder, has no such kernel: sdpa, else eager."""
     flag = "_supports_flash_attn" if kernel in FLASH_KERNELS else "_supports_sdpa"
     parts: dict[str, Any] = {key: getattr(config, key, None) for key in config.sub_configs}
     classes = {key: classes_in(MODEL_MAPPING, part) for key, part in parts.items() if type(part) in MODEL_MAPPING}
-    eager = [key for key, (part, *_) in classes.items() if not getattr(part, flag, True)]
-    return {"": kernel, **dict.fromkeys(parts, kernel), **dict.fromkeys(eager, "eager")} if eager else kernel
+    others = {
+        key: "sdpa" if part._supports_sdpa else "eager"
+        for key, (part, *_) in classes.items()
+        if not getattr(part, flag, True)
+    }
+    return {"": kernel, **dict.fromkeys(parts, kernel), **others} if others else kernel
 
 
 def attends_to_later_tokens(model: torch.nn.Module) -> bool:

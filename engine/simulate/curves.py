@@ -58,7 +58,7 @@ def simulate_curves(spec: RunSpec) -> dict[str, Any]:
         for of_each_kind in (1, 2):
             try:
                 document = _document(spec, facts, sizes, row_images, of_each_kind=of_each_kind)
-                why_whole = None
+                why_whole = why_whole if document is None else None
                 break
             except (StackError, *STRANGE_ERRORS) as error:
                 why_whole = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -123,9 +123,8 @@ def _document(
     optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
     pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes.
 
-    `of_each_kind`: how many layers of those that are alike are run (`LayerStack.choose`); None: all. None is returned
-    if no layer can be left out. Raises StackError, or an error of the model's own code, if some cannot stand for
-    others.
+    `of_each_kind`: how many layers of those that are alike are run (`LayerStack.choose`); None: all. Returns None if no
+    layer can be left out. Raises StackError, or an error of the model's own code, if some cannot stand for others.
     """
     with simulated_run(spec, PhaseLog, facts, row_images) as run:
         stack = LayerStack(run.loaded.base)
@@ -257,7 +256,7 @@ class LayerStack:
         self.gradient_bytes = 0
         """What the gradients of everything that is trained take."""
         self.without_gradient: list[nn.Parameter] = []
-        """What is trained and gets no gradient, of all layers: it only chooses, as which tokens are attended to."""
+        """What is trained and gets no gradient, such as an indexer's adapters: it only chooses tokens to attend to."""
         self.period = max(
             map(_chunk_of, {type(each): each for layer in self._every for each in layer.modules()}.values())
         )

@@ -253,3 +253,5 @@ def test_an_encoder_without_the_kernel_computes_attention_itself() -> None:
     kernels = {key: getattr(model.config, key)._attn_implementation for key in ("text_config", "audio_config")}
     assert kernels == {"text_config": "sdpa", "audio_config": "eager"}
     assert attention_by_part(config.text_config, "sdpa") == "sdpa"
+    with_flash = attention_by_part(config, "flash_attention_2")
+    assert isinstance(with_flash, dict) and with_flash["audio_config"] == "eager"
