@@ -33,6 +33,23 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "budget.json"
 PAGE = ROOT / "docs" / "budget.md"
 
+HEAD = """# The budget's closed form against the simulation
+
+This page answers how far the predicted peak of a run is from a simulation of its step. [memory.md](memory.md) says how
+both are made.
+
+Written by `python -m benchmarks.budget`, with torch {torch}.
+
+- Each line is a model at its real size, with a shape drawn by a fixed seed.
+- Figures are the peak memory that torch allocates on one device, in MiB.
+- The simulation runs the engine's own model, adapters, loss and optimizer, with all layers, on tensors without data.
+  `tests/simulate` compares it with the simulated device.
+- Workspace inside operations is not counted on either side, except that of attention's backward pass on a GPU.
+- Nothing here was measured on a GPU.
+
+Errors:
+"""
+
 DENSE = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B",
     "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "google/gemma-2-2b",
@@ -163,17 +180,7 @@ def error(result: dict[str, Any]) -> float:
 
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The text of docs/budget.md, made from the results."""
-    lines = [
-        "# The budget's closed form against the simulation",
-        "",
-        "Written by `python -m benchmarks.budget`. Each line is a model at its real size with a shape drawn by a fixed "
-        "seed; the figures are the peak memory that torch allocates on one device, in MiB. The simulation runs the "
-        "engine's own model, adapters, loss and optimizer, with all layers, on tensors without data; `tests/simulate` "
-        "compares it with the simulated device. Workspace inside operations is not counted on either side, except that "
-        "of attention's backward pass on a GPU. Nothing "
-        f"here was measured on a GPU. torch {torch.__version__.partition('+')[0]}.",
-        "",
-    ]
+    lines = [HEAD.format(torch=torch.__version__.partition("+")[0])]
     for kind, (median, worst) in TARGETS.items():
         errors = [abs(error(result)) for result in results.values() if _kind(result) == kind]
         if errors:

@@ -74,3 +74,9 @@ def test_a_link_to_nothing_stops_the_build(tmp_path: Path, link: str, monkeypatc
 def test_links_of_the_root_follow() -> None:
     links = "[a](docs/memory.md#x), [b](README.md), [c](AGENTS.md)"
     assert moved_links(links) == "[a](memory.md#x), [b](index.md), [c](AGENTS.md)"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_answers(page: Path) -> None:
+    title, empty, first = page.read_text("utf-8").splitlines()[:3]
+    assert title.startswith("# ") and not empty and first.startswith("This page answers ")
