@@ -11,9 +11,11 @@ RUN apt-get update \
 RUN python3 -m venv /opt/tunedeck
 ENV PATH=/opt/tunedeck/bin:$PATH
 COPY . /opt/source
-# Of a checkout: what is installed is its own wheel.
+# Of a checkout: what is installed is its own wheel. Without --build-arg VERSION=0.2.0 it is a development version.
+ARG VERSION=
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir '/opt/source[cuda,vision,track]' && rm -rf /opt/source
+RUN SETUPTOOLS_SCM_PRETEND_VERSION_FOR_TUNEDECK=$VERSION \
+    pip install --no-cache-dir '/opt/source[cuda,vision,track]' && rm -rf /opt/source
 
 # The volume belongs to user 1000, who is nobody else in the image.
 RUN mkdir -p /workspace && chown 1000:1000 /workspace

@@ -39,6 +39,11 @@ class Distributions:
     sdist: Path
     wheel: Path
 
+    @property
+    def metadata_folder(self) -> str:
+        """The folder beside the package in the wheel, which has the version in its name."""
+        return f"tunedeck-{self.wheel.name.split('-')[1]}.dist-info"
+
 
 @dataclass(frozen=True)
 class Installation:

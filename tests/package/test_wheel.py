@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -52,7 +53,7 @@ def test_every_file_of_ours_is_packed(distributions: Distributions, kind: str, f
 
 def test_the_wheel_has_one_name_at_the_top(distributions: Distributions) -> None:
     with zipfile.ZipFile(distributions.wheel) as archive:
-        assert {name.partition("/")[0] for name in archive.namelist()} == {"tunedeck", "tunedeck-0.1.0.dist-info"}
+        assert {name.partition("/")[0] for name in archive.namelist()} == {"tunedeck", distributions.metadata_folder}
 
 
 def test_an_editable_installation_adds_the_checkout_to_the_path_and_nothing_else(
@@ -70,15 +71,41 @@ def test_an_editable_installation_adds_the_checkout_to_the_path_and_nothing_else
 
 def test_the_metadata_names_licence_and_python(distributions: Distributions) -> None:
     with zipfile.ZipFile(distributions.wheel) as archive:
-        metadata = archive.read("tunedeck-0.1.0.dist-info/METADATA").decode()
-        assert "tunedeck-0.1.0.dist-info/licenses/LICENSE" in archive.namelist()
+        metadata = archive.read(f"{distributions.metadata_folder}/METADATA").decode()
+        assert f"{distributions.metadata_folder}/licenses/LICENSE" in archive.namelist()
     for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.11", "Classifier: Typing :: Typed"):
         assert f"\n{line}\n" in metadata
 
 
-def test_the_citation_has_the_version_of_the_package() -> None:
-    version = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+def version_of(checkout: Path) -> str:
+    return run(sys.executable, "-m", "hatchling", "version", cwd=checkout).stdout.strip()
+
+
+def test_a_tag_is_the_version(tmp_path: Path) -> None:
+    """Without git the wheel has a version, too; with git and without a tag it is that of the next release."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    fallback = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["fallback-version"]
+    assert version_of(tmp_path) == fallback
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    assert version_of(tmp_path).startswith(fallback.replace(".dev0", ".dev1+"))
+    git("tag", "v7.8.9")
+    git("tag", "visited-2026")  # what is no version is passed over
+    assert version_of(tmp_path) == "7.8.9"
+    git("commit", "--quiet", "--allow-empty", "--message", "two")
+    assert version_of(tmp_path).startswith("7.8.10.dev1+")
+
+
+def test_the_changelog_has_the_next_release() -> None:
+    """What the release workflow asks of it: `fallback-version` in pyproject.toml moves on with it."""
+    fallback = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["fallback-version"]
+    assert f"\n## {fallback.removesuffix('.dev0')}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 @pytest.fixture
