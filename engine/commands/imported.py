@@ -16,11 +16,11 @@ USUAL_PROFILE = "24gb"
 """For a plan by a user who has described no hardware of his own."""
 
 
-def import_configuration_file(file: Path, *, devices: int, force: bool) -> None:
+def import_configuration_file(file: Path, *, devices: int | None, force: bool) -> None:
     from engine.config.imports.convert import import_configuration
     from engine.launch.requirements import own_profile
 
-    draft, target = import_configuration(file, devices=devices, force=force)
+    draft, target = import_configuration(file, devices=devices or 1, force=force)
     for line in account(draft, devices):
         print_line(line)
     print_line(f"imported {target.stem}: {target}")
@@ -31,7 +31,7 @@ def import_configuration_file(file: Path, *, devices: int, force: bool) -> None:
         print_line(f"next: tunedeck plan -p {shlex.quote(own_profile() or USUAL_PROFILE)} -r {name}")
 
 
-def account(draft: Draft, devices: int) -> list[str]:
+def account(draft: Draft, devices: int | None) -> list[str]:
     """One line for each key of that file, grouped by what became of it."""
     lines = [f"{draft.tool}'s configuration, mapped:"]
     for ours, theirs in draft.origin.items():
@@ -48,7 +48,7 @@ def account(draft: Draft, devices: int) -> list[str]:
     if draft.blanks:
         lines += ["to fill in:", *(_line(key, reason) for key, reason in draft.blanks.items())]
     notes = list(draft.notes)
-    if devices == 1 and "devices" in draft.origin.get("train.batch_size", ""):
+    if devices is None and "devices" in draft.origin.get("train.batch_size", ""):
         notes.append("train.batch_size is for one device: add --devices N if that configuration ran on N")
     return [*lines, *(f"note: {visible(note)}" for note in notes)]
 

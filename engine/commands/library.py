@@ -33,7 +33,13 @@ FileArgument = Annotated[
     typer.Argument(metavar="FILE", help="A TOML file; a recipe also from another tool's YAML.", show_default=False),
 ]
 DevicesOption = Annotated[
-    int, typer.Option("--devices", min=1, help="With another tool's file: on how many devices it trained.")
+    int | None,
+    typer.Option(
+        "--devices",
+        min=1,
+        help="With another tool's file: on how many devices it trained; else one.",
+        show_default=False,
+    ),
 ]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print tables of keys, as in the documentation.")]
 
@@ -79,7 +85,7 @@ def _add_import(group: typer.Typer, kind: SpecKind) -> None:
     if kind == "recipe":
 
         @group.command("import", help="Check and copy someone's recipe, or another tool's YAML.")
-        def import_recipe(file: FileArgument, devices: DevicesOption = 1, force: ForceOption = False) -> None:
+        def import_recipe(file: FileArgument, devices: DevicesOption = None, force: ForceOption = False) -> None:
             if file.suffix.lower() in (".yml", ".yaml"):
                 from engine.commands.imported import import_configuration_file
 

@@ -180,6 +180,7 @@ def test_llama_factory_with_its_list_of_data_sets() -> None:
     assert recipe["train"]["learning_rate"] == 5e-5 and "train.learning_rate = 5e-05  (LLaMA-Factory's default)" in said
     assert "trust_remote_code  (remote code is allowed by --trust-remote-code" in said
     assert "add --devices N" in said
+    assert "add --devices N" not in imported(FACTORY, "--devices", "1", "--force")[1]
 
 
 def test_llama_factory_v1() -> None:
