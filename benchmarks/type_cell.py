@@ -34,8 +34,8 @@ from engine.model.config import auto_class, silence_libraries
 from engine.model.decoder import eval_mode
 from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
-from engine.model.packing import require_separation
 from engine.model.tokenizer import byte_tokenizer
+from engine.model.verify import require_separation
 from engine.train.step.transaction import StepTransaction
 from tests.model.samples import batch_of, cpu, logits_of, name_base
 from tests.train.run_helpers import Event, Workshop, make_spec, of_kind, train, write_samples

@@ -44,9 +44,9 @@ from engine.model.config import check_packing, model_config_dict
 from engine.model.decoder import eval_mode
 from engine.model.load import LoadedModel, load_model
 from engine.model.loss import LossChoice, make_loss
-from engine.model.packing import require_separation
 from engine.model.reference import find_run_weights, find_starting_weights, refuse_removed
 from engine.model.tokenizer import load_image_processor, load_tokenizer
+from engine.model.verify import require_separation
 
 Notify = Callable[[str], None]
 

@@ -9,7 +9,6 @@ hidden, V vocabulary, N tokens with a target.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from engine.budget.trace.memory_config import chunk_tokens as default_chunk_tokens
 from engine.config.schema.recipe import Recipe
@@ -36,13 +34,12 @@ from engine.model.chunked import (
     torch_obstacle,
     weighted_sum,
 )
-from engine.model.config import auto_class, blaming_own_code
-from engine.model.decoder import autocast, decoder_output, eval_mode
+from engine.model.decoder import autocast, decoder_output
 from engine.model.expert_balance import ExpertBalance, Routing, expert_balance
 from engine.model.head import OutputHead, find_head
 from engine.model.loaded import LoadedModel
 from engine.model.offload import ActivationOffload
-from engine.model.trained import decoder_of
+from engine.model.verify import verify_logits
 
 LossChoice = Literal["auto", "plain", "chunked", "fused"]
 
@@ -322,49 +319,6 @@ def choose_implementation(asked: LossChoice, head: OutputHead, label_smoothing: 
     if obstacle:
         raise UsageError(f'train.loss = "fused": {obstacle}', fix='set train.loss = "auto"')
     return "torch"
-
-
-def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
-    """Check on four tokens that decoder and head give the model's own logits. UsageError: they differ by more than the
-    dtype's rounding, are not finite, or take more than text."""
-    model = loaded.base
-    blaming = blaming_own_code(model.config, str(model.name_or_path))
-    with eval_mode(loaded.model), autocast(loaded), blaming, _blaming_text_alone(model):
-        ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
-        own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
-        hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
-        ours_BSV = head.logits(hidden_BSH)
-        error = float((own_BSV - ours_BSV).abs().max())
-        size = float(own_BSV.abs().max())
-    if not math.isfinite(size):
-        raise UsageError(
-            f"the model's own logits are not finite in {loaded.precision.compute}",
-            expected="a dtype this family can be computed in",
-            fix='set model.dtype to "bfloat16" or "float32"; if that changes nothing, the weights are broken',
-        )
-    tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
-    if not error <= tolerance * max(size, 1e-3):
-        raise UsageError(
-            f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
-            f"of {size:.3g}), so its loss cannot be computed in pieces",
-            expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
-            fix="choose another model.id",
-        )
-
-
-@contextmanager
-def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Make an error of a class with a vision encoder a UsageError: it was given no image."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError) as error:
-        if auto_class(model.config) is not AutoModelForImageTextToText:
-            raise
-        raise UsageError(
-            f"{type(model).__name__} computes nothing from text alone: {error}",
-            expected="a model that predicts text from text alone",
-            fix="choose another model.id",
-        ) from error
 
 
 class HeadWithLoss(nn.Module):

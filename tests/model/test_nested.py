@@ -26,8 +26,9 @@ from engine.model.config import auto_class
 from engine.model.decoder import hidden_states
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
-from engine.model.loss import make_loss, verify_logits
+from engine.model.loss import make_loss
 from engine.model.trained import outside_text
+from engine.model.verify import verify_logits
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, name_base, run_spec
 from tests.nested_models import NEEDS_IMAGES, NESTED, write_nested
 

@@ -15,7 +15,7 @@ from engine.errors import UsageError
 from engine.journal.writer import Journal
 from engine.model.config import check_packing
 from engine.model.loaded import LoadedModel
-from engine.model.packing import require_causality, require_known_family, require_separation
+from engine.model.verify import require_causality, require_known_family, require_separation
 from engine.train.run.setup import set_up
 from tests.data.specs import run_spec
 from tests.model.samples import FAMILIES, cpu, load, load_family, write_model

@@ -35,7 +35,7 @@ NOT_FROM_TEXT = {
     "paligemma": "lets the tokens of a prompt see those behind them",
 }
 """Why a model type does not predict text from text alone, which the inputs of its `forward` do not tell. The engine
-tries every model on a row of text (`engine.model.loss.verify_logits`, `engine.model.packing.require_causality`); these
+tries every model on a row of text (`engine.model.verify.verify_logits`, `engine.model.verify.require_causality`); these
 are refused earlier than by that."""
 NO_TEXT = ("Classification", "Regression", "QuestionAnswering")
 """Ends of the names of transformers' classes that give no text."""

@@ -46,7 +46,7 @@ NO_POSITION_IDS = frozenset({"xlnet"})
 
 def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
     """The reason as a sentence, if the config tells it; every model is tried when it is loaded
-    (`engine.model.packing`)."""
+    (`engine.model.verify`)."""
     text = text_of(facts)
     model_type = str(text.get("model_type", facts.get("model_type", "unknown")))
     layers = {str(layer) for layer in text.get("layer_types") or ()}

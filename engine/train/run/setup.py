@@ -28,8 +28,8 @@ from engine.model.config import model_config_dict
 from engine.model.decoder import require_images
 from engine.model.flops import step_flops
 from engine.model.load import LoadedModel, fuse_modules
-from engine.model.packing import require_known_family, require_separation
 from engine.model.tokenizer import load_image_processor, load_tokenizer
+from engine.model.verify import require_known_family, require_separation
 from engine.train.step.context import Identity, LossScaler, StepContext, TrainingSetup
 from engine.train.step.failures import LocalRecoveries, RecoveredOom
 from engine.train.step.interface import Strategy

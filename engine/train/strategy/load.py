@@ -25,7 +25,7 @@ from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model
 from engine.model.loaded import plain_name
 from engine.model.loss import HeadWithLoss, LossFunction, ModelWithLoss, loss_of
-from engine.model.packing import require_causality
+from engine.model.verify import require_causality
 from engine.train.step.failures import RecoveredOom, gather_failures, memory_exhausted
 from engine.train.step.interface import SingleDevice, Strategy
 from engine.train.strategy.evaluation import share_evaluation

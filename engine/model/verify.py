@@ -1,17 +1,26 @@
-"""What training on text relies on, tried on the model as loaded: tokens do not see those behind them, and a document
-keeps apart from the one packed before it. Packing itself is `engine.data.order.pack`."""
+"""What training on text relies on, tried on the model as loaded: tokens do not see those behind them, a document keeps
+apart from the one packed before it, and decoder and head give the model's own logits."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from engine.budget.architecture.families import FAMILIES
 from engine.data.batch import Batch, Documents
 from engine.data.tokens import IGNORED
+from engine.device.base import Device
 from engine.errors import UsageError
+from engine.model.config import auto_class, blaming_own_code
 from engine.model.decoder import autocast, decoder_output, eval_mode
+from engine.model.head import OutputHead
 from engine.model.loaded import LoadedModel, embedding_rows
+from engine.model.trained import decoder_of
 
 LENGTHS = (11, 9)
 """Tokens of the two documents: shorter than any sliding window, and no multiple of a kernel's block."""
@@ -101,3 +110,46 @@ def _refusal(found: str) -> UsageError:
         expected="a model that computes packed documents as it computes them alone",
         fix="set data.packing = false",
     )
+
+
+def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None:
+    """Check on four tokens that decoder and head give the model's own logits. UsageError: they differ by more than the
+    dtype's rounding, are not finite, or take more than text."""
+    model = loaded.base
+    blaming = blaming_own_code(model.config, str(model.name_or_path))
+    with eval_mode(loaded.model), autocast(loaded), blaming, _blaming_text_alone(model):
+        ids_BS = torch.arange(4, device=device.torch_device)[None] % head.vocabulary
+        own_BSV = model(input_ids=ids_BS, use_cache=False).logits.float()
+        hidden_BSH = decoder_of(model)(input_ids=ids_BS, use_cache=False).last_hidden_state
+        ours_BSV = head.logits(hidden_BSH)
+        error = float((own_BSV - ours_BSV).abs().max())
+        size = float(own_BSV.abs().max())
+    if not math.isfinite(size):
+        raise UsageError(
+            f"the model's own logits are not finite in {loaded.precision.compute}",
+            expected="a dtype this family can be computed in",
+            fix='set model.dtype to "bfloat16" or "float32"; if that changes nothing, the weights are broken',
+        )
+    tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
+    if not error <= tolerance * max(size, 1e-3):
+        raise UsageError(
+            f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
+            f"of {size:.3g}), so its loss cannot be computed in pieces",
+            expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
+            fix="choose another model.id",
+        )
+
+
+@contextmanager
+def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Make an error of a class with a vision encoder a UsageError: it was given no image."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        if auto_class(model.config) is not AutoModelForImageTextToText:
+            raise
+        raise UsageError(
+            f"{type(model).__name__} computes nothing from text alone: {error}",
+            expected="a model that predicts text from text alone",
+            fix="choose another model.id",
+        ) from error
