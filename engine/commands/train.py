@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.journal.directory import RunDirectory
     from engine.journal.events import EventWriter
     from engine.launch.environment import LauncherRank
+    from engine.train.run.external_launcher import Task
 
 
 @takes_start_options(*START_OPTIONS)
@@ -99,18 +100,28 @@ def _train_as_rank(resolved: Resolved, launcher_rank: LauncherRank, options: Sta
 
     set_device_environment(resolved.spec)
     with importing():
-        from engine.train.run.external_launcher import Task, begin_or_go_on, train_launched
+        from engine.train.run.external_launcher import begin_or_go_on
 
     folder = runs_folder(options.runs)
 
-    led: list[Path] = []  # by rank 0 alone
-
     def settle() -> Task:
-        task = begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, options, launched=True))
+        return begin_or_go_on(launcher_rank, folder, lambda: _create(resolved, options, launched=True))
+
+    return _train_launched(resolved.spec, launcher_rank, settle, as_json=options.as_json)
+
+
+def _train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
+    """Train as one rank, and let rank 0, which alone calls `settle`, do what [finish] asks; returns the exit code."""
+    from engine.train.run.external_launcher import train_launched
+
+    led: list[Path] = []
+
+    def settled() -> Task:
+        task = settle()
         led.append(Path(task.path))
         return task
 
-    code = train_launched(resolved.spec, launcher_rank, settle, as_json=options.as_json)
+    code = train_launched(spec, launcher_rank, settled, as_json=as_json)
     for directory in led if code == 0 else ():
         finish_run(directory)
     return code
@@ -301,18 +312,12 @@ def _resume_as_rank(
 
     set_device_environment(spec)
     with importing():
-        from engine.train.run.external_launcher import Task, take_up, train_launched, worked_on
-
-    led: list[Path] = []  # by rank 0 alone
+        from engine.train.run.external_launcher import take_up, worked_on
 
     def settle() -> Task:
         restarted = worked_on(launcher_rank, directory)
         if not restarted:
             prepare()
-        led.append(directory.path)
         return take_up(launcher_rank, directory, resume=True, from_step=None if restarted else from_step)
 
-    code = train_launched(spec, launcher_rank, settle, as_json=as_json)
-    for path in led if code == 0 else ():
-        finish_run(path)
-    return code
+    return _train_launched(spec, launcher_rank, settle, as_json=as_json)
