@@ -1,7 +1,8 @@
 """A process that has imported the engine and forks one engine process after another; each is killed at a given moment.
 
-Starting Python and importing torch takes seconds; a fork takes none, so hundreds of deaths become affordable. What runs
-in the fork is the engine's own `main.run` in a session of its own, and it dies of a real SIGKILL.
+Starting Python and importing torch and transformers' models takes seconds; a fork takes none, so hundreds of deaths
+become affordable. What runs in the fork is the engine's own `main.run` in a session of its own, and it dies of a real
+SIGKILL.
 
 Try: `make torture`
 """
@@ -21,6 +22,9 @@ from typing import Any, Self
 
 PATIENCE_SECONDS = 300.0
 """An engine that lives longer hangs."""
+
+WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""A process that has threads must not fork."""
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil.rmtree", "os.truncate"}
 """Audit events that announce a change of, or a look into, a file or folder."""
@@ -55,7 +59,7 @@ class CrashServer:
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **WITHOUT_THREADS, "PYTHONPATH": str(Path(__file__).parents[2])},
         )  # fmt: skip
         return self
 
@@ -77,10 +81,11 @@ class CrashServer:
 
 
 def serve() -> None:
-    """Fork an engine for each request on standard input, until the input is closed. The engine is imported before,
-    because a process must not have threads when it forks."""
+    """Fork an engine for each request on standard input, until the input is closed. The engine is imported before."""
     from engine.train.run import main
+    from tests.fork_server import preload
 
+    preload()
     for line in sys.stdin:
         asked = json.loads(line)
         counter = os.memfd_create("operations")
