@@ -105,9 +105,13 @@ def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
     """Run all checks. `runs` is the folder of runs, whose disk is checked; `ask_hub`: send the hub a request."""
     from engine.launch.requirements import missing_packages  # imported here: it loads pydantic
 
-    findings = [_python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
+    findings = [_own_version(), _python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
     return findings
+
+
+def _own_version() -> Finding:
+    return Finding("tunedeck", "ok", _version("tunedeck") or "not installed: this is its source")
 
 
 def _python() -> Finding:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def test_the_report_names_versions_disk_and_driver(app: typer.Typer, tmp_path: P
     assert findings["torch"]["state"] == "ok"
     assert "GiB free" in findings["disk"]["text"]
     assert {"python", "driver", "tmux", "hub token"} <= findings.keys()
+    assert findings["tunedeck"]["text"] == version("tunedeck")
     assert "hub" not in findings
 
 
