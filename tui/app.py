@@ -187,14 +187,14 @@ class TunedeckApp(SequentialKeysApp):
         self.show_message(warning or f"the engine is starting: {directory.name}", "$caution" if warning else "")
         return True
 
-    def run_command(self, directory: RunDirectory, command: str) -> None:
-        """Run `tunedeck COMMAND RUN` in a process of its own, and show a message when it ends."""
+    def run_command(self, directory: RunDirectory, command: str, *words: str) -> None:
+        """Run `tunedeck COMMAND RUN WORDS` in a process of its own, and show a message when it ends."""
         from tui.run.command_process import run_command  # slow to import: not before the first paint
 
         self.show_message(
             f"tunedeck {command} {directory.name} has started; its output: {command}.log in the run's folder"
         )
-        self.run_worker(run_command(directory, command, self._show_end), group="commands")
+        self.run_worker(run_command(directory, command, words, self._show_end), group="commands")
 
     def _show_end(self, text: str, failed: bool) -> None:
         self.show_message(text, "$bad" if failed else "")

@@ -32,8 +32,8 @@ class Console(Protocol):
         """Start an engine process on a run and show a message in the footer. Returns False if the process cannot be
         started; the message then says why. `resume`: continue the run instead of beginning it."""
 
-    def run_command(self, directory: RunDirectory, command: str) -> None:
-        """Run `tunedeck COMMAND RUN` in a process of its own, and show a message when it ends."""
+    def run_command(self, directory: RunDirectory, command: str, *words: str) -> None:
+        """Run `tunedeck COMMAND RUN WORDS` in a process of its own, and show a message when it ends."""
 
     def set_terminal_title(self, text: str) -> None:
         """Set the title of the terminal's window to `text`."""

@@ -54,7 +54,7 @@ ProfileForDataOption = Annotated[
         "-p", "--profile", metavar="PROFILE", help="Hardware profile whose overrides apply.", show_default=False
     ),
 ]
-ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show with their loss mask.")]
+ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show, target tokens marked.")]
 
 
 RowOption = Annotated[
@@ -79,7 +79,7 @@ def data(
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a recipe's data as the model will see them. With the loss mask, the lengths, what was dropped and why."""
+    """Show a recipe's data as the model will see them. With target tokens, lengths, what was dropped and why."""
     from engine.config.check.notes import refuse_unsupported
     from engine.config.files.data_files import require_data_files
     from engine.config.load import resolve

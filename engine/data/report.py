@@ -27,8 +27,8 @@ CHAT_FACTS = {
     "arguments as objects or as text): {:,}",
     "unprompted": "answers without the whole prompt of inference, as the chat template leaves a part of it, such as "
     "the start of thinking, out of finished turns: {:,}",
-    "context_only": "answers that are context and not learned, as the chat template lets no conversation end with "
-    "them: {:,}",
+    "context_only": "answers that are context, without target tokens, as the chat template lets no conversation end "
+    "with them: {:,}",
     "unclosed": "conversations without the end of sequence that the chat template writes behind their last turn, as a "
     "generated answer ends before it: {:,}",
     "from_pair": 'prompts and completions inside the chat template, which the source\'s template = "none" leaves '
@@ -37,7 +37,7 @@ CHAT_FACTS = {
     "split": "documents longer than data.max_length, split into pieces: {:,}",
     "pieces": "pieces of them: {:,}",
     "system_folded": "system turns written at the start of the first user turn, as the chat template has none: {:,}",
-    "untrained": "answers that are context and not learned, as their message says so (weight, train): {:,}",
+    "untrained": "answers that are context, without target tokens, as their message says (weight, train): {:,}",
     "tools_left_out": "conversations without their tools, which the chat template does not write: {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
@@ -83,7 +83,7 @@ class DataReport:
             lengths = ", ".join(f"p{share} {length:,}" for share, length in part.percentiles.items())
             lines.append(
                 f"{part.part}: {part.rows:,} sequences{packed}, {part.tokens:,} tokens, "
-                f"{part.target_tokens:,} learned ({part.target_share:.0%}); lengths {lengths}"
+                f"{part.target_tokens:,} target tokens ({part.target_share:.0%}); lengths {lengths}"
             )
         return lines + self.notices
 

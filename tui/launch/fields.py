@@ -139,7 +139,7 @@ def field_rows(
     known = {row.key for row in rows}
     others = [key for key in needed if key not in known and row_of_key(key) not in known]
     typed = [FieldRow(key, key, overrides.get(key) or _value(spec, key), "", key in overrides) for key in others]
-    return [*rows, *typed, FieldRow(OTHER, "any other key", "")]
+    return [*rows, *typed, FieldRow(OTHER, "any other key", "", "KEY=VALUE")]
 
 
 def _rows_of_field(

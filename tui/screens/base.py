@@ -8,7 +8,7 @@ reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -46,6 +46,20 @@ CREATION = "creation"
 def creations(workers: WorkerManager) -> list[Worker[object]]:
     """Return those of a screen's workers that are creating a run."""
     return [worker for worker in workers if worker.group == CREATION and not worker.is_finished]
+
+
+@cache
+def _screen_tabs(front: str) -> tuple[Content, Content]:
+    """Digit and title of each screen that a digit key opens, for the title bar of the screen `front`; then digits
+    alone."""
+    tabs: tuple[list[Content], list[Content]] = ([], [])
+    for row in SCREENS:
+        if row.key:
+            digit = (f" {row.key}", "bold $info")
+            shown = Content.assemble(digit, (f" {row.title} ", "bold" if row.name == front else "$muted"))
+            tabs[0].append(clickable(shown, f"app.open_screen({row.name!r})"))
+            tabs[1].append(clickable(Content.assemble(digit), f"app.open_screen({row.name!r})"))
+    return Content.assemble(*tabs[0]), Content.assemble(*tabs[1])
 
 
 class BaseScreen(Screen[None]):
@@ -145,11 +159,10 @@ class BaseScreen(Screen[None]):
         changed. Does nothing on a screen that was removed after it asked for this."""
         if not self.query(TitleBar):
             return
-        lefts = [self._screen_title(with_program=True), self._screen_title(with_program=False)]
-        rights = [Content.assemble(*self._screen_tabs(with_titles=titles)) for titles in (True, False)]
-        self.query_one(TitleBar).set_title(lefts, rights)
+        name = next((row.title for row in SCREENS if row.name == self.screen_name), self.screen_name)
+        self.query_one(TitleBar).set_title(name, self.title_detail(), _screen_tabs(self.screen_name))
         self.console.set_terminal_title(self.terminal_title())
-        self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows()])
+        self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows() if key.label])
 
     def _is_enabled(self, key: keys.Key) -> bool:
         return key.screen == keys.EVERYWHERE or self.disabled_reason(key.action) is None
@@ -211,17 +224,3 @@ class BaseScreen(Screen[None]):
         if self._poll_timer is not None:
             self._poll_timer.stop()
             self._poll_timer = None
-
-    def _screen_title(self, *, with_program: bool) -> Content:
-        name = next((row.title for row in SCREENS if row.name == self.screen_name), self.screen_name)
-        program, detail = " Tunedeck " if with_program else " ", self.title_detail()
-        return Content.assemble((program, "bold $info"), (name, "bold"), ("  " + detail if detail else "", "$muted"))
-
-    def _screen_tabs(self, *, with_titles: bool) -> Iterable[Content]:
-        """Yield digit and title of each screen that a digit key opens, for the title bar; else digits alone."""
-        for row in SCREENS:
-            if row.key:
-                style = "bold" if row.name == self.screen_name else "$muted"
-                title = f" {row.title} " if with_titles else ""
-                shown = Content.assemble((f" {row.key}", "bold $info"), (title, style))
-                yield clickable(shown, f"app.open_screen({row.name!r})")

@@ -1,8 +1,8 @@
 """The actions of the keys that do something with one run, shared by the list of runs and the Run screen: tags and note,
-its path, merging.
+its path, merging, sending its result to the hub.
 
-Merging is the command `tunedeck merge`, in a process of its own that goes on when the console is left; what it prints
-is in a log in the run's folder.
+Merging and sending are the commands `tunedeck merge` and `tunedeck push`, each in a process of its own that goes on
+when the console is left; what it prints is in a log in the run's folder.
 
 Try: `t` on the list of runs
 """
@@ -13,10 +13,11 @@ from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.labels import labels_from, labels_text, read_labels, write_labels
+from tui.chat.choices import has_weights
 from tui.screens.base import BaseScreen
 from tui.widgets.input_prompt import InputPrompt
 
-RUN_ACTIONS = ("label", "copy_path", "merge")
+RUN_ACTIONS = ("label", "copy_path", "merge", "push")
 """Actions on one run."""
 
 AFTER_TRAINING = ("done", "stopped", "paused", "failed", "oom", "stale")
@@ -43,6 +44,8 @@ class RunKeys(BaseScreen):
             return f"the run is {status or 'not read yet'}: its result comes at the end"
         if action == "merge" and not run.adapter.is_dir():
             return "only a run with an adapter is merged: its folder has none"
+        if action == "push" and not has_weights(run):
+            return "there is no result to send"
         return None
 
     def do_label(self) -> None:
@@ -72,3 +75,14 @@ class RunKeys(BaseScreen):
         """Merge the run's adapter into its base, in a process of its own."""
         if self.acted_on is not None:
             self.console.run_command(self.acted_on, "merge")
+
+    def do_push(self) -> None:
+        """Ask for a repository of the hub, and send the run's result there, in a process of its own."""
+        run = self.acted_on
+        if run is not None:
+            question = "send to the hub as OWNER/NAME, a new one private"
+            self.query_one(InputPrompt).ask(question, "", lambda repo: self._push(run, repo.strip()))
+
+    def _push(self, run: RunDirectory, repo: str) -> None:
+        if repo:
+            self.console.run_command(run, "push", "--yes", "--", repo)

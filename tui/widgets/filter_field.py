@@ -7,7 +7,9 @@ focus then.
 from __future__ import annotations
 
 from textual import events
+from textual.geometry import Size
 from textual.message import Message
+from textual.reactive import Reactive
 from textual.widgets import Input
 
 from tui.widgets.key_order import OrderedKeys
@@ -15,6 +17,9 @@ from tui.widgets.key_order import OrderedKeys
 
 class FilterField(OrderedKeys, Input):
     """A field for a filter: posts `Input.Changed` at every letter, and `Left` when the user leaves it."""
+
+    virtual_size = Reactive(Size(0, 0), layout=False)
+    """As in Launch's fields: a letter changes this size, on which the layout does not depend."""
 
     class Left(Message):
         """Message: the user has left the field, so the screen should give the focus back to the rows that are

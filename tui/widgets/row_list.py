@@ -92,7 +92,7 @@ class RowList(TextLines):
             return
         for index in range(self.top, min(self.top + self.size.height, len(self._lines))):
             if not before[index].is_same(self._lines[index]):
-                self.redraw(index - self.top)
+                self.redraw_changes(index - self.top)
 
     def move_to(self, index: int) -> None:
         """Move the cursor to the row `index`, or to the nearest row if there is none; posts `Highlighted` if the cursor

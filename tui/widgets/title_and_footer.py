@@ -28,10 +28,19 @@ class TitleBar(TextLines):
     """The first line of a screen: on the left the screen's name and a detail, on the right the screens that a digit key
     opens, with their digits. A click on one opens it."""
 
-    def set_title(self, lefts: Sequence[Content], rights: Sequence[Content]) -> None:
-        """Show the first of `rights` that leaves room for one of `lefts`, with the first of these that has room; the
-        first of `lefts` alone if none does."""
-        for right in rights:
+    _shown: tuple[str, str, int] | None = None
+
+    def set_title(self, name: str, detail: str, tabs: Sequence[Content]) -> None:
+        """Show the screen's name and a detail, and of `tabs`, of which each names the other screens in fewer cells than
+        the one before, the first for which there is room; none if there is not room for any."""
+        if self._shown == (name, detail, self.size.width):
+            return  # as after most keys
+        self._shown = (name, detail, self.size.width)
+        lefts = [
+            Content.assemble((program, "bold $info"), (name, "bold"), (f"  {detail}" if detail else "", "$muted"))
+            for program in (" Tunedeck ", " ")
+        ]
+        for right in tabs:
             for left in lefts:
                 gap = self.size.width - left.cell_length - right.cell_length
                 if gap > 0:
@@ -51,9 +60,12 @@ class FooterBar(TextLines):
         self._timer: Timer | None = None
 
     def set_keys(self, keys: Sequence[tuple[Key, bool]]) -> None:
-        """Show these keys, each with a flag that says whether the key is enabled now; a disabled key is grey."""
-        self._keys = [(key, usable) for key, usable in keys if key.label]
-        self._fill()
+        """Show these keys, each with a flag that says whether the key is enabled now; a disabled key is grey. A key
+        without a label is not shown."""
+        shown = [(key, usable) for key, usable in keys if key.label]
+        if shown != self._keys:
+            self._keys = shown
+            self._fill()
 
     def show_message(self, text: str, style: str = "") -> None:
         """Show a message for MESSAGE_SECONDS, as plain text without markup."""

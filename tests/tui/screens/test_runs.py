@@ -198,6 +198,25 @@ async def test_a_run_is_merged_in_a_process_of_its_own(console: Opener, runs: Pa
         assert (run.path / "merge.log").read_text()
 
 
+async def test_a_result_is_sent_to_the_repository_that_was_typed(
+    console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = make_run(runs)
+    async with console(120, 36) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("U")
+        await pilot.sees("there is no result to send")
+        run.adapter.mkdir()
+        await pilot.press("U")
+        await pilot.sees("send to the hub as OWNER/NAME")
+        await pilot.press("enter")
+        assert not (run.path / "push.log").exists(), "nothing was typed"
+        await pilot.press("U", *"me/mine", "enter")
+        await pilot.sees("tunedeck push ended with exit code")
+        assert (run.path / "push.log").read_text()
+
+
 async def test_the_time_of_a_run_includes_that_before_it_was_resumed(runs: Path) -> None:
     run = make_run(runs, status="paused")
     add(run, lambda writer: writer.write("run_finished", status="paused", exit_code=130, result=None, seconds=100.0))
