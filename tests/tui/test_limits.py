@@ -85,4 +85,4 @@ def test_it_outlives_the_folder_it_was_opened_in(terminal: Terminal, tmp_path: P
     terminal.sees("fits with micro-batch 17", "missing")
     folder.rmdir()
     terminal.press("a")
-    terminal.sees("✓ fits", "17 × 4 × 1")
+    terminal.sees("✓ fits", "17 × 4 accumulated × 1 device")

@@ -22,6 +22,9 @@ from tui.theme import VERDICTS, glyphs
 from tui.widgets.memory_bar import Look, bar_line, legend_lines, predicted_bar, scale_line
 from tui.widgets.memory_words import moves_sentence, peak_sentence, phase_words
 
+STATUS_LINES = 3
+"""Most lines of the reason why a run cannot start."""
+
 MOST_LEGEND = 2
 """Lines of the legend where there is room for more."""
 
@@ -31,25 +34,33 @@ def budget_lines(
     fix: str = "", basis: str = "", look: Look,
 ) -> list[Content]:  # fmt: skip
     """The budget as exactly `height` lines. If `evaluated` has no plan, the plan of `last_valid` is shown in a muted
-    colour. `needs` is what the run needs beside memory. `fix` says which fix the key `a` applies; empty if none is
-    known. `basis` says for which sequences the plan is."""
-    status = status_line(evaluated, width, fix, ascii_only=look.ascii_only)
+    colour. What prevents a start takes as many lines as it needs, at most STATUS_LINES. `needs` is what the run needs
+    beside memory. `fix` says which fix the key `a` applies; empty if none is known. `basis` says for which sequences
+    the plan is."""
     if last_valid.plan is None:
         wrapped = _wrapped_status(evaluated, width, height - 1, fix, look)
         return [Content.styled("no plan", "$muted"), *[Content("")] * (height - 1 - len(wrapped)), *wrapped]
     device = _device_words(last_valid.spec)
-    lines = _plan_lines(last_valid.plan, device, needs, basis, width, height - 1, look)
+    last = _wrapped_status(evaluated, width, min(STATUS_LINES, height - 3), fix, look) if evaluated.problems else []
+    if not last:
+        last = [status_line(evaluated, width, fix, ascii_only=look.ascii_only)]
+    lines = _plan_lines(last_valid.plan, device, needs, basis, width, height - len(last), look)
     if evaluated.plan is None:
         lines = [
             Content.styled(line.plain, "$muted") for line in [_of_earlier_values(evaluated, last_valid), *lines[1:]]
         ]
-    return [*lines, *[Content("")] * (height - len(lines) - 1), status]
+    return [*lines, *[Content("")] * (height - len(lines) - len(last)), *last]
 
 
 def _wrapped_status(evaluated: EvaluatedChoice, width: int, height: int, fix: str, look: Look) -> list[Content]:
-    """The whole status line in at most `height` lines of `width` cells."""
+    """The whole status line in at most `height` lines of `width` cells; the last one ends in an ellipsis if there is
+    more."""
     whole = status_line(evaluated, 10**6, fix, ascii_only=look.ascii_only)
-    return list(whole.wrap(width))[:height]
+    lines = list(whole.wrap(width))
+    if len(lines) > height > 0:
+        rest = Content(" ").join(line.rstrip() for line in lines[height - 1 :])
+        lines[height - 1] = Content.assemble(rest.truncate(width - 1), glyphs("…", ascii_only=look.ascii_only))
+    return lines[:height]
 
 
 def _of_earlier_values(evaluated: EvaluatedChoice, last_valid: EvaluatedChoice) -> Content:

@@ -145,10 +145,10 @@ class BatchSplit(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """The division as a formula: micro-batch × accumulation × devices = sequences of a step, such as
-        8 × 4 × 1 = 32."""
+        """The division as a formula, such as "8 × 4 accumulated × 1 device = 32", the sequences of a step."""
         of = f", {self.batch // 2} pairs" if self.pairs else ""
-        return f"{self.micro_batch} × {self.accumulation} × {self.devices} {self._equals} {self.batch}{of}"
+        devices = f"{self.devices} device{'s' * (self.devices > 1)}"
+        return f"{self.micro_batch} × {self.accumulation} accumulated × {devices} {self._equals} {self.batch}{of}"
 
     @property
     def sentence(self) -> str:

@@ -152,9 +152,9 @@ class FieldList(Vertical):
         if row.is_stage:
             return Content.assemble(lead, (row.label, emphasis), (f" {row.note}", row.style))
         label = _label(row.label, self._ascii_only)
-        value = row.value or ("" if row.note else glyphs("·", ascii_only=self._ascii_only))
+        value = row.value or ("" if row.note else "not set")
         note = f"  {row.note}" if row.value and row.note else row.note
-        line = Content.assemble(lead, label, (value, emphasis), (note, row.style))
+        line = Content.assemble(lead, label, (value, emphasis if row.value else "$muted"), (note, row.style))
         room = width - line.cell_length - 2
         return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 

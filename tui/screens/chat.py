@@ -252,6 +252,8 @@ class ChatScreen(ChatKeys):
         """Why a key has no effect now; None if the key has an effect."""
         if action == "next_column" and self.directory is not None and len(self.columns) < 2:
             return "there is one column: M opens another model beside it"
+        if action == "open" and self.directory is None and not self._offered:
+            return "there is no chat and no run to talk to yet"
         if action in OPEN_ACTIONS and self.directory is None:
             return "no chat is open: Enter opens one"
         status, asked = self.state.status, bool(self.state.exchanges)

@@ -168,13 +168,17 @@ class CompareScreen(PlotKeys, ModelKeys):
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
         label = self._metric.label
-        self.plot.set_data(OverlayData(series, self._axis, format_x(self._axis, end), self._options, label))
+        if self._curves:
+            self.plot.set_data(OverlayData(series, self._axis, format_x(self._axis, end), self._options, label))
         self.cursor_moved()
         self.query_one("#differences", RowList).show(self._table())
         self.refresh_title_and_footer()
 
     def cursor_moved(self) -> None:
         """Show the legend: what is plotted, and the runs with their letters, or their values under the cursor."""
+        if not self._curves:
+            self.query_one("#overlay-legend", TextLines).show([])
+            return
         words = [{"log": "log axis"}.get(word, word) for word in self._options.words]
         over = ", ".join([f"{self._metric.label} over {self._axis}", *words])
         other_pane = "table" if self.plot.has_class("-front") else "plot"

@@ -32,6 +32,9 @@ from tui.widgets.row_list import RowList
 ENTER_ACTIONS = {FIXES: "apply", SAMPLES: "samples", COMMAND: "copy", DIFFERENCE: "next_pane"}
 """The action of Enter in each tab."""
 
+ENTER_LABELS = {FIXES: "apply this", SAMPLES: "read", COMMAND: "copy", DIFFERENCE: "settings"}
+"""What the footer says of Enter in each tab."""
+
 IDLE_SECONDS = 0.15
 """Advice is computed after a pause in the typing as long as this."""
 
@@ -280,6 +283,7 @@ class LaunchScreen(DataKeys):
             self.view.focus_pane(PANEL)
         self.show_tab()
         self._show_budget(self.state.snapshot())
+        self.refresh_title_and_footer()
 
     # Changing the choice.
 
@@ -314,7 +318,9 @@ class LaunchScreen(DataKeys):
         if self.view.fields.is_edited:
             return WHILE_EDITING
         if not self.view.picked:
-            return super().footer_rows()
+            label = ENTER_LABELS[self.view.panel.tab] if self.view.pane == PANEL else "edit"
+            rows = super().footer_rows()
+            return [key._replace(label=label) if key.action == "enter" else key for key in rows]
         others = (key for key in super().footer_rows() if key.action not in ("enter", "undo"))
         return [*WHILE_PICKING, *others]
 

@@ -118,7 +118,10 @@ def test_what_does_not_fit_is_started_only_by_force() -> None:
     assert evaluate_choice(DEMO).start_refusal("force") == "nothing to force: s starts it"
 
 
-@pytest.mark.parametrize(("batch", "micro", "formula"), [(64, 16, "16 × 4 × 1 = 64"), (64, 24, "24 × 3 × 1 ≥ 64")])
+@pytest.mark.parametrize(
+    ("batch", "micro", "formula"),
+    [(64, 16, "16 × 4 accumulated × 1 device = 64"), (64, 24, "24 × 3 accumulated × 1 device ≥ 64")],
+)
 def test_the_effective_batch_is_micro_times_accumulation_times_devices(batch: int, micro: int, formula: str) -> None:
     choice = DEMO.with_field("train.batch_size", str(batch)).with_field("train.micro_batch", str(micro))
     split = evaluate_choice(choice).batch_split
@@ -280,7 +283,7 @@ def test_a_step_on_pairs_is_told_in_pairs(tmp_path: Path) -> None:
     )
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 5)
     split = evaluate_choice(Choice("demo", str(recipe))).batch_split
-    assert split is not None and split.formula == "4 × 3 × 1 ≥ 10, 5 pairs"
+    assert split is not None and split.formula == "4 × 3 accumulated × 1 device ≥ 10, 5 pairs"
     assert split.sentence == "micro-batch 4, 3 of them for a step of 5 pairs"
 
 

@@ -310,7 +310,7 @@ async def test_the_screen_opens_on_what_a_run_was_made_from(console: Opener) -> 
         await pilot.press("1")
         settings = {"profile": "demo", "recipe": "demo", "overrides": ["train.batch_size=32", "train.micro_batch=8"]}
         pilot.app.open_screen("launch", settings)
-        await pilot.sees("8 × 4 × 1 = 32", "Settings  2 changed")
+        await pilot.sees("8 × 4 accumulated × 1 device = 32", "Settings  2 changed")
 
 
 async def test_a_strangers_title_is_shown_as_it_is_written(
@@ -328,7 +328,7 @@ async def test_a_strangers_title_is_shown_as_it_is_written(
 
 async def test_in_ascii_nothing_else_is_drawn(console: Opener) -> None:
     async with console(120, 36, ascii=True, **DEMO) as pilot:
-        await pilot.sees("fits with", "aaaaaaaa", "64 x 1 x 1")
+        await pilot.sees("fits with", "aaaaaaaa", "64 x 1 accumulated x 1 device")
         assert pilot.text.isascii(), [letter for letter in pilot.text if not letter.isascii()]
 
 
