@@ -279,6 +279,14 @@ class TunedeckApp(SequentialKeysApp):
         if self._leaving:
             self.exit()
 
+    def do_accept(self) -> None:
+        """Do what Enter does in the field that is typed into: for a click in the footer."""
+        self.simulate_key("enter")
+
+    def do_discard(self) -> None:
+        """Do what Esc does in the field that is typed into: for a click in the footer."""
+        self.simulate_key("escape")
+
     def do_palette(self) -> None:
         """Open the command palette, which lists keys and screens by name."""
         self.action_command_palette()

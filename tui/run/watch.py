@@ -299,5 +299,7 @@ def _event_text(event: Event) -> str | None:
         why = event.get("error") or event.get("reason")
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
             return None  # the event `paused` before this one has the same text
+        if why == ASKED_FOR:
+            return clean(f"{event.get('status')}, as was asked")
         return clean(f"{event.get('status')}" + (f": {why}".replace("\n  fix: ", "; fix: ") if why else ""))
     return describe_event(event)

@@ -17,6 +17,7 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.widgets import Input
 from textual.worker import Worker
 from textual.worker_manager import WorkerManager
 
@@ -149,8 +150,10 @@ class BaseScreen(Screen[None]):
         return [*keys.of_screen(self.screen_name), *keys.of_screen(keys.EVERYWHERE)]
 
     def footer_rows(self) -> list[keys.Key]:
-        """The rows of the keys to show in the footer. "Back" is left out on screens that are kept in memory: a digit
-        key opens each of them."""
+        """The rows of the keys to show in the footer: while text is typed, those that end it. "Back" is left out on
+        screens that are kept in memory: a digit key opens each of them."""
+        if isinstance(self.focused, Input):
+            return keys.WHILE_TYPING
         kept = any(row.kept for row in SCREENS if row.name == self.screen_name)
         return [key for key in self.key_rows() if not (kept and key.action == "back")]
 
@@ -163,6 +166,16 @@ class BaseScreen(Screen[None]):
         self.query_one(TitleBar).set_title(name, self.title_detail(), _screen_tabs(self.screen_name))
         self.console.set_terminal_title(self.terminal_title())
         self.query_one(FooterBar).set_keys([(key, self._is_enabled(key)) for key in self.footer_rows() if key.label])
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Show the keys that end the typing when a field gets the focus."""
+        if isinstance(event.widget, Input):
+            self.refresh_title_and_footer()
+
+    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
+        """Show the screen's keys again when a field loses the focus."""
+        if isinstance(event.widget, Input):
+            self.call_after_refresh(self.refresh_title_and_footer)
 
     def _is_enabled(self, key: keys.Key) -> bool:
         return key.screen == keys.EVERYWHERE or self.disabled_reason(key.action) is None

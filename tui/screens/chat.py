@@ -240,14 +240,6 @@ class ChatScreen(ChatKeys):
         rows = super().footer_rows()
         return rows if self.directory is not None else [*IN_LIST, *(key for key in rows if key.screen != "chat")]
 
-    def on_descendant_focus(self) -> None:
-        """Show the keys of what is in front now."""
-        self.refresh_title_and_footer()
-
-    def on_descendant_blur(self) -> None:
-        """Show the keys of what is in front now."""
-        self.refresh_title_and_footer()
-
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect now; None if the key has an effect."""
         if action == "next_column" and self.directory is not None and len(self.columns) < 2:

@@ -15,7 +15,7 @@ from textual.timer import Timer
 from tui.files.catalog import read_machine
 from tui.keys import Key, bindings
 from tui.launch.choice import Choice
-from tui.launch.field_list import FieldInput, FieldList
+from tui.launch.field_list import FieldList
 from tui.launch.fields import OTHER, allowed_values
 from tui.launch.simulator import Simulator
 from tui.launch.snapshot import LaunchSnapshot
@@ -43,13 +43,6 @@ LENGTHS_SECONDS = 1.5
 
 VERDICT_SECONDS = 0.02
 """Pause between the verdicts of two recipes, in which keys are handled."""
-
-
-WHILE_EDITING = [
-    Key("launch", "enter", "keep", "keep", "keep what was typed"),
-    Key("launch", "escape", "discard", "discard", "discard what was typed"),
-]
-"""The keys that are not letters of the field being edited."""
 
 
 class LaunchScreen(DataKeys):
@@ -314,23 +307,13 @@ class LaunchScreen(DataKeys):
         self.refresh_title_and_footer()
 
     def footer_rows(self) -> list[Key]:
-        """While a field is edited, only the keys that end it: all others are letters of its text."""
-        if self.view.fields.is_edited:
-            return WHILE_EDITING
+        """All keys, with what enter does now; while a list is open, the keys that end the choosing first."""
         if not self.view.picked:
             label = ENTER_LABELS[self.view.panel.tab] if self.view.pane == PANEL else "edit"
             rows = super().footer_rows()
             return [key._replace(label=label) if key.action == "enter" else key for key in rows]
         others = (key for key in super().footer_rows() if key.action not in ("enter", "undo"))
         return [*WHILE_PICKING, *others]
-
-    def do_keep(self) -> None:
-        """End the editing of a field."""
-        self.query_one(FieldInput).action_leave()
-
-    def do_discard(self) -> None:
-        """End the editing of a field without what was typed."""
-        self.query_one(FieldInput).action_discard()
 
     def on_field_list_highlighted(self) -> None:
         """Show the hint of the setting under the cursor."""

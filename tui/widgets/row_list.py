@@ -43,6 +43,10 @@ class RowsOnDemand(Sequence[Content]):
         return self._made[index]
 
 
+def _at(lines: Sequence[Content], index: int) -> Content:
+    return lines[index] if index < len(lines) else BLANK
+
+
 class RowList(TextLines):
     """A widget that shows rows, one of them under a cursor. It posts `Highlighted` when the cursor moves, and
     `Selected` on Enter or a double click."""
@@ -86,13 +90,20 @@ class RowList(TextLines):
     def show(self, lines: Sequence[Content]) -> None:
         """Show new rows. The cursor stays at the same index, or moves to the last row if there are fewer rows now."""
         before, self._lines = self._lines, lines if isinstance(lines, RowsOnDemand) else list(lines)
-        self.cursor = min(self.cursor, max(0, len(self._lines) - 1))
-        if self._scroll() or len(before) != len(self._lines):
+        left, self.cursor = self.cursor, min(self.cursor, max(0, len(self._lines) - 1))
+        if self._scroll():
             self.redraw_all()
             return
-        for index in range(self.top, min(self.top + self.size.height, len(self._lines))):
-            if not before[index].is_same(self._lines[index]):
-                self.redraw_changes(index - self.top)
+        height = self.size.height
+        for y in range(height):
+            if not _at(before, self.top + y).is_same(_at(self._lines, self.top + y)):
+                self.redraw_changes(y)
+        if left != self.cursor:
+            self.redraw(left - self.top)
+            self.redraw(self.cursor - self.top)
+        if len(before) != len(self._lines):  # the number of rows above and below
+            self.redraw(0)
+            self.redraw(height - 1)
 
     def move_to(self, index: int) -> None:
         """Move the cursor to the row `index`, or to the nearest row if there is none; posts `Highlighted` if the cursor
@@ -111,7 +122,7 @@ class RowList(TextLines):
     def line_at(self, y: int) -> Content:
         """The row on the widget's line `y`."""
         index = self.top + y
-        line = self._lines[index] if index < len(self._lines) else BLANK
+        line = _at(self._lines, index)
         # With sixteen colours, few are readable on the cursor's background: its row is written in one colour.
         if index == self.cursor and self.has_focus and self.app.native_ansi_color:
             line = Content(line.plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from textual.content import Content
 from textual.timer import Timer
@@ -103,12 +104,12 @@ class FooterBar(TextLines):
     def _key_line(self, width: int) -> Content:
         """A line with as many keys as fit: enabled ones, and where there is room for all of these, disabled ones. Keys
         that work on every screen are always included, at the end."""
-        last = [self._one(key, usable) for key, usable in self._keys if key.screen == EVERYWHERE]
+        last = [_shown_key(key, usable) for key, usable in self._keys if key.screen == EVERYWHERE]
         room = width - sum(part.cell_length for part in last)
         parts: list[Content] = []
         all_enabled = True
         for key, usable in sorted(self._keys, key=lambda row: not row[1]):
-            part = self._one(key, usable)
+            part = _shown_key(key, usable)
             if key.screen == EVERYWHERE or not (usable or all_enabled):
                 continue
             if part.cell_length <= room:
@@ -118,12 +119,14 @@ class FooterBar(TextLines):
                 all_enabled = all_enabled and not usable
         return Content.assemble(*parts, *last)
 
-    @staticmethod
-    def _one(key: Key, usable: bool) -> Content:
-        label, words = ("bold $info", "") if usable else ("$muted", "$muted")
-        shown = Content.assemble((key_label(key.keys), label), (f" {key.label}", words))
-        screen = "app" if key.screen == EVERYWHERE else "screen"
-        return Content.assemble(clickable(shown, f"{screen}.press({key.action!r})"), "  ")
+
+@cache
+def _shown_key(key: Key, usable: bool) -> Content:
+    """A key with its words; grey if it is disabled."""
+    label, words = ("bold $info", "") if usable else ("$muted", "$muted")
+    shown = Content.assemble((key_label(key.keys), label), (f" {key.label}", words))
+    screen = "app" if key.screen == EVERYWHERE else "screen"
+    return Content.assemble(clickable(shown, f"{screen}.press({key.action!r})"), "  ")
 
 
 def shorten_message(message: Content, width: int) -> list[Content]:

@@ -209,7 +209,8 @@ async def test_a_result_is_sent_to_the_repository_that_was_typed(
         await pilot.sees("there is no result to send")
         run.adapter.mkdir()
         await pilot.press("U")
-        await pilot.sees("send to the hub as OWNER/NAME")
+        await pilot.sees("send to the hub as OWNER/NAME", "enter keep  esc discard")
+        assert "r resume" not in pilot.text, "letters are no keys while text is typed"
         await pilot.press("enter")
         assert not (run.path / "push.log").exists(), "nothing was typed"
         await pilot.press("U", *"me/mine", "enter")

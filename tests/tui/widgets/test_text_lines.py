@@ -32,7 +32,7 @@ def test_a_line_with_wide_characters_is_repainted_whole() -> None:
 
 
 class Counted(TextLines):
-    def refresh(self, *regions: Region, **options: bool) -> Counted:  # type: ignore[override]
+    def refresh(self, *regions: Region, **options: bool) -> Counted:
         self.painted = [*getattr(self, "painted", []), *regions]
         super().refresh(*regions, **options)
         return self
