@@ -6,6 +6,7 @@ TUNEDECK_ACCEPT=1 stores the present pictures; look at the files before committi
 from __future__ import annotations
 
 import os
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,20 @@ def assert_matches(name: str, picture: str) -> None:
     assert picture == path.read_text("utf-8"), f"{name} looks different; if that is meant: TUNEDECK_ACCEPT=1"
 
 
+class Noon(datetime):
+    """The clock by which the age of a run is told stands still."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Noon:
+        return cls(2026, 11, 26, 12, tzinfo=tz)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
-async def test_the_list_of_runs_and_a_run_look_as_they_did(console: Opener, runs: Path, theme: str) -> None:
+async def test_the_list_of_runs_and_a_run_look_as_they_did(
+    console: Opener, runs: Path, theme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tui.run.table.datetime", Noon)
     make_run(runs).path.rename(runs / "20261120T205800Z-demo")
     async with console(60, 15, theme=theme) as pilot:
         await pilot.sees("✓ done")
