@@ -26,6 +26,7 @@ from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import find_predictor, make_plan
 from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.step_time import StepTime
+from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.writer import Journal
@@ -147,7 +148,7 @@ def _spec(job: Job, method: str, rows: int, length: int, device: str) -> RunSpec
 
 
 def _plan_bytes(spec: RunSpec, value: bool) -> int:
-    return make_plan(with_changes(spec, {KEY: value}), longest=LENGTH).prediction.device_bytes
+    return make_plan(with_changes(spec, {KEY: value}), known=SequenceBounds(LENGTH)).prediction.device_bytes
 
 
 @contextmanager

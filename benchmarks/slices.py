@@ -88,7 +88,7 @@ def measure_steps(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
             assert voted_group is not None
             voted_group.ready()
         vote_seconds = (time.perf_counter() - began) / max(1, votes)
-        plan = micro_batch_cost(spec, int(setup.context.data.lengths.max())).plan
+        plan = micro_batch_cost(spec, setup.context.bounds).plan
         assert plan is not None
         peaks = ranks.all_gather_object(transaction.work.peak_bytes)
     static_bytes = setup.context.static_bytes

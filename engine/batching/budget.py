@@ -14,6 +14,7 @@ from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
 from engine.budget.predict.prediction import batch_of_a_rank, cost_model
 from engine.budget.predict.simulated import simulated_predictor
+from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
 from engine.data.tokens import TokenData
@@ -203,21 +204,21 @@ class MicroBatchCost:
     """`train.gradient_checkpointing`, with the plan's number for "auto"."""
 
 
-def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
-    """The micro-batch cost and starting budget of a run whose longest sequence has `longest` tokens.
+def micro_batch_cost(spec: RunSpec, known: SequenceBounds) -> MicroBatchCost:
+    """The micro-batch cost and starting budget of a run on data of which `known` is known.
 
     micro_batch = N starts at the cost of N such sequences, which is also the limit. "auto" starts at the largest
     micro-batch predicted to fit (one sequence for an unknown architecture) and may grow to the whole step.
     """
-    config = model_config_dict(spec)
+    config, longest = model_config_dict(spec), known.tokens
     cost: Cost
     plan: Plan | None
     asked = spec.recipe.train.gradient_checkpointing
     try:
-        plan = with_simulations(lambda: make_plan(spec, longest=longest))
+        plan = with_simulations(lambda: make_plan(spec, known=known))
         checkpointing = plan.checkpointing if asked == "auto" else asked
         spec = with_changes(spec, {"train.gradient_checkpointing": checkpointing})
-        cost, rows, expected_slope = _cost_of(spec, config), plan.micro_batch, 1.0
+        cost, rows, expected_slope = _cost_of(spec, config, known.targets), plan.micro_batch, 1.0
     except (UnknownArchitectureError, EnvironmentProblem):  # a simulation may end without a result
         cost, plan, rows, expected_slope = generic_cost(config), None, 1, 0.0
         checkpointing = True if asked == "auto" else asked
@@ -226,16 +227,17 @@ def micro_batch_cost(spec: RunSpec, longest: int) -> MicroBatchCost:
         rows = top = min(spec.recipe.train.micro_batch, top)
     rows = min(rows, top)
     budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
-    return MicroBatchCost(cost, plan, budget, _cost_recomputing(spec, config), checkpointing)
+    return MicroBatchCost(cost, plan, budget, _cost_recomputing(spec, config, known.targets), checkpointing)
 
 
-def _cost_recomputing(spec: RunSpec, config: dict[str, Any]) -> Callable[[int], Cost] | None:
+def _cost_recomputing(spec: RunSpec, config: dict[str, Any], row_targets: int | None) -> Callable[[int], Cost] | None:
     """The cost as a function of the number of layers that recompute; None without a closed form."""
     try:
         arch = from_config(config)
     except UnknownArchitectureError:
         return None
-    return lambda layers: cost_model(arch, with_changes(spec, {"train.gradient_checkpointing": layers})).bytes
+    key = "train.gradient_checkpointing"
+    return lambda layers: cost_model(arch, with_changes(spec, {key: layers}), row_targets).bytes
 
 
 def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | None) -> RunSpec:
@@ -248,12 +250,12 @@ def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | 
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": found})})
 
 
-def _cost_of(spec: RunSpec, config: dict[str, Any]) -> Cost:
+def _cost_of(spec: RunSpec, config: dict[str, Any], row_targets: int | None = None) -> Cost:
     """The cost by closed form if the family has one, else from the stored simulation (`simulated_predictor`)."""
     try:
-        return cost_model(from_config(config), spec).bytes
+        return cost_model(from_config(config), spec, row_targets).bytes
     except UnknownArchitectureError as unknown:
-        return simulated_predictor(spec, unknown).cost_model.bytes
+        return simulated_predictor(spec, unknown, row_targets).cost_model.bytes
 
 
 def cost_on_one_device(spec: RunSpec) -> Cost:

@@ -37,9 +37,9 @@ PLAN = (
     "verdict:text capacity_bytes:whole peak_bytes:whole device_bytes:whole margin_bytes:whole deciding_phase:text"
     " components:figures reserved_context_bytes:whole host_bytes:whole host_components:figures"
     " host_capacity_bytes:whole? phases:table micro_batch:whole accumulation:whole tokens_per_micro_batch:whole"
-    " length:whole basis:text generate_adds_bytes:whole generation_rows:whole remedies:table learning_rate:number?"
-    " layers:whole recomputed_layers:whole? time:table? ranks:whole parallel:text network:table? image_tokens:whole"
-    " predicted_only:flag predictor:text simulated_seconds:number?"
+    " length:whole basis:text target_tokens:whole generate_adds_bytes:whole generation_rows:whole remedies:table"
+    " learning_rate:number? layers:whole recomputed_layers:whole? time:table? ranks:whole parallel:text network:table?"
+    " image_tokens:whole predicted_only:flag predictor:text simulated_seconds:number?"
 )
 TIME = "step_seconds:number tokens_per_second:number hours:number? cost:number? parts:figures basis:text"
 STAGE = "name:text kind:text verdict:text? peak_bytes:whole? host_bytes:whole disk_bytes:whole plan:table?"

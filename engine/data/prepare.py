@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from engine.config.files.caches import cache_folder, lengths_record, record_longest
+from engine.config.files.caches import SequenceBounds, cache_folder, lengths_record, record_longest
 from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
@@ -75,6 +75,13 @@ class PreparedData:
     fingerprint: str
     """Hash of samples, tokens, split, packing and weights. Equal fingerprints mean equal steps."""
 
+    @property
+    def bounds(self) -> SequenceBounds:
+        """As `known_bounds` finds them afterwards."""
+        judged = self.train.in_pairs or self.train.mismatched is not None
+        targets = _most_targets(self.train, self.validation) if judged else None
+        return SequenceBounds(int(self.train.lengths.max()), targets)
+
 
 @dataclass(frozen=True)
 class _Opened:
@@ -116,7 +123,8 @@ def prepare_data(
     not writable.
     """
     data, seed = spec.recipe.data, spec.recipe.train.seed
-    lengths = lengths_record(spec.recipe)  # before the files are read, so that a later change of them is noticed
+    # Before the files are read, so that a later change of them is noticed.
+    lengths, own_lengths = lengths_record(spec.recipe), lengths_record(spec.recipe, validation=True)
     tokeniser = Tokeniser(tokenizer, data, images, version=spec.data_version)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
@@ -137,15 +145,25 @@ def prepare_data(
         validation = _view(found, held_out, None)
     if validation is not None:
         add_mismatched(validation, spec.recipe, in_steps=False)
-    longest = int(train.lengths.max())
     reasons = {reason for count in found.counts for reason in count.dropped}
+    longest = int(train.lengths.max())
     cut = longest == data.max_length or any(reason.startswith(TOO_LONG) for reason in reasons)
-    record_longest(lengths, longest, _most_images(train, images), keeps_all=not cut and not data.packing)
+    targets = _most_targets(train, None if own else validation)
+    record_longest(
+        lengths, longest, _most_images(train, images), targets=targets, keeps_all=not cut and not data.packing
+    )
+    if own and validation is not None:
+        record_longest(own_lengths, int(validation.lengths.max()), targets=_most_targets(validation))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
     notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
     report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
+
+
+def _most_targets(*parts: TokenData | None) -> int:
+    """Target tokens of the sequence that has most."""
+    return max(int(part.target_counts.max(initial=0)) for part in parts if part is not None)
 
 
 def _most_images(data: TokenData, images: ImageProcessor | None) -> list[tuple[int, int]]:

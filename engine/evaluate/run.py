@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.batching.budget import micro_batch_cost, with_largest_image
 from engine.budget.architecture.positions import refuse_long_sequences, table_of_positions
 from engine.budget.predict.parallel_layout import on_one_device
+from engine.config.files.caches import SequenceBounds
 from engine.config.load import load_run_spec, override
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
@@ -279,7 +280,7 @@ def _data_to_score_on(
 def _make_context(
     spec: RunSpec, device: Device, loaded: LoadedModel, data: TokenData, notify: Notify
 ) -> EvaluationContext:
-    planned = micro_batch_cost(on_one_device(spec), int(data.lengths.max()))
+    planned = micro_batch_cost(on_one_device(spec), SequenceBounds(int(data.lengths.max())))
     # Fused kernels are proved where a run trains; here they would save nothing.
     implementation: LossChoice = "plain" if spec.recipe.train.loss == "plain" else "chunked"
     loss = make_loss(loaded, implementation=implementation, label_smoothing=0.0, chunk_tokens=None, device=device)

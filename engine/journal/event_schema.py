@@ -99,7 +99,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "plan": _event_kind(
         "predicted:prediction verdict:text",
         "capacity_bytes:number deciding_phase:text micro_batch accumulation tokens_per_micro_batch components:table"
-        " phases basis budget remedies:table length generate_adds_bytes:number layers recomputed_layers",
+        " phases basis budget remedies:table length target_tokens generate_adds_bytes:number layers recomputed_layers",
     ),
     "micro_batch": _event_kind(
         "step:whole sequences:whole length:whole reason:text", "before:whole predicted:prediction"

@@ -230,8 +230,10 @@ def _plan(event: Event) -> str:
     verdict = describe_verdict(str(event["verdict"]), event.get("micro_batch"), event.get("remedies"))
     size = format_share(peak, capacity) if capacity and peak is not None else format_bytes(peak)
     as_written = " as written" if verdict.startswith("fits with") else ""
-    length = event.get("length")
+    length, targets = event.get("length"), event.get("target_tokens")
     basis = f", for sequences of up to {length} tokens" if isinstance(length, int) else ""
+    if isinstance(length, int) and isinstance(targets, int) and targets < length:
+        basis += f" ({targets} target tokens)"
     added = event.get("generate_adds_bytes")
     generate = f"; generate adds {format_bytes(added)}" if added else ""
     return f"plan: {verdict}; predicted peak{as_written} {size}{basis}{generate}"

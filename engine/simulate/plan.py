@@ -15,7 +15,7 @@ from typing import Any
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
-from engine.config.files.caches import known_longest
+from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 from engine.simulate.step import Simulation, simulate_step
@@ -79,28 +79,27 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
         UsageError: the step cannot be simulated (see `simulate_step`).
     """
     batch, asked = spec.recipe.sequences_per_step, spec.recipe.train.micro_batch
-    length, closed_form = known_longest(spec.recipe) or spec.recipe.data.max_length, None
+    known, closed_form = known_bounds(spec.recipe) or SequenceBounds(spec.recipe.data.max_length), None
     try:
         plan = make_plan(spec)
-        rows, length = plan.micro_batch, plan.length
+        rows = plan.micro_batch
         if spec.recipe.train.gradient_checkpointing == "auto" and plan.predictor == "closed_form":
             spec = with_changes(spec, {"train.gradient_checkpointing": plan.recomputed_layers or False})
         closed_form = plan.prediction.phases if plan.predictor == "closed_form" else None
     except (UnknownArchitectureError, NotSimulatedError):
         rows = 1 if asked == "auto" else min(asked, batch)
     capacity = spec.profile.device.capacity_bytes
-    found = simulate_step(spec, rows=rows, length=length)
+    found = simulate_step(spec, rows=rows, length=known.tokens, row_targets=known.targets)
     beside = non_torch_memory(spec).components(found.peak_bytes)
     fits = found.peak_bytes + sum(beside.values()) <= capacity
-    verdict = "fits" if fits else "fits_smaller" if _remedied_fits(spec, length) else "does_not_fit"
-    return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), length, closed_form)
+    verdict = "fits" if fits else "fits_smaller" if _remedied_fits(spec, known) else "does_not_fit"
+    return ExactPlan(verdict, capacity, found, beside, rows, -(-batch // rows), known.tokens, closed_form)
 
 
-def _remedied_fits(spec: RunSpec, length: int) -> bool:
-    """Whether a simulated micro-batch of one sequence of `length` tokens fits with remedies that do not change what is
-    learned."""
+def _remedied_fits(spec: RunSpec, known: SequenceBounds) -> bool:
+    """Whether a simulated micro-batch of one sequence fits with remedies that do not change what is learned."""
     for remedied in remedies(spec):
-        peak_bytes = simulate_step(remedied, rows=1, length=length).peak_bytes
+        peak_bytes = simulate_step(remedied, rows=1, length=known.tokens, row_targets=known.targets).peak_bytes
         if peak_bytes + non_torch_memory(spec).total(peak_bytes) <= spec.profile.device.capacity_bytes:
             return True
     return False

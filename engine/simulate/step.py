@@ -54,11 +54,12 @@ class Simulation:
         return self.phases[self.deciding_phase]
 
 
-def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
-    """Simulate a step of two micro-batches (or one, for a smaller batch) of `rows` sequences of `length` tokens.
+def simulate_step(spec: RunSpec, *, rows: int, length: int, row_targets: int | None = None) -> Simulation:
+    """Simulate a step of two micro-batches (or one, for a smaller batch) of `rows` sequences of `length` tokens, of
+    which `row_targets` are targets of the loss; all but one of the micro-batch where that is more, or None.
 
     If the recipe evaluates, an evaluation of `rows` sequences is simulated, too; if the recipe generates answers, so is
-    the generation of answers to prompts of `length` tokens. All tokens but one are targets of the loss.
+    the generation of answers to prompts of `length` tokens.
 
     Raises:
         UsageError: a 4-bit base, which needs CUDA kernels; sequence parallelism; an invalid config of the model.
@@ -71,13 +72,13 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int) -> Simulation:
             fix="leave --exact out: the closed form knows what each rank holds",
         )
     with simulated_run(spec, partial(PhasePeaks, ends=_ends(spec)), row_images=images_of_rows(spec)) as run:
-        return _simulated(run, rows, length)
+        return _simulated(run, rows, length, rows * (length if row_targets is None else row_targets))
 
 
-def _simulated(run: SimulatedRun[PhasePeaks], rows: int, length: int) -> Simulation:
+def _simulated(run: SimulatedRun[PhasePeaks], rows: int, length: int, targets: int) -> Simulation:
     spec, held = run.spec, run.static_components()
     chunk = chunk_tokens(run.head.vocabulary, spec.profile.device.capacity_bytes)
-    shape = StepShape(rows, length, rows * (length - 1) - 1, chunk, rows)
+    shape = StepShape(rows, length, min(targets, rows * (length - 1) - 1), chunk, rows)
     for _ in range(min(2, -(-spec.recipe.sequences_per_step // rows))):
         run.micro_batch(shape)
     run.optimizer_step()

@@ -16,9 +16,12 @@ from typing import Any
 
 from engine.budget.advise.plan import make_plan
 from engine.budget.architecture.lookup import find_architecture
-from engine.budget.predict.prediction import predict
+from engine.budget.predict.prediction import Predictor
+from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
+from engine.data.prepare import prepare_data
 from engine.errors import MemoryExhaustedError
+from engine.model.tokenizer import load_tokenizer
 from tests.budget.budget_cases import FAMILIES, WAYS, applies
 from tests.budget.metered_step import folder_of
 from tests.train.run_helpers import new_run, of_kind, train
@@ -45,10 +48,13 @@ class CapacityCase:
     config: dict[str, Any]
     preference: str = ""
     """A loss of [preference], for pairs whose sides are `length` tokens long; empty for texts."""
+    prompt: int = 1
+    """Tokens of each pair's prompt."""
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.way}, {self.rows} x {self.length}" + (
-            f", {self.preference}" if self.preference else ""
+        prompt = f"prompt {self.prompt}" if self.prompt > 1 else ""
+        return ", ".join(
+            part for part in (self.family, self.way, f"{self.rows} x {self.length}", self.preference, prompt) if part
         )
 
 
@@ -96,19 +102,22 @@ def capacity_cases(count: int = CASES, seed: int = SEED) -> Iterator[CapacityCas
 def preference_cases(
     count: int, seed: int = SEED, losses: tuple[str, ...] = PREFERENCE_LOSSES
 ) -> Iterator[CapacityCase]:
-    """Yield random cases of preference learning: sequences alone, and two or four at once."""
+    """Yield random cases of preference learning: sequences alone, and two or four at once; half of them with long
+    prompts."""
     drawn = random.Random(seed)
     learnable = (case for case in capacity_cases(100 * count, seed) if not set(UNPAIRED) & set(case.way.split(", ")))
     for number, case in zip(range(count), learnable, strict=False):
-        yield replace(case, rows=(1, 2, 4)[number % 3], preference=drawn.choice(losses))
+        prompt = case.length * (2 + number % 7) // 9 - 10 if number % 2 else 1
+        yield replace(case, rows=(1, 2, 4)[number % 3], preference=drawn.choice(losses), prompt=max(1, prompt))
 
 
 def run_case(case: CapacityCase, folder: Path) -> CapacityResult:
     """Train a case with more memory than predicted, and with less."""
-    peak_bytes = _predicted_bytes(case, folder)
+    peak_bytes, known = _predicted(case, folder)
     code, events = _run(case, folder / "more", (1 + MARGIN) * peak_bytes)
     code_less, events_less = _run(case, folder / "less", (1 - MARGIN) * peak_bytes)
-    hopeless = make_plan(spec_of(case, folder / "less", (1 - MARGIN) * peak_bytes)).verdict == "does_not_fit"
+    less = spec_of(case, folder / "less", (1 - MARGIN) * peak_bytes)
+    hopeless = make_plan(less, known=known).verdict == "does_not_fit"
     warnings = of_kind([*events, *events_less], "warning")
     return CapacityResult(
         with_more=len(of_kind(events, "backoff")),
@@ -120,9 +129,11 @@ def run_case(case: CapacityCase, folder: Path) -> CapacityResult:
     )
 
 
-def _predicted_bytes(case: CapacityCase, folder: Path) -> int:
+def _predicted(case: CapacityCase, folder: Path) -> tuple[int, SequenceBounds]:
+    """The predicted peak in bytes, and what it rests on."""
     spec = spec_of(case, folder / "predicted", 2.0**33)
-    return predict(find_architecture(spec), spec, rows=case.rows, length=case.length).peak_bytes
+    known = prepare_data(spec, load_tokenizer(spec.recipe.model)).bounds
+    return Predictor(find_architecture(spec), spec, known.targets).predict(case.rows, case.length).peak_bytes, known
 
 
 def _run(case: CapacityCase, folder: Path, capacity_bytes: float) -> tuple[int, list[dict[str, Any]]]:
@@ -147,7 +158,8 @@ def spec_of(case: CapacityCase, folder: Path, capacity_bytes: float) -> RunSpec:
     batch = case.rows * MICRO_BATCHES
     packed = bool(way.data.get("packing"))
     length = case.length // 2 if packed else case.length
-    samples = (pairs if case.preference else texts)(folder, STEPS * batch * (1 + packed), length)
+    count = STEPS * batch * (1 + packed)
+    samples = pairs(folder, count, length, case.prompt) if case.preference else texts(folder, count, length)
     method, preference = way.method, {}
     if case.preference:
         method, preference, batch = {**method, "objective": "dpo"}, {"loss": case.preference}, max(1, batch // 2)
@@ -182,13 +194,13 @@ def texts(folder: Path, count: int, length: int) -> Path:
     return path
 
 
-def pairs(folder: Path, count: int, length: int) -> Path:
+def pairs(folder: Path, count: int, length: int, prompt_tokens: int = 1) -> Path:
     """Write a file of pairs, each side of which has exactly `length` tokens for the byte tokenizer."""
-    drawn = random.Random(0)
+    drawn, side = random.Random(0), length - prompt_tokens - 11  # ten digits, and the end of the text
     path = folder / "pairs.jsonl"
     with path.open("w") as file:
         for number in range(count):
-            prompt, *sides = ("".join(drawn.choices("abcdefgh ", k=k)) for k in (1, length - 12, length - 12))
+            prompt, *sides = ("".join(drawn.choices("abcdefgh ", k=k)) for k in (prompt_tokens, side, side))
             chosen, rejected = (f"{side}{number:010d}" for side in sides)
             file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
     return path

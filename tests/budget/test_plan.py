@@ -16,7 +16,7 @@ from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.cli import app
 from engine.commands import plan_text
-from engine.config.files.caches import lengths_record, record_longest
+from engine.config.files.caches import SequenceBounds, lengths_record, record_longest
 from engine.errors import EnvironmentProblem, UsageError
 from tests.budget.metered_step import run_spec
 
@@ -91,13 +91,37 @@ def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(t
     record_longest(lengths_record(spec.recipe), 300)
     known = make_plan(spec)
     assert (known.basis, known.length) == ("data", 300)
-    assert known.as_json() == make_plan(spec, longest=300).as_json(), "what the engine plans once it has read them"
+    assert known.as_json() == make_plan(spec, known=SequenceBounds(300)).as_json(), (
+        "what the engine plans once it has read them"
+    )
     assert "300 tokens is the longest sequence of the data" in plan_text.summary_lines(known, spec)
     assert advise(spec).plan.length == 300
     other = run_spec(data={"max_length": 1024, "sources": [source]})
     assert make_plan(other).length == 1024, "truncation may differ, so the lengths are unknown"
     file.write_text('{"text": "longer"}\n')
     assert make_plan(spec).basis == "max_length", "the file has changed"
+
+
+def test_a_plan_counts_as_many_target_tokens_as_the_data_have_and_says_how_many(tmp_path: Path) -> None:
+    """Held-out sequences count too, as evaluations run in the same micro-batches."""
+    for name in ("pairs", "others"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    source, other = ({"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in ("pairs", "others"))
+    preferences: dict[str, Any] = {"method": {"objective": "dpo"}, "data": {"max_length": 2048, "sources": [source]}}
+    spec = run_spec(**preferences)
+    assert make_plan(spec).target_tokens == 2048
+    record_longest(lengths_record(spec.recipe), 300, targets=40)
+    known = make_plan(spec)
+    assert (known.as_json()["length"], known.as_json()["target_tokens"]) == (300, 40)
+    assert known.peak_bytes < make_plan(spec, known=SequenceBounds(300)).peak_bytes
+    assert advise(spec).plan == known
+    said = "300 tokens is the longest sequence of the data, and 40 the most target tokens of one"
+    assert said in plan_text.summary_lines(known, spec)
+    preferences["data"]["validation"] = [other]
+    held_out = run_spec(**preferences)
+    assert make_plan(held_out).target_tokens == 300, "the held-out data were not read"
+    record_longest(lengths_record(held_out.recipe, validation=True), 200, targets=90)
+    assert make_plan(held_out).target_tokens == 90
 
 
 def test_a_plan_says_what_generating_adds() -> None:

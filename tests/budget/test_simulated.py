@@ -21,6 +21,7 @@ from engine.budget.predict.prediction import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation, simulation_key
 from engine.cli import app, run
 from engine.commands.background import simulation
+from engine.config.files.caches import SequenceBounds
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError, UsageError
@@ -106,7 +107,7 @@ def test_other_shapes_and_more_layers_follow_from_those_that_were_simulated(opt:
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
     sums = {phase: sum(row.values()) for phase, row in predicted.phases.items()}
     assert {phase: sums[phase] for phase in found.sums} == pytest.approx(found.sums, rel=0.01)
-    assert micro_batch_cost(spec, length).cost(rows, length) == pytest.approx(
+    assert micro_batch_cost(spec, SequenceBounds(length)).cost(rows, length) == pytest.approx(
         predictor.predict(rows, length).peak_bytes - found.static_bytes, rel=0.05
     )
 
@@ -326,4 +327,4 @@ def test_a_run_on_several_devices_is_not_simulated_and_learns_what_fits(shallow:
     spec: RunSpec = run_spec(shallow, device={"kind": "cuda", "memory_gib": 8.0, "count": 2})
     settled = settle_parallel(spec).spec
     assert settled.profile.parallel.strategy == "sharded"
-    assert micro_batch_cost(settled, 64).plan is None
+    assert micro_batch_cost(settled, SequenceBounds(64)).plan is None

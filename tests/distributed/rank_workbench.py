@@ -196,7 +196,7 @@ class RankWorkbench:
         A thread of gloo frees a buffer some time after its operation, which can only increase a peak, so the least
         measured peak of several steps is returned.
         """
-        plan = micro_batch_cost(self.spec, int(self.setup.context.data.lengths.max())).plan
+        plan = micro_batch_cost(self.spec, self.setup.context.bounds).plan
         assert plan is not None
         self.reset()
         peaks = []

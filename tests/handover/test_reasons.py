@@ -1,4 +1,5 @@
-"""What keeps an adapter from being served as it is, each shown by an adapter that has it."""
+"""What keeps an adapter from being served as it is, each shown by a run that leaves such an adapter; what no run of
+ours can leave, by an adapter made elsewhere."""
 
 from __future__ import annotations
 
@@ -11,18 +12,24 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.budget.advise.preflight import notes_on_serving
+from engine.config.load import load_run_spec
+from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.handover.lines import reasons_of_server, server_words
-from engine.handover.result import ADAPTER_WEIGHTS, read_result, reasons_to_merge, tensor_names, unknown_modules
+from engine.handover.result import ADAPTER_WEIGHTS, Result, read_result, reasons_to_merge, tensor_names, unknown_modules
 from engine.journal.files import read_table
 from engine.model.config import auto_class
 from tests.model.samples import load, name_base, run_spec, write_model
 from tests.nested_models import NESTED
+from tests.train.image_cases import image_spec
+from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 
 REASONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dora": ("qwen2", {"dora": True}, "DoRA"),
+    "a large rank": ("qwen2", {"rank": 600, "targets": ["q_proj"]}, "rank 600: vLLM takes at most 512"),
+    "the head": ("qwen2", {"also_train": ["lm_head.weight"]}, "trained in full: lm_head"),
     "a norm": ("qwen2", {"also_train": ["model.norm.weight"]}, "trained in full: model.norm"),
     "embeddings": ("qwen2", {"also_train": ["model.embed_tokens.weight"]}, "trained in full: model.embed_tokens"),
     "a router": ("mixtral", {"targets": ["q_proj"], "also_train": ["**.gate.weight"]}, "in full: model.layers.0"),
@@ -37,11 +44,36 @@ def saved_adapter(folder: Path, family: str, method: dict[str, Any], **model_key
     return folder / "adapter"
 
 
+def result_of_run(spec: RunSpec, folder: Path) -> Result:
+    place = new_run(folder / "runs", spec)
+    assert train(place)[0] == 0
+    return read_result(load_run_spec(place.run_toml, own=True), place.adapter)
+
+
+def one_step_from(start: Path, folder: Path, method: dict[str, Any], **model_keys: Any) -> Result:
+    spec = make_spec(
+        write_samples(folder / "samples.jsonl", count=4),
+        device="cpu",
+        model={"id": str(start), "tokenizer": None, "init": "pretrained", **model_keys},
+        method={"kind": "lora", "rank": 2, **method},
+        train={"max_steps": 1, "batch_size": 2},
+    )
+    return result_of_run(spec, folder)
+
+
 @pytest.mark.parametrize("case", REASONS)
-def test_an_adapter_that_servers_refuse_or_ignore_is_merged_and_says_why(tmp_path: Path, case: str) -> None:
+def test_a_run_whose_adapter_servers_refuse_or_ignore_is_merged_and_says_why(tmp_path: Path, case: str) -> None:
     family, method, told = REASONS[case]
-    result = read_result(run_spec(), saved_adapter(tmp_path, family, method))
+    result = one_step_from(write_model(tmp_path / family, family), tmp_path, method)
     assert len(result.merged_only) == 1 and told in result.merged_only[0]
+
+
+def test_a_run_on_an_encoder_of_images_is_merged_and_says_why(tmp_path: Path) -> None:
+    targets = ["model.visual.blocks.*.attn.qkv", "model.language_model.**.q_proj"]
+    method = {"kind": "lora", "rank": 2, "targets": targets}
+    result = result_of_run(image_spec(tmp_path, method=method, train={"max_steps": 1, "batch_size": 2}), tmp_path)
+    (told,) = result.merged_only
+    assert "outside the layers of the language model" in told and "visual" in told
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
@@ -66,7 +98,7 @@ def test_the_plan_says_before_training_what_is_served_merged_only() -> None:
 
 def test_scaled_positions_are_served_merged(tmp_path: Path) -> None:
     scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    (told,) = read_result(run_spec(), saved_adapter(tmp_path, "llama", {}, **scaled)).merged_only
+    (told,) = one_step_from(write_model(tmp_path / "llama", "llama"), tmp_path, {}, **scaled).merged_only
     assert "scaled positions" in told
 
 

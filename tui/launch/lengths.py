@@ -45,17 +45,22 @@ def is_small(recipe: Recipe) -> bool:
 def basis_words(plan: Plan, *, reading: bool, readable: bool) -> str:
     """For which sequences the plan is, and what will make it more exact."""
     if plan.basis == "data":
-        return f"for the longest of the data, {plan.length:,} tokens"
+        targets = f" ({plan.target_tokens:,} target tokens)" if plan.target_tokens < plan.length else ""
+        return f"for the longest of the data, {plan.length:,} tokens{targets}"
     more = "; reading the data ..." if reading else "; d reads the data" if readable else ""
     return f"for the longest possible, {plan.length:,} tokens{more}"
 
 
 def change_words(before: Plan | None, after: Plan | None) -> str:
     """Why the figures have changed after the data were read; empty if they have not."""
-    if before is None or after is None or before.length == after.length:
+    if before is None or after is None:
+        return ""
+    if (before.length, before.target_tokens) == (after.length, after.target_tokens):
         return ""
     peaks = (decimal_bytes(plan.prediction.device_bytes) for plan in (before, after))
-    return (
-        f"the data were read: the longest sequence has {after.length:,} tokens, not {before.length:,}; "
-        "predicted peak {} -> {}".format(*peaks)
-    )
+    found = []
+    if before.length != after.length:
+        found.append(f"the longest sequence has {after.length:,} tokens, not {before.length:,}")
+    if after.target_tokens < after.length:
+        found.append(f"no sequence has more than {after.target_tokens:,} target tokens")
+    return f"the data were read: {'; '.join(found)}; " + "predicted peak {} -> {}".format(*peaks)

@@ -327,7 +327,7 @@ def _lowers(offer: _Offer, plan: Plan, spec: RunSpec, facts: ModelFacts) -> bool
     if (offer.changes and changed == spec) or is_refused(changed, facts):
         return False
     try:
-        predictor = find_predictor(changed, facts)
+        predictor = find_predictor(changed, facts, plan.row_targets)
     except (NotSimulatedError, UsageError):  # not simulated yet, or its simulation refused it
         return False
     rows, length = offer.rows or plan.micro_batch, min(plan.length, changed.recipe.data.max_length)

@@ -12,7 +12,7 @@ from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.shards import SHARDS_SINCE, can_shard
 from engine.config.check.hardware_rules import device_count
 from engine.config.check.notes import refuse_unsupported
-from engine.config.files.caches import known_longest
+from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import ConfigNotHereError, SpecError, UnknownArchitectureError, UsageError
 
@@ -68,8 +68,9 @@ def _is_possible(spec: RunSpec, size: int, facts: RunFacts) -> bool:
 def _longest_fits(spec: RunSpec, facts: RunFacts) -> bool:
     """Whether a micro-batch of one sequence of the longest length fits, in every stage."""
     for part in planning_specs(spec):
-        predictor = Predictor(facts.of(part.recipe.model).require_architecture(), part)
-        if not predictor.fits(1, known_longest(part.recipe) or part.recipe.data.max_length):
+        length, row_targets = known_bounds(part.recipe) or SequenceBounds(part.recipe.data.max_length)
+        predictor = Predictor(facts.of(part.recipe.model).require_architecture(), part, row_targets)
+        if not predictor.fits(1, length):
             return False
     return True
 

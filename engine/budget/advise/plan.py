@@ -15,7 +15,7 @@ from engine.budget.predict.prediction import Prediction, Predictor
 from engine.budget.predict.recompute import recomputed_layers
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.trace.memory_config import MemoryConfig
-from engine.config.files.caches import known_longest
+from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
 
@@ -41,6 +41,8 @@ class Plan:
     """Tokens of the sequences that the run is planned for."""
     basis: Literal["data", "max_length"]
     """Whether `length` is that of the longest sequence, or data.max_length because the data are unknown."""
+    row_targets: int | None
+    """Most target tokens of one sequence; None: unknown, so that the plan counts every token as one."""
     config: MemoryConfig
     simulated: bool
     ranks: int
@@ -110,6 +112,11 @@ class Plan:
         return not self.host or self.host_bytes <= self.host_capacity_bytes
 
     @property
+    def target_tokens(self) -> int:
+        """Most tokens of one sequence that are planned as targets."""
+        return self.length if self.row_targets is None else min(self.length, self.row_targets)
+
+    @property
     def tokens_per_micro_batch(self) -> int:
         """Of one micro-batch at the longest length, padding included."""
         return self.micro_batch * self.length
@@ -140,6 +147,7 @@ class Plan:
             "tokens_per_micro_batch": self.tokens_per_micro_batch,
             "length": self.length,
             "basis": self.basis,
+            "target_tokens": self.target_tokens,
             "generate_adds_bytes": self.generate_adds_bytes,
             "generation_rows": self.generation_rows,
             "remedies": self.remedies,
@@ -157,16 +165,16 @@ class Plan:
         }
 
 
-def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | None = None) -> Plan:
-    """Plan a run for sequences of up to `longest` tokens: by default those of the data if they were read before, else
-    data.max_length. `facts`: what is known of its model, if that was found before.
+def make_plan(spec: RunSpec, *, known: SequenceBounds | None = None, facts: ModelFacts | None = None) -> Plan:
+    """Plan a run on data of which `known` is known: by default what is recorded if they were read before, else that no
+    sequence is longer than data.max_length. `facts`: what is known of its model, if that was found before.
 
     Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known, and
     NotSimulatedError where a simulation is needed first (`engine.launch.simulation.with_simulations`).
     """
-    known = longest or known_longest(spec.recipe)
-    length = known or spec.recipe.data.max_length
-    predictor, asked = find_predictor(spec, facts), spec.recipe.train.micro_batch
+    known = known or known_bounds(spec.recipe)
+    length, row_targets = known or SequenceBounds(spec.recipe.data.max_length)
+    predictor, asked = find_predictor(spec, facts, row_targets), spec.recipe.train.micro_batch
     rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
     considered: list[Choice] = []
     if isinstance(predictor, Predictor) and spec.recipe.train.gradient_checkpointing == "auto":
@@ -183,6 +191,7 @@ def make_plan(spec: RunSpec, *, longest: int | None = None, facts: ModelFacts | 
         accumulation=-(-predictor.batch // rows),
         length=length,
         basis="data" if known else "max_length",
+        row_targets=row_targets,
         config=predictor.config,
         simulated=spec.profile.device.kind == "metered",
         ranks=predictor.layout.ranks,
@@ -212,7 +221,7 @@ def _time(predictor: Predictor | SimulatedPredictor, spec: RunSpec, rows: int, l
 def considered(spec: RunSpec, plan: Plan, facts: ModelFacts | None = None) -> list[Choice]:
     """Micro-batches and numbers of recomputing layers, of which the planned one is one, the fastest first. Empty for a
     family without a closed form."""
-    predictor = find_predictor(spec, facts)
+    predictor = find_predictor(spec, facts, plan.row_targets)
     if isinstance(predictor, SimulatedPredictor) or plan.recomputed_layers is None:
         return []
     if spec.recipe.train.micro_batch == "auto":
@@ -231,13 +240,15 @@ def _image_tokens(predictor: Predictor | SimulatedPredictor) -> int:
     return predictor.config.image_patches // encoder.merge**2 if encoder else 0
 
 
-def find_predictor(spec: RunSpec, facts: ModelFacts | None = None) -> Predictor | SimulatedPredictor:
-    """The predictor of a run: the closed form of its model's family, else a simulation. Raises the errors of
-    `make_plan`."""
+def find_predictor(
+    spec: RunSpec, facts: ModelFacts | None = None, row_targets: int | None = None
+) -> Predictor | SimulatedPredictor:
+    """The predictor of a run: the closed form of its model's family, else a simulation. `row_targets`: as in
+    `Predictor`. Raises the errors of `make_plan`."""
     try:
-        return Predictor((facts or find_facts(spec.recipe.model)).require_architecture(), spec)
+        return Predictor((facts or find_facts(spec.recipe.model)).require_architecture(), spec, row_targets)
     except UnknownArchitectureError as unknown:
-        return simulated_predictor(spec, unknown)
+        return simulated_predictor(spec, unknown, row_targets)
 
 
 def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -> int:
@@ -277,7 +288,11 @@ def _verdict(
         if rows == 1 and not changes:
             continue  # planned already
         changed = _with_train(spec, changes)
-        remedied = Predictor(planner.arch, changed) if planner.arch is not None else find_predictor(changed, facts)
+        remedied = (
+            Predictor(planner.arch, changed, planner.row_targets)
+            if planner.arch is not None
+            else find_predictor(changed, facts, planner.row_targets)
+        )
         most = _largest_that_fits(remedied, length)
         if most and remedied.host_fits(most, length):
             # A number in the recipe is a limit: remedies do not raise it.

@@ -12,7 +12,7 @@ from engine.budget.advise.levers import Lever, breaks_a_rule, is_refused, levers
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.prediction import Predictor
-from engine.config.files.caches import known_longest
+from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UsageError
 from engine.journal.event_text import speed_text
@@ -31,8 +31,9 @@ MOST_TRIED = 20_000
 class Trial:
     """Whether a run fits with a set of levers, remembered for each set."""
 
-    def __init__(self, spec: RunSpec, longest: int | None, facts: ModelFacts) -> None:
-        self._spec, self._longest, self._arch = spec, longest, facts.require_architecture()
+    def __init__(self, spec: RunSpec, known: SequenceBounds | None, facts: ModelFacts) -> None:
+        self._spec, self._arch = spec, facts.require_architecture()
+        self._bounds = known
         self._known: dict[frozenset[Lever], bool] = {}
 
     def fits(self, chosen: Levers) -> bool:
@@ -47,8 +48,9 @@ class Trial:
         spec = with_changes(self._spec, {key: value for lever in chosen for key, value in lever.changes})
         if breaks_a_rule(spec):
             return False
-        predictor, asked = Predictor(self._arch, spec), spec.recipe.train.micro_batch
-        length = min(self._longest or spec.recipe.data.max_length, spec.recipe.data.max_length)
+        longest, row_targets = self._bounds or SequenceBounds(spec.recipe.data.max_length)
+        predictor, asked = Predictor(self._arch, spec, row_targets), spec.recipe.train.micro_batch
+        length = min(longest, spec.recipe.data.max_length)
         rows = (predictor.batch, 1) if asked == "auto" else (min(asked, predictor.batch),)
         return any(predictor.fits(each, length) and predictor.host_fits(each, length) for each in rows)
 
@@ -168,16 +170,15 @@ class Advice:
         }
 
 
-def advise(spec: RunSpec, *, longest: int | None = None) -> Advice:
-    """Plan a run and search for suggestions. `longest`: tokens of the longest sequence; None: as recorded when the data
-    were last read, else data.max_length. Raises the errors of `make_plan`."""
-    longest = longest or known_longest(spec.recipe)
+def advise(spec: RunSpec, *, known: SequenceBounds | None = None) -> Advice:
+    """Plan a run and search for suggestions. `known`: as in `make_plan`, whose errors are raised."""
+    known = known or known_bounds(spec.recipe)
     facts = find_facts(spec.recipe.model)
-    plan = make_plan(spec, longest=longest, facts=facts)
+    plan = make_plan(spec, known=known, facts=facts)
     if fits(plan):
-        return Advice(plan, [], list(_room(spec, plan, longest, facts)))
+        return Advice(plan, [], list(_room(spec, plan, known, facts)))
     search = _suggestions if plan.predictor == "closed_form" else _simulated_suggestions
-    fastest_first = sorted(search(spec, plan, longest, facts), key=_rank)
+    fastest_first = sorted(search(spec, plan, known, facts), key=_rank)
     return Advice(plan, roomier_first(fastest_first), [])
 
 
@@ -232,20 +233,20 @@ def changed(spec: RunSpec, levers: Levers) -> RunSpec:
     return with_changes(spec, {key: value for lever in levers for key, value in lever.changes})
 
 
-def _suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+def _suggestions(spec: RunSpec, plan: Plan, known: SequenceBounds | None, facts: ModelFacts) -> Iterator[Suggestion]:
     """Yield suggestions that `train` would not refuse and with which the run fits, in order of cost, at most
-    MAX_SUGGESTIONS. `longest`: as in `advise`."""
+    MAX_SUGGESTIONS. `known`: of the data; None: nothing."""
 
     def holds(levers: Levers) -> bool:
-        return not is_refused(changed(spec, levers), facts) and fits(
-            _suggestion(spec, plan, levers, longest, facts).plan
-        )
+        return not is_refused(changed(spec, levers), facts) and fits(_suggestion(spec, plan, levers, known, facts).plan)
 
-    found = fitting_sets(possible_levers(spec, plan, facts), Trial(spec, longest, facts), holds)
-    yield from (_suggestion(spec, plan, levers, longest, facts) for levers in islice(found, MAX_SUGGESTIONS))
+    found = fitting_sets(possible_levers(spec, plan, facts), Trial(spec, known, facts), holds)
+    yield from (_suggestion(spec, plan, levers, known, facts) for levers in islice(found, MAX_SUGGESTIONS))
 
 
-def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+def _simulated_suggestions(
+    spec: RunSpec, plan: Plan, known: SequenceBounds | None, facts: ModelFacts
+) -> Iterator[Suggestion]:
     """Yield suggestions for a model family without a closed form, at most MAX_SUGGESTIONS. Each set of levers must be
     simulated, which takes seconds; so only single levers are tried, and the set of all levers that change neither
     learning nor arithmetic."""
@@ -257,34 +258,39 @@ def _simulated_suggestions(spec: RunSpec, plan: Plan, longest: int | None, facts
         overlaps = len({key for lever in chosen for key in lever.keys}) < sum(len(lever.keys) for lever in chosen)
         if overlaps or len(found) == MAX_SUGGESTIONS or any(earlier <= set(chosen) for earlier in found):
             continue
-        suggestion = _simulated(spec, plan, chosen, longest, facts)
+        suggestion = _simulated(spec, plan, chosen, known, facts)
         if suggestion is not None and fits(suggestion.plan):
             found.append(frozenset(chosen))
             yield suggestion
 
 
-def _simulated(spec: RunSpec, plan: Plan, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion | None:
+def _simulated(
+    spec: RunSpec, plan: Plan, levers: Levers, known: SequenceBounds | None, facts: ModelFacts
+) -> Suggestion | None:
     """The suggestion that applies `levers`; None if `train` would refuse the changed run. Some refusals are found only
     by the changed run's simulation: raises NotSimulatedError if it has not been run."""
     if is_refused(changed(spec, levers), facts):
         return None
     try:
-        return _suggestion(spec, plan, levers, longest, facts)
+        return _suggestion(spec, plan, levers, known, facts)
     except NotSimulatedError:
         raise
     except UsageError:
         return None
 
 
-def _suggestion(spec: RunSpec, plan: Plan, levers: Levers, longest: int | None, facts: ModelFacts) -> Suggestion:
-    """Apply `levers` to the run of `plan` and plan it anew; returns the suggestion, whether or not it fits. `longest`:
-    tokens of the longest sequence; None: as in `make_plan`. Raises the errors of `make_plan`."""
+def _suggestion(
+    spec: RunSpec, plan: Plan, levers: Levers, known: SequenceBounds | None, facts: ModelFacts
+) -> Suggestion:
+    """Apply `levers` to the run of `plan` and plan it anew; returns the suggestion, whether or not it fits. `known`: of
+    the data; None: as in `make_plan`. Raises the errors of `make_plan`."""
     after = changed(spec, levers)
-    length = min(longest, after.recipe.data.max_length) if longest else None
+    if known:
+        known = known._replace(tokens=min(known.tokens, after.recipe.data.max_length))
     in_order = sorted(levers, key=lambda lever: lever.cost)
     keys = [key for lever in in_order for key, _ in lever.changes]
     moved = {key: (value_of(spec, key), value_of(after, key)) for key in keys}
-    planned = make_plan(after, longest=length, facts=facts)
+    planned = make_plan(after, known=known, facts=facts)
     slower = _slower_percent(plan, planned, levers)
     speed = plan.time.tokens_per_second / (1 + slower / 100) if plan.time else None
     return Suggestion(tuple(in_order), moved, planned, slower, speed)
@@ -297,14 +303,14 @@ def _slower_percent(before: Plan, after: Plan, levers: Levers) -> float:
     return round(predicted + sum(lever.slower_percent for lever in levers if not lever.timed), 1)
 
 
-def _room(spec: RunSpec, plan: Plan, longest: int | None, facts: ModelFacts) -> Iterator[Suggestion]:
+def _room(spec: RunSpec, plan: Plan, known: SequenceBounds | None, facts: ModelFacts) -> Iterator[Suggestion]:
     """Yield suggestions that use the unused memory of a run that fits: no gradient checkpointing, a larger micro-batch,
-    longer sequences, or a higher rank. `longest`: as in `advise`."""
+    longer sequences, or a higher rank. `known`: of the data; None: nothing."""
     for lever in room_levers(spec):
         if is_refused(changed(spec, (lever,)), facts):
             continue
-        length = None if "data.max_length" in lever.keys else longest
-        suggestion = _simulated(spec, plan, (lever,), length, facts)
+        still_known = None if "data.max_length" in lever.keys else known
+        suggestion = _simulated(spec, plan, (lever,), still_known, facts)
         if suggestion is not None and fits(suggestion.plan) and (lever.changes_learning or _differs(suggestion, plan)):
             yield suggestion
 

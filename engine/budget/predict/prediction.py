@@ -74,20 +74,33 @@ class CostModel:
     layout: ParallelLayout
     image_patches: int = 0
     """Patches of the largest image; 0 for text alone."""
+    row_targets: int | None = None
+    """See `Predictor`."""
 
     def bytes(self, rows: int, length: int, patches: int | None = None) -> int:
         """Bytes above `static_bytes` at the peak of a micro-batch of `rows` sequences padded to `length` tokens.
         `patches`: those of all images; None: each sequence has the largest."""
         patches = rows * self.image_patches if patches is None else patches
-        shape = shape_of(rows, self.layout.positions(length), self.chunk_tokens, patches=patches)
+        targets = most_targets(rows, length, self.row_targets, self.layout)
+        shape = shape_of(rows, self.layout.positions(length), self.chunk_tokens, targets, patches)
         return highest_value(self.sizes, shape)
 
 
-def cost_model(arch: Architecture, spec: RunSpec) -> CostModel:
+def most_targets(rows: int, length: int, row_targets: int | None, layout: ParallelLayout) -> int | None:
+    """Most target tokens that a rank has of `rows` sequences of `length` tokens, of which none has more than
+    `row_targets`, and none begins with one. None: nothing is known of them, so that all tokens count."""
+    if row_targets is None:
+        return None
+    return rows * min(layout.positions(length), length - 1, row_targets)
+
+
+def cost_model(arch: Architecture, spec: RunSpec, row_targets: int | None = None) -> CostModel:
     """The cost model of a run; evaluating it is cheap enough for every candidate micro-batch of every step. If a
-    step has several micro-batches, the cost is that of a later one, when gradients of earlier ones exist."""
+    step has several micro-batches, the cost is that of a later one, when gradients of earlier ones exist.
+    `row_targets`: as in `Predictor`."""
     layout = layout_of(spec.profile)
-    return _cost_model(arch, memory_config_of(arch, spec), batch_of_a_rank(spec, layout) > 1, layout)
+    several = batch_of_a_rank(spec, layout) > 1
+    return replace(_cost_model(arch, memory_config_of(arch, spec), several, layout), row_targets=row_targets)
 
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
@@ -119,7 +132,7 @@ class MicroBatchShape(NamedTuple):
     length: int
     """Tokens that each row is padded to."""
     targets: int | None = None
-    """Tokens that count in the loss; None: all, which is the largest case."""
+    """Tokens that count in the loss; None: as many as the predictor knows that there may be."""
     accumulating: bool | None = None
     """Whether gradients of an earlier micro-batch exist; None: if the rank's part of a step has more sequences than
     `rows`."""
@@ -128,9 +141,11 @@ class MicroBatchShape(NamedTuple):
 
 
 class Predictor:
-    """Predicts the memory of micro-batches of one run, by the closed form of its model's family."""
+    """Predicts the memory of micro-batches of one run, by the closed form of its model's family. `row_targets`: most
+    target tokens of one sequence of the data; None: unknown, every token counts as one."""
 
-    def __init__(self, arch: Architecture, spec: RunSpec) -> None:
+    def __init__(self, arch: Architecture, spec: RunSpec, row_targets: int | None = None) -> None:
+        self.row_targets = row_targets
         self.arch, self.recipe, self.layout = arch, spec.recipe, layout_of(spec.profile)
         self.config = memory_config_of(arch, spec)
         self.batch = batch_of_a_rank(spec, self.layout)
@@ -160,7 +175,7 @@ class Predictor:
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` × `length` tokens, all of which count in the loss."""
+        """Predict all phases for a micro-batch of `rows` × `length` tokens with as many targets as there may be."""
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
@@ -168,6 +183,7 @@ class Predictor:
         accumulating = rows < self.batch if accumulating is None else accumulating
         config = self._with_images_of(for_rows(self.arch, step_config(self.config), rows), rows, patches)
         patches = rows * config.image_patches if patches is None else patches
+        targets = most_targets(rows, length, self.row_targets, self.layout) if targets is None else targets
         shape = shape_of(rows, self.layout.positions(length), self.config.chunk_tokens, targets, patches)
         phases = {"load": {"weights": self.total.weights, "adapters": self.total.adapters}}
         for name, costs in step_cost(self.arch, config, accumulating, self.layout).items():
@@ -209,7 +225,8 @@ class Predictor:
     def _evaluation(self, config: MemoryConfig, rows: int, length: int) -> dict[str, int]:
         """Bytes of evaluation above the static bytes, on rank 0."""
         rows = self._rows_alone(rows, length)
-        shape = shape_of(rows, length, self.config.chunk_tokens, patches=rows * config.image_patches)
+        targets = most_targets(rows, length, self.row_targets, SINGLE_DEVICE)
+        shape = shape_of(rows, length, self.config.chunk_tokens, targets, rows * config.image_patches)
         spread = shards(self.arch, self.config, self.layout)
         size = highest_value(evaluation(self.arch, config), shape)
         return {"activations": size, "buffers": spread.evaluate() if spread else 0}
@@ -221,7 +238,7 @@ class Predictor:
         sequence = self.layout.sequence
         if sequence == 1:
             return rows
-        shared = _cost_model(self.arch, self.config, self.batch > 1, self.layout)
+        shared = replace(_cost_model(self.arch, self.config, self.batch > 1, self.layout), row_targets=self.row_targets)
         alone_config = replace(self.config, sequence=1)
         alone = _cost_model(self.arch, alone_config, self.recipe.sequences_per_step > 1, SINGLE_DEVICE)
         most_bytes = shared.bytes(rows, length)

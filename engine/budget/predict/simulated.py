@@ -25,7 +25,7 @@ from engine.budget.architecture.lookup import find_config, start_of
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
-from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction
+from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction, most_targets
 from engine.budget.trace.memory_config import MemoryConfig, fused_kernels, memory_config_of, resolved_loss
 from engine.config.check.data_rules import image_key
 from engine.config.files.caches import cache_folder, known_images
@@ -141,9 +141,11 @@ def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
         )
 
 
-def simulated_predictor(spec: RunSpec, unknown: UnknownArchitectureError) -> SimulatedPredictor:
+def simulated_predictor(
+    spec: RunSpec, unknown: UnknownArchitectureError, row_targets: int | None = None
+) -> SimulatedPredictor:
     """The predictor of a run whose model family has no closed form. `unknown` is the error that said so; its text is
-    part of the errors raised here.
+    part of the errors raised here. `row_targets`: as in `Predictor`.
 
     Raises:
         NotSimulatedError: no simulation of this run is kept on this machine.
@@ -157,7 +159,7 @@ def simulated_predictor(spec: RunSpec, unknown: UnknownArchitectureError) -> Sim
         raise UnknownArchitectureError(**document["refused"])
     if "problem" in document:
         raise UnknownArchitectureError(f"{unknown.found}, and a simulation failed: {document['problem']}")
-    return SimulatedPredictor(spec, document)
+    return SimulatedPredictor(spec, document, row_targets)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -200,12 +202,14 @@ class SimulatedCostModel:
 
 
 class SimulatedPredictor:
-    """Predictions for micro-batches of one run, computed from the document that `simulate_curves` returned."""
+    """Predictions for micro-batches of one run, computed from the document that `simulate_curves` returned.
+    `row_targets`: as in `Predictor`."""
 
     simulated = True
     arch: Architecture | None = None
 
-    def __init__(self, spec: RunSpec, document: Mapping[str, Any]) -> None:
+    def __init__(self, spec: RunSpec, document: Mapping[str, Any], row_targets: int | None = None) -> None:
+        self.row_targets = row_targets
         self.recipe, self.layout = spec.recipe, layout_of(spec.profile)
         self.config: MemoryConfig = memory_config_of(_outline(spec), spec)
         self.batch = spec.recipe.sequences_per_step
@@ -248,8 +252,8 @@ class SimulatedPredictor:
         return self.predict(rows, length).device_bytes <= self.capacity_bytes
 
     def predict(self, rows: int, length: int) -> Prediction:
-        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, all of which count in the
-        loss."""
+        """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens, with as many targets as
+        there may be."""
         return self.predict_shape(MicroBatchShape(rows, length))
 
     def predict_shape(self, micro_batch: MicroBatchShape) -> Prediction:
@@ -294,7 +298,10 @@ class SimulatedPredictor:
         """The peak of each phase of a pass, in bytes. Layers with a state pad a sequence to whole periods; the pass was
         simulated at whole ones, and at those that lack all tokens but one, between which padding is proportional."""
         rows, length, *_ = micro_batch
-        targets = rows * length if micro_batch.targets is None else micro_batch.targets
+        targets = micro_batch.targets
+        if targets is None:
+            known = most_targets(rows, length, self.row_targets, self.layout)
+            targets = rows * length if known is None else known
         images = rows if self.image_tokens else 0  # every row as the largest: smaller images are not told apart yet
         units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens), images)
         period = int(self._document["period"])

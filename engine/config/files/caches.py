@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.machine import path_of
@@ -91,7 +91,7 @@ def _hub_cache() -> str:
     return os.path.join(os.path.expanduser(home), "hub")
 
 
-VERSION = 3
+VERSION = 4
 """Part of every record's name. Increase it when the same data would give other tokens, or a record says more."""
 
 MOST_FILES = 200
@@ -101,15 +101,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 """Files of a local model that decide its tokens."""
 
 
-def lengths_record(recipe: Recipe) -> Path | None:
-    """The path of the record for the training data as they are now, whether or not it exists; None where sizes and
-    modification times of files do not tell their state. Call it before the data are read."""
+def lengths_record(recipe: Recipe, *, validation: bool = False) -> Path | None:
+    """The path of the record for the training data, or for the sources of `data.validation`, as they are now, whether
+    or not it exists; None where sizes and modification times of files do not tell their state. Call it before the data
+    are read."""
     model, data = recipe.model, recipe.data
+    read = [source for source in (data.validation if validation else data.sources) if source.enabled]
     if model.id.startswith(RUN_PREFIX) and model.tokenizer is None:
         return None
     files: list[Any] = []
-    for source in data.sources:
-        if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
+    for source in read:
+        if source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
             states = _states(path_of(source.path))
             if not states:
                 return None
@@ -118,29 +120,45 @@ def lengths_record(recipe: Recipe) -> Path | None:
         if text is not None and len(text) < 1024 and os.path.exists(text):
             files += [state for name in ("", *TOKENIZER_FILES) if (state := _state(Path(text, name)))]
     settings = data.model_dump(exclude={"validation", "workers", "shuffle", "sources"})
-    sources = [source.model_dump(exclude={"weight"}) for source in data.sources if source.enabled]
+    sources = [source.model_dump(exclude={"weight"}) for source in read]
     model_settings: list[Any] = [model.id, model.tokenizer, model.revision, model.chat_template]
     model_settings += [model.add_tokens] if model.add_tokens else []
-    parts = [VERSION, recipe.train.seed, settings, sources, model_settings, files]
+    parts = [VERSION, recipe.train.seed, settings, sources, model_settings, files, *(["validation"] * validation)]
     name = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder() / "lengths" / f"{name}.json"
 
 
-def known_longest(recipe: Recipe) -> int | None:
-    """Tokens of the longest training sequence; None if the data or the settings changed since the data were read."""
-    longest = _recorded(recipe).get("longest")
-    return longest if isinstance(longest, int) and longest > 0 else None
+class SequenceBounds(NamedTuple):
+    """What a plan relies on of the data."""
+
+    tokens: int
+    """Of the longest training sequence."""
+    targets: int | None = None
+    """Most target tokens of one sequence, held-out ones included; None: unknown, so that every token may be one."""
+
+
+def known_bounds(recipe: Recipe) -> SequenceBounds | None:
+    """None if the training data or the settings changed since the data were read."""
+    found = _recorded(lengths_record(recipe))
+    longest, targets = found.get("longest"), found.get("targets")
+    if not isinstance(longest, int) or longest <= 0:
+        return None
+    if not recipe.learns_preferences:
+        return SequenceBounds(longest)
+    if any(source.enabled for source in recipe.data.validation):
+        held_out = _recorded(lengths_record(recipe, validation=True)).get("targets")
+        targets = max(targets, held_out) if isinstance(targets, int) and isinstance(held_out, int) else None
+    return SequenceBounds(longest, targets if isinstance(targets, int) else None)
 
 
 def known_images(recipe: Recipe) -> list[tuple[int, int]] | None:
     """(height, width) in pixels of each image of the training sequence with most tokens of images; None as for
-    `known_longest`, and where the model's own processor does not read the images."""
-    found = _recorded(recipe).get("images")
+    `known_bounds`, and where the model's own processor does not read the images."""
+    found = _recorded(lengths_record(recipe)).get("images")
     return [(int(height), int(width)) for height, width in found] if isinstance(found, list) and found else None
 
 
-def _recorded(recipe: Recipe) -> dict[str, Any]:
-    record = lengths_record(recipe)
+def _recorded(record: Path | None) -> dict[str, Any]:
     try:
         found = json.loads(record.read_text()) if record is not None else {}
     except (OSError, ValueError):
@@ -150,20 +168,25 @@ def _recorded(recipe: Recipe) -> dict[str, Any]:
 
 def keeps_all_lengths(recipe: Recipe) -> bool:
     """Whether it is known that data.max_length neither drops, cuts nor splits a training sequence."""
-    return _recorded(recipe).get("keeps_all") is True
+    return _recorded(lengths_record(recipe)).get("keeps_all") is True
 
 
 def record_longest(
-    record: Path | None, longest: int, images: Sequence[tuple[int, int]] = (), *, keeps_all: bool = False
+    record: Path | None,
+    longest: int,
+    images: Sequence[tuple[int, int]] = (),
+    *,
+    targets: int | None = None,
+    keeps_all: bool = False,
 ) -> None:
-    """Write what `known_longest`, `known_images` and `keeps_all_lengths` return to the path that `lengths_record` gave
+    """Write what `known_bounds`, `known_images` and `keeps_all_lengths` return to the path that `lengths_record` gave
     before the data were read; None writes nothing, nor does a record that exists."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=record.parent)
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"longest": longest, "images": list(images), "keeps_all": keeps_all}, file)
+        json.dump({"longest": longest, "targets": targets, "images": list(images), "keeps_all": keeps_all}, file)
     os.replace(temporary, record)
 
 

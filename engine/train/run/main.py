@@ -245,6 +245,7 @@ def _train(start: RunStart, journal: Journal, requests: RunRequests) -> tuple[En
         prove(setup, journal)
         learn_preferences(setup, place, journal)
         reports.spec = lambda: effective_spec(setup.spec, setup.context)
+        reports.row_targets = setup.context.bounds.targets
         watchdog = Watchdog(journal, spec.profile.parallel.timeout_seconds)
         training = Training(setup, RunContext(place, journal, requests, watchdog), emergency_memory)
         _write_stage_started(training, journal)

@@ -116,7 +116,7 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
 
     `sequences` and `length` (tokens) are of the step's micro-batch with the highest prediction. If nothing can be
     predicted, `predicted` is left out and they are of the first. Without a peak: `peak_bytes` (0) and `components`. The
-    plan's prediction is another: for the longest sequences that the data may have, with every token a target.
+    plan's prediction is another: for the longest sequences of the data, with the most targets.
     """
     trainable = context.loaded.trainable()
     on_host = context.guard.host_state.on
@@ -143,7 +143,7 @@ def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
 def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
     """(the micro-batch with the highest prediction, peak and components); (the first, None) without a prediction."""
     try:
-        predictor = _predictor(peak.spec)
+        predictor = _predictor(peak.spec, None)
     except (UnknownArchitectureError, NotSimulatedError):
         return peak.micro_batches[0], None
     shapes = dict.fromkeys(_on_a_rank(shape, predictor) for shape in peak.micro_batches)
@@ -152,13 +152,13 @@ def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
     return decisive, _components(predictor.predict_shape(decisive))
 
 
-def _predictor(spec: RunSpec) -> Predictor | SimulatedPredictor:
+def _predictor(spec: RunSpec, row_targets: int | None) -> Predictor | SimulatedPredictor:
     """The closed form, or the simulation (memory trace) kept on this machine. NotSimulatedError: neither exists.
     UnknownArchitectureError: nor can the run be simulated."""
     try:
-        return Predictor(from_config(model_config_dict(spec)), spec)
+        return Predictor(from_config(model_config_dict(spec)), spec, row_targets)
     except UnknownArchitectureError as unknown:
-        return simulated_predictor(spec, unknown)
+        return simulated_predictor(spec, unknown, row_targets)
 
 
 def _on_a_rank(shape: MicroBatchShape, predictor: Predictor | SimulatedPredictor) -> MicroBatchShape:
@@ -232,7 +232,7 @@ class MicroBatchReporter:
         if not context.measures or any(remedy.name in UNPLANNED for remedy in context.active_remedies):
             return {}
         try:
-            found = _predictor(effective_spec(self._spec, context)).predict(rows, length)
+            found = _predictor(effective_spec(self._spec, context), context.bounds.targets).predict(rows, length)
         except (UnknownArchitectureError, NotSimulatedError):
             return {}
         peak = {"peak_bytes": found.peak_bytes, "components": found.components, "deciding_phase": found.deciding_phase}

@@ -13,6 +13,7 @@ from engine.budget.advise.plan import Plan
 from engine.budget.architecture.lookup import ModelFacts
 from engine.budget.architecture.support import refuse_unsafe_packing
 from engine.config.check.notes import warmup_note
+from engine.config.files.caches import SequenceBounds
 from engine.config.files.data_files import require_data_files
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
@@ -69,7 +70,7 @@ def set_up(
         journal.warn("warmup", note)  # with max_steps it was said before the start
     refuse_unsafe(spec, facts, has_images=prepared.train.has_images)
     spec = with_largest_image(spec, prepared.train, images)
-    spec, micro_batches = planned(spec, device, int(prepared.train.lengths.max()), journal, ranks)
+    spec, micro_batches = planned(spec, device, prepared.bounds, journal, ranks)
     recipe = spec.recipe
     journal.phase("loading model", recipe.model.id)
     local_recoveries = LocalRecoveries(ranks, report)
@@ -79,7 +80,7 @@ def set_up(
     _tell_loading(strategy.loaded, journal)
     _try_model(strategy.loaded, spec, ranks)
     pad_id = int(tokenizer.pad_token_id)
-    context = _step_context(spec, device, strategy, prepared.train, micro_batches, pad_id, report, local_recoveries)
+    context = _step_context(spec, device, strategy, prepared, micro_batches, pad_id, report, local_recoveries)
     device.release_cached()
     context.static_bytes = device.memory().allocated_bytes
     return TrainingSetup(
@@ -118,7 +119,7 @@ def _step_context(
     spec: RunSpec,
     device: Device,
     strategy: Strategy,
-    data: TokenData,
+    prepared: PreparedData,
     micro_batches: MicroBatchCost,
     pad_id: int,
     report: Callable[[RecoveredOom], None],
@@ -139,7 +140,8 @@ def _step_context(
         guard=guard,
         rollback=Rollback(loaded.model, device, train.seed),
         scaler=LossScaler.start(loaded.needs_loss_scaling),
-        data=data,
+        data=prepared.train,
+        bounds=prepared.bounds,
         cost=micro_batches.cost,
         budget=micro_batches.budget,
         ladder=[*backoff.ladder, *backoff.allow_learning_changes],
@@ -151,7 +153,7 @@ def _step_context(
         cost_recomputing=micro_batches.recomputing,
         report=report,
         local_recoveries=local_recoveries,
-        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom),
+        suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom, prepared.bounds.targets),
     )
     return context
 
@@ -193,40 +195,40 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
 
 
 def planned(
-    spec: RunSpec, device: Device, longest: int, journal: Journal, ranks: Ranks = SINGLE_PROCESS
+    spec: RunSpec, device: Device, known: SequenceBounds, journal: Journal, ranks: Ranks = SINGLE_PROCESS
 ) -> tuple[RunSpec, MicroBatchCost]:
-    """Write the plan for the longest kept sequence (tokens); returns (the spec to start with, its micro-batch cost).
-    The spec has the number of layers that recompute in place of "auto".
+    """Write the plan for the kept sequences; returns (the spec to start with, its micro-batch cost). The spec has the
+    number of layers that recompute in place of "auto".
 
     Where only a smaller micro-batch or a remedy fits, the run starts with it, except with `--force` and on the metered
     device, where a run starts as it is written, to show what happens.
     """
-    micro_batches = micro_batch_cost(spec, longest)
+    micro_batches = micro_batch_cost(spec, known)
     if micro_batches.plan is None:
         journal.warn(
             "unknown_architecture",
             "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
             "set train.micro_batch to a number you know to fit",
         )
-        return _with_layers(spec, micro_batches, longest, ranks)
+        return _with_layers(spec, micro_batches, known, ranks)
     _write_plan(micro_batches.plan, journal)
     if micro_batches.plan.verdict != "fits_smaller" or device.simulated or spec.limits.as_written:
-        return _with_layers(spec, micro_batches, longest, ranks)
+        return _with_layers(spec, micro_batches, known, ranks)
     changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
     journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")
     spec = with_changes(spec, micro_batches.plan.remedies)
-    return _with_layers(spec, micro_batch_cost(spec, longest), longest, ranks)
+    return _with_layers(spec, micro_batch_cost(spec, known), known, ranks)
 
 
 def _with_layers(
-    spec: RunSpec, micro_batches: MicroBatchCost, longest: int, ranks: Ranks
+    spec: RunSpec, micro_batches: MicroBatchCost, known: SequenceBounds, ranks: Ranks
 ) -> tuple[RunSpec, MicroBatchCost]:
     """`spec` with the layers that recompute on rank 0: what machines have learned of their devices, and with it their
     plans, may differ."""
     layers = ranks.broadcast_object(micro_batches.checkpointing)
     spec = with_changes(spec, {"train.gradient_checkpointing": layers})
     agree = (type(layers), layers) == (type(micro_batches.checkpointing), micro_batches.checkpointing)
-    return spec, micro_batches if agree else micro_batch_cost(spec, longest)
+    return spec, micro_batches if agree else micro_batch_cost(spec, known)
 
 
 def _write_plan(plan: Plan, journal: Journal) -> None:
@@ -241,6 +243,7 @@ def _write_plan(plan: Plan, journal: Journal) -> None:
         remedies=document["remedies"],
         length=document["length"],
         basis=document["basis"],
+        target_tokens=document["target_tokens"],
         generate_adds_bytes=document["generate_adds_bytes"],
         accumulation=document["accumulation"],
         tokens_per_micro_batch=document["tokens_per_micro_batch"],

@@ -11,6 +11,7 @@ import torch
 
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import Cost
+from engine.config.files.caches import SequenceBounds
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.data.order import SampleOrder
@@ -80,6 +81,8 @@ class StepContext:
     rollback: Rollback
     scaler: LossScaler
     data: TokenData
+    bounds: SequenceBounds
+    """Of the data that plan and cost are for."""
     cost: Cost
     budget: MicroBatchBudget
     ladder: list[str]

@@ -141,6 +141,8 @@ class BackoffContext:
     has_optimizer_state: bool
     planned_chunk_tokens: int
     """Tokens per chunk that plans assume, for a loss that is not yet computed in chunks."""
+    row_targets: int | None = None
+    """Most target tokens of one sequence; None: unknown."""
     cost_recomputing: Callable[[int], Cost] | None = None
     """The predicted cost if so many layers recompute; None for a model whose memory is predicted otherwise."""
 
@@ -206,8 +208,9 @@ def chunk_loss(now: BackoffContext) -> MemorySettings | None:
         return None
     if before is None:
         return replace(now.settings, chunk_tokens=now.planned_chunk_tokens)
-    # Halving a chunk that is larger than the micro-batch would change nothing.
-    used = min(before, micro_batch.rows * micro_batch.length)
+    # Halving a chunk that is larger than the micro-batch's targets would change nothing.
+    row_targets = micro_batch.length if now.row_targets is None else min(micro_batch.length, now.row_targets)
+    used = min(before, micro_batch.rows * row_targets)
     return replace(now.settings, chunk_tokens=max(SMALLEST_CHUNK_TOKENS, used // 2))
 
 
@@ -289,6 +292,7 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         layers=context.loaded.recomputable_layers,
         has_optimizer_state=not context.guard.host_state.empty,
         planned_chunk_tokens=context.loss.chunk_tokens,
+        row_targets=context.bounds.targets,
         cost_recomputing=context.cost_recomputing,
     )
     chosen = choose(context.ladder, now)

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.batching.micro_batches import MicroBatch
 from engine.budget.advise.search import Suggestion, advise
+from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of, storage_key
 from engine.device.base import Device, LiveTensor
@@ -100,6 +101,8 @@ class OomReports:
         self._directory, self._device = directory, device
         self.spec = spec
         """Gives the run spec with the memory settings in force."""
+        self.row_targets: int | None = None
+        """Most target tokens of one sequence of the data; None: not known yet."""
         self._written = 0
 
     def write(self, recovered: RecoveredOom) -> str | None:
@@ -150,7 +153,7 @@ class OomReports:
                 for reading in device.readings()
                 for process in reading.processes
             ],
-            **suggested_fixes(self.spec(), recovered.oom),
+            **suggested_fixes(self.spec(), recovered.oom, self.row_targets),
         }
 
 
@@ -158,14 +161,16 @@ def _remedy(recovered: RecoveredOom) -> dict[str, Any]:
     return {name: getattr(recovered, name) for name in ("remedy", "before", "after", "attempt")}
 
 
-def suggested_fixes(spec: RunSpec, oom: RankOom) -> dict[str, Any]:
+def suggested_fixes(spec: RunSpec, oom: RankOom, row_targets: int | None) -> dict[str, Any]:
     """`plan`: the plan for the micro-batch's length under `spec`; `avoided_by`: changes of the recipe that would avoid
-    the failure, each with its predicted peak. Empty if host memory ran out or nothing can be predicted."""
+    the failure, each with its predicted peak. Empty if host memory ran out or nothing can be predicted. `row_targets`:
+    as in `Predictor`."""
     nothing: dict[str, Any] = {"plan": {}, "avoided_by": []}
     if oom.failure.kind != "device":
         return nothing
     try:
-        advice = advise(spec, longest=oom.micro_batch.length if oom.micro_batch else None)
+        failed = oom.micro_batch
+        advice = advise(spec, known=SequenceBounds(failed.length, row_targets) if failed is not None else None)
     except (UnknownArchitectureError, NotSimulatedError, ConfigNotHereError):
         return nothing
     plan = advice.plan
@@ -175,12 +180,12 @@ def suggested_fixes(spec: RunSpec, oom: RankOom) -> dict[str, Any]:
     }
 
 
-def fixes_sentence(spec: RunSpec, oom: RankOom, most: int = 3) -> str:
+def fixes_sentence(spec: RunSpec, oom: RankOom, row_targets: int | None, most: int = 3) -> str:
     """The first `most` fixes as one sentence; empty where there are none."""
     fixes = [
         ", ".join(f"{key} = {json.dumps(value)}" for key, value in fix["changes"].items())
         + f" (a peak of {fix['peak_bytes'] / 2**20:,.1f} MiB{', tight' if fix['tight'] else ''})"
-        for fix in suggested_fixes(spec, oom)["avoided_by"][:most]
+        for fix in suggested_fixes(spec, oom, row_targets)["avoided_by"][:most]
     ]
     return "; or ".join(fixes)
 

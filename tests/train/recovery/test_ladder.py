@@ -76,6 +76,11 @@ def test_a_loss_that_is_not_in_chunks_is_first_put_into_chunks() -> None:
     assert choose(LADDER, whole) == ("chunk_loss", replace(whole.settings, chunk_tokens=110))
 
 
+def test_a_chunk_is_halved_from_the_targets_that_there_may_be() -> None:
+    few = replace(context(rows=1), layers=0, row_targets=80)
+    assert choose(LADDER, few) == ("chunk_loss", replace(SETTINGS, chunk_tokens=40))
+
+
 def test_what_has_succeeded_before_is_repeated_once() -> None:
     budget = MicroBatchBudget(1000, 1000, proven_bytes=800)
     assert choose(LADDER, replace(context(), budget=budget)) == ("retry", SETTINGS)

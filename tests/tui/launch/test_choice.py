@@ -85,6 +85,10 @@ def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
     assert basis_words(known, reading=False, readable=False) == "for the longest of the data, 41 tokens"
     assert "has 41 tokens, not 64; predicted peak 192.2 MiB -> 126.7 MiB" in change_words(plan, known)
     assert verdict_line(known, 60, ascii_only=False).plain.endswith("missing as written")
+    few = replace(plan, basis="data", row_targets=12)
+    words = basis_words(few, reading=False, readable=False)
+    assert words == "for the longest of the data, 64 tokens (12 target tokens)"
+    assert "data were read: no sequence has more than 12 target tokens; predicted" in change_words(plan, few)
 
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:
