@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget.advise.plan import make_plan
-from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
@@ -115,4 +113,6 @@ def test_a_run_keeps_to_its_plan(tmp_path: Path, method: dict[str, Any], loss: s
     code, events = train(new_run(tmp_path / "runs", spec))
     peak_bytes = max(step["peak_bytes"] for step in of_kind(events, "step"))
     assert code == 0 and np.isfinite([step["rewards_margin"] for step in of_kind(events, "step")]).all()
-    assert make_plan(spec, known=SequenceBounds(256)).peak_bytes >= peak_bytes
+    (planned,), (finished,) = of_kind(events, "plan"), of_kind(events, "run_finished")
+    assert planned["target_tokens"] < planned["length"] and planned["predicted"]["peak_bytes"] >= peak_bytes
+    assert finished["measured"]["predicted"]["peak_bytes"] == pytest.approx(peak_bytes, rel=0.01)
