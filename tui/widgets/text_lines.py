@@ -10,7 +10,9 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
@@ -29,15 +31,14 @@ def clickable(content: Content, action: str) -> Content:
 
 def changed_cells(old: Strip, new: Strip) -> int:
     """How many cells from the left contain all differences of two strips of the same width."""
-    before, after = _cells(old), _cells(new)
-    if len(before) != old.cell_length or len(after) != len(before):
-        return new.cell_length  # characters of other than one cell
-    return next((x + 1 for x in reversed(range(len(after))) if before[x] != after[x]), 0)
-
-
-def _cells(strip: Strip) -> list[tuple[str, object]]:
-    """Character and style of each cell; fewer or more than cells where characters take other than one cell."""
-    return [(character, segment.style) for segment in strip for character in segment.text]
+    before, after, cells = list(old), list(new), new.cell_length
+    while before and after and before[-1] == after[-1]:
+        before.pop()
+        cells -= after.pop().cell_length
+    if before and after and before[-1].style == after[-1].style:
+        pairs = zip(reversed(before[-1].text), reversed(after[-1].text), strict=False)
+        cells -= cell_len("".join(now for _, now in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return cells
 
 
 class TextLines(Widget):
