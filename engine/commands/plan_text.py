@@ -133,7 +133,7 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step"
         + layers_text(planned),
         *([time_sentence(planned.time, planned.length, spec)] if planned.time else []),
-        length_sentence(planned),
+        length_sentence(planned, spec),
     ]
     if planned.parallel:
         lines.append(f"parallel: {planned.parallel}")
@@ -164,16 +164,14 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     return lines
 
 
-def length_sentence(planned: Plan) -> str:
-    """Where the planned length comes from, the data or the recipe, and how many of its tokens count as targets."""
+def length_sentence(planned: Plan, spec: RunSpec) -> str:
+    """Where the planned length comes from, the data or the recipe, and for preferences how many tokens are targets."""
     length, targets = planned.length, planned.row_targets
     if planned.basis == "data":
         counted = "" if targets is None else f", and {targets} the most target tokens of one"
         return f"{length} tokens is the longest sequence of the data{counted}"
-    return (
-        f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data; until then every "
-        "token is planned as a target"
-    )
+    until = "; until then every token is planned as a target" if spec.recipe.learns_preferences else ""
+    return f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data{until}"
 
 
 def generate_sentence(planned: Plan, used: int) -> str:
