@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.conversations import LEFT_OUT
 from engine.data.tokenise import RowResult
 
 COLUMN_DTYPES: dict[str, type[np.generic]] = {
@@ -121,3 +122,20 @@ class Piece:
             "image_digests": [image.digest for image in images],
         }
         return cls({name: np.asarray(column, COLUMN_DTYPES[name]) for name, column in values.items()}, count)
+
+
+def rendering_version(counts: Sequence[SourceCount]) -> list[str]:
+    """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
+    older version go on where the rows are the same."""
+    if any(count.chat.get("system_folded") for count in counts):
+        return ["chat 5"]
+    if any(count.chat.get("unclosed") for count in counts):
+        return ["chat 3"]
+    if any(count.chat.get(fact) for count in counts for fact in ("untrained", "from_pair")):
+        return ["chat 4"]
+    facts = ("per_turn", "reshaped", "unprompted", "context_only")
+    changed = any(
+        any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
+        for count in counts
+    )
+    return ["chat 2"] if changed else []

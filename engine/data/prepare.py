@@ -24,7 +24,7 @@ from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
 from engine.data.order import hold_out, pack
-from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount
+from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount, rendering_version
 from engine.data.preferences import other_objective, preference_notice
 from engine.data.recognise import Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
@@ -40,7 +40,7 @@ from engine.journal.event_text import format_duration
 
 CHAT_VERSION = "chat 5"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
-`_rendering_version`, which is part of the fingerprint."""
+`rendering_version`, which is part of the fingerprint."""
 
 PAIRS_VERSION = "pairs 1"
 """Part of the fingerprint where prompts and completions are conversations. Increase it when their rendering changes."""
@@ -236,7 +236,7 @@ def _prepare_sources(
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
     _count_left_out(store.counts, opened)
-    changed = _rendering_version(store.counts)
+    changed = rendering_version(store.counts)
     changed += [BOUNDS_VERSION] if any(set(BOUND_REASONS) & set(count.dropped) for count in store.counts) else []
     images, reader, threads = store.columns.images, None, 0 if workers == "auto" else workers
     if images is not None and tokeniser.images is not None:
@@ -279,23 +279,6 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _rendering_version(counts: Sequence[SourceCount]) -> list[str]:
-    """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
-    older version go on where the rows are the same."""
-    if any(count.chat.get("system_folded") for count in counts):
-        return ["chat 5"]
-    if any(count.chat.get("unclosed") for count in counts):
-        return ["chat 3"]
-    if any(count.chat.get(fact) for count in counts for fact in ("untrained", "from_pair")):
-        return ["chat 4"]
-    facts = ("per_turn", "reshaped", "unprompted", "context_only")
-    changed = any(
-        any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
-        for count in counts
-    )
-    return ["chat 2"] if changed else []
 
 
 def _count_left_out(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:
