@@ -24,8 +24,9 @@ demo: $(READY)
 
 # Hundreds of engines are started: each would compile what Python may not write down.
 # Three workers for two cores: tests wait for the processes that they start for about a quarter of their time.
+WORKERS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m pytest \
-	-n 3 --dist loadgroup --no-loadscope-reorder -o console_output_style=count
+	-n $(WORKERS) --dist loadgroup --no-loadscope-reorder -o console_output_style=count
 
 check: $(READY)
 	@echo "make check: lint, types, import contracts and the fast tests. make test adds the slow ones."
