@@ -26,11 +26,14 @@ This page answers which model families were planned, trained and opened again, a
 Written by `python -m benchmarks.families`, with transformers {transformers}, peft {peft} and torch {torch}, on a CPU
 and the simulated device.
 
-{trained} families are planned and trained, with LoRA on all linear layers and in full; {refused} are refused. Each is
-a tiny model with random weights in fp32 and the dropout of its family's config, trained for three steps of eight
-sequences. LoRA recomputes activations, full fine-tuning keeps them. Families that are not listed are no other case
-for the engine: it accepts any causal language model of transformers, and refuses it in a sentence if its logits are
-not computed as expected.
+{trained} families are planned and trained, with LoRA on all linear layers and in full; {refused} are refused.
+
+- Each is a tiny model with random weights in fp32 and the dropout of its family's config, trained for three steps of
+  eight sequences. LoRA recomputes activations, full fine-tuning keeps them.
+- Families that are not listed are no other case for the engine: it accepts any causal language model of transformers,
+  and refuses it in a sentence if its logits are not computed as expected.
+
+The columns:
 
 - **plan**: by the closed form of the family, or from a simulation that `plan` makes unasked ([memory.md](memory.md)).
 - **peak**: the predicted peak of the steps beside the measured one. The models are so small that rounding of tensors
@@ -40,8 +43,8 @@ not computed as expected.
 - **losses**: the largest relative difference between the losses of the capped run and those of the run with enough
   memory; at most 1e-5.
 - **result**: the largest difference between the logits of the engine's model and those of its result, as a share of
-  the largest logit; at most 1e-4. An adapter is opened by peft beside its base, and merged with `tunedeck merge` and
-  opened by transformers alone; a model is opened by transformers.
+  the largest logit; at most 1e-4. A model is opened by transformers. An adapter is opened by peft beside its base, and
+  merged with `tunedeck merge` by transformers alone.
 """
 
 TABLE = """

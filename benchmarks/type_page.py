@@ -24,10 +24,12 @@ HEAD = """# Model types
 This page answers which model types of transformers are trained, as far as each was tried, and why others are refused.
 
 Written by `python -m benchmarks.model_types`, with transformers {transformers}, peft {peft} and torch {torch}, on a CPU
-and the simulated device: all {every} model types that this transformers opens as a causal language model, or as one of
-images and text. The command finds types and sizes by asking transformers, so it tries those of a newer version, too.
-Types that need the package timm or scipy were tried with it installed; without it they are refused, with the command
-that installs it.
+and the simulated device.
+
+- It has all {every} model types that this transformers opens as a causal language model, or as one of images and text.
+- The command finds types and sizes by asking transformers, so it tries those of a newer version, too.
+- Types that need the package timm or scipy were tried with it installed. Without it they are refused, with the command
+  that installs it.
 
 | | types |
 |---|---|
