@@ -2,8 +2,16 @@
 
 Give a folder with one folder for each tool: `python -m benchmarks.imported_recipes FOLDER --each 20`. Of each tool's
 files that ask for a training, as many as --each says are taken at equal distances in the order of their paths; without
-it all. A file counts if nothing is left to fill in, `recipes check` finds no problem and a plan is made. A model whose
-config is not on this machine is planned as the stand-in, --model, which the table says.
+it all. For docs/recipes.md these were, of the repositories' commits (`git archive COMMIT FOLDERS | tar -x -C TOOL`),
+
+    axolotl        axolotl-ai-cloud/axolotl 067b021c: examples
+    llamafactory   hiyouga/LLaMA-Factory ff6d4d12: examples, data
+    torchtune      pytorch/torchtune bd2a0fc7: recipes/configs
+    trl            huggingface/trl f2cd5771: examples; huggingface/alignment-handbook 925acdf: recipes
+
+A file counts if nothing is left to fill in, `recipes check` finds no problem and a plan is made. A model whose config
+is not on this machine is planned as the stand-in, --model, which the table says. Nothing is simulated: a model whose
+step has to be, and was not, is "unplanned".
 """
 
 from __future__ import annotations

@@ -247,7 +247,8 @@ class ShardedModel:
             )
         self._root.reset_iter_state()
         for parameter in self._parameters:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14; later that is the leaf's gradient
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
             parameter.free_unsharded_param()

@@ -26,7 +26,7 @@ from engine.budget.trace.trainable import trainable_outer
 from engine.config.files.machine import install_packages, installed, older
 from engine.errors import EnvironmentProblem
 
-KNOWN_TORCH = ("2.13", "2.14")
+KNOWN_TORCH = ("2.13", "2.14", "2.15")
 """Versions of torch for whose `_fully_shard` folder `engine.distributed.sharded` was written and tested. With
 others, all ranks have to restart after an out-of-memory failure."""
 
