@@ -189,11 +189,14 @@ KEYS: tuple[Key, ...] = (
 )
 """All rows of the key table, in the order in which footer and help show them."""
 
-WHILE_TYPING = [
-    Key(EVERYWHERE, "enter", "accept", "keep", "keep what was typed"),
-    Key(EVERYWHERE, "escape", "discard", "discard", "discard what was typed"),
-]
-"""The keys that are not letters of the text being typed into a field."""
+
+def while_typing(enter: str) -> list[Key]:
+    """The keys that are not letters of the text being typed into a field; `enter` is what Enter does with the text."""
+    return [
+        Key(EVERYWHERE, "enter", "accept", enter, f"{enter} what was typed"),
+        Key(EVERYWHERE, "escape", "discard", "discard", "discard what was typed"),
+    ]
+
 
 KEY_SYMBOLS = {"question_mark": "?", "slash": "/", "colon": ":", "escape": "esc", "comma": ",", "full_stop": ".",
                "plus": "+", "ctrl+at": "ctrl+space", "minus": "-", "equals_sign": "=",

@@ -68,6 +68,8 @@ def compare_summaries(
     settings = _differing(specs)
     objectives_differ = any(map(_sets_objective, settings))
     unranked = {*UNRANKED, *((*LOSSES, *(BEST + key for key in LOSSES)) if objectives_differ else ())}
+    if any(summary.status != "done" for summary in summaries):
+        unranked.add("seconds")  # the least time would be that of a run that had only begun
     return Comparison(
         runs=names,
         statuses=[summary.status for summary in summaries],
@@ -256,6 +258,8 @@ def format_cell(key: str, value: float | None) -> str:
         return "-"
     if key == "seconds":
         return format_duration(value)
+    if key == "tokens_per_second" and value >= 100:
+        return f"{value:,.0f}"
     return format_bytes(value) if key.endswith("_bytes") else format_score(key, value)
 
 

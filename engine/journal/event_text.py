@@ -52,6 +52,11 @@ def clean(text: object) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in str(text)).strip()
 
 
+def on_one_line(text: object) -> str:
+    """An error of several lines, such as its fix below it, as one line of `clean` text with semicolons."""
+    return "; ".join(clean(line) for line in str(text).splitlines() if line.strip())
+
+
 def format_bytes(count: float | None) -> str:
     """In MiB below 10 GiB, else in GiB."""
     if count is None:

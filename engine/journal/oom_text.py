@@ -79,13 +79,19 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
     ]
     for name, value in rows:
         if value is not None:
-            yield f"{name:12} {format_bytes(value)}"
+            yield f"{name:12} {_figure(value)}"
     elsewhere = int(report.get("capacity_bytes") or 0) - int(report.get("available_bytes") or 0)
     if report.get("available_bytes") is not None and elsewhere > 0:
         yield f"{'elsewhere':12} {format_bytes(elsewhere)} held by other processes on the device"
     flight = report.get("micro_batch")
     if flight:
         yield f"{'in flight':12} {flight['sequences']} sequences of at most {flight['length']} tokens"
+
+
+def _figure(count: float) -> str:
+    """In MiB below 1 GiB, else in GiB, with the digits that it takes to see that what was wanted exceeds what was
+    left."""
+    return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
 def _held(report: dict[str, Any], bar: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from engine.journal.event_text import (
     format_number,
     format_score,
     format_share,
+    on_one_line,
     ready_at,
 )
 from engine.journal.events import Event
@@ -217,7 +218,7 @@ def detail_rows(summary: RunSummary) -> Rows:
     rows += [("warning", clean(warning["text"])) for warning in summary.warnings]
     rows += [("warning", problem) for problem in file_problems(summary)]
     if summary.last_error:
-        rows.append(("error", clean(summary.last_error)))
+        rows.append(("error", on_one_line(summary.last_error)))
     return [*rows, ("folder", clean(summary.path))]
 
 

@@ -4,17 +4,19 @@ scores cannot be compared."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import UsageError
-from engine.journal.compare import Comparison, compare, flatten_settings
+from engine.journal.compare import Comparison, compare, compare_summaries, flatten_settings
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.events import EventWriter
 from engine.journal.score_groups import gains, refuse_unscored
+from engine.journal.summary import summarise
 from tests.journal.event_fields import step_fields
 from tests.present import present
 
@@ -52,6 +54,17 @@ def test_the_best_is_the_lowest_loss_and_the_highest_match(tmp_path: Path) -> No
     best = compared(a, b).best
     assert best["loss"] == best["exact_match"] == [b.name]
     assert best["tokens_per_second"] == [a.name]
+
+
+def test_no_run_took_the_least_time_while_one_has_not_ended(tmp_path: Path) -> None:
+    """Regression: a run that had just begun had the star for its time."""
+    done, begun = finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.4)
+    seconds = {done.name: 9.0, begun.name: 2.0}
+    summaries = [replace(summarise(run), total_seconds=seconds[run.name]) for run in (done, begun)]
+    assert compare_summaries(summaries, [{}, {}], [[], []]).best["seconds"] == [begun.name]
+    summaries[1] = replace(summaries[1], status="running")
+    found = compare_summaries(summaries, [{}, {}], [[], []])
+    assert "seconds" not in found.best and found.best["loss"] == [begun.name]
 
 
 def test_the_best_run_has_the_best_evaluation_of_all_by_the_recipe_s_metric(tmp_path: Path) -> None:

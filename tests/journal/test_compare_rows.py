@@ -51,4 +51,5 @@ def test_words_and_values() -> None:
         "out of memory, times", "best exact match", "mean iou",
     ]  # fmt: skip
     assert (format_cell("mean_iou", 0.5), format_cell("loss", None)) == ("0.5", "-")
+    assert (format_cell("tokens_per_second", 5073.4), format_cell("tokens_per_second", 17.25)) == ("5,073", "17.25")
     assert [format_setting(value) for value in ("auto", None, True, [1, 2])] == ["auto", "-", "true", "[1, 2]"]

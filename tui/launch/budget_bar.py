@@ -93,8 +93,9 @@ def _plan_lines(
     bar = predicted_bar("predicted", prediction.components, plan.capacity_bytes)
     legend = legend_lines(bar, width, min(MOST_LEGEND, height - 2), look)
     sentences = (
-        peak_sentence(prediction.deciding_phase, prediction.components), moves_sentence(prediction.components)
-    )  # fmt: skip
+        peak_sentence(prediction.deciding_phase, prediction.components),
+        moves_sentence(prediction.deciding_phase, prediction.components),
+    )
     room = height - 2 - len(legend)
     lengths = Content.styled(basis, "$muted").wrap(width)[: max(0, min(1, room))] if basis else []
     room -= len(lengths)
@@ -125,7 +126,7 @@ def status_line(evaluated: EvaluatedChoice, width: int, fix: str = "", *, ascii_
         problem, more = evaluated.problems[0], len(evaluated.problems) - 1
         cross = glyphs("✗", ascii_only=ascii_only)
         text = f"{cross} cannot start{f' (and {more} more)' if more else ''}: {visible(problem.sentence)}"
-        edit = "; enter on the field changes it"
+        edit = "; change its field"
         return Content.styled(text + (edit if problem.row and len(text + edit) <= width else ""), "$bad")
     if evaluated.notices:
         return Content.styled(f"s starts; {visible(evaluated.notices[0])}", "$caution")

@@ -152,14 +152,16 @@ class BatchSplit(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The division as a sentence, such as "micro-batch 8, 4 of them for a step of 32 sequences"."""
+        """The division as a sentence, such as "micro-batch 8, 4 of them for a step of 32 of the longest
+        sequences": shorter ones are cut otherwise."""
         each = f" on each of {self.devices} devices" if self.devices > 1 else ""
         steps = f"{self.accumulation} of them" if self.accumulation > 1 else "one"
         return f"micro-batch {self.micro_batch}{each}, {steps} for a step of {self._step}"
 
     @property
     def _step(self) -> str:
-        return f"{self.batch // 2} pairs" if self.pairs else f"{self.batch} sequences"
+        longest = "of the longest pairs" if self.pairs else "of the longest sequences"
+        return f"{self.batch // 2 if self.pairs else self.batch} {longest}"
 
     @property
     def _equals(self) -> str:

@@ -6,7 +6,7 @@ Each curve has a colour, and at its end a letter for screens without colour.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from textual.content import Content
 
@@ -23,7 +23,7 @@ from tui.plot.braille import (
 )
 from tui.plot.cursor import PlotCursor, XScale, draw_cursor, format_x, where_text
 from tui.plot.cursor_plot import CursorPlot
-from tui.plot.loss_plot import HALF_LIFE_SHARE, ZOOMS, PlotOptions
+from tui.plot.loss_plot import HALF_LIFE_SHARE, ZOOMS, PlotOptions, spans_a_decade
 from tui.plot.points_text import points_text
 from tui.plot.series import BoundedSeries, PlotColumn, smoothed
 from tui.plot.svg import PlotRange, SvgCurve, svg_plot
@@ -53,6 +53,8 @@ class OverlayData:
     options: PlotOptions = field(default_factory=PlotOptions)
     label: str = "loss"
     """The metric, in words."""
+    may_be_log: bool = False
+    """Whether the axis is logarithmic by itself where the values of all runs span more than a decade."""
 
 
 class OverlayPlot(CursorPlot):
@@ -62,11 +64,18 @@ class OverlayPlot(CursorPlot):
         super().__init__(id=id, classes="pane -front")
         self._ascii_only = ascii_only
         self._data: OverlayData | None = None
+        self.is_log = False
+        """Whether the axis is logarithmic, by choice or by itself."""
 
     def set_data(self, data: OverlayData) -> None:
         """Replace the data and draw the plot again."""
         self._data = data
+        self.is_log = data.options.log or (data.options.auto_log and data.may_be_log and self._spans_a_decade(data))
         self.paint()
+
+    def _spans_a_decade(self, data: OverlayData) -> bool:
+        scale = _scale(data, max(1, self.plot_width))
+        return spans_a_decade([column for series in data.series for column in _columns(series, scale, smooth=False)])
 
     def axis_and_series(self, width: int) -> tuple[XScale, Sequence[BoundedSeries]] | None:
         """The part of the x axis that is shown, and the series of all runs."""
@@ -99,7 +108,7 @@ class OverlayPlot(CursorPlot):
         curves = [SvgCurve(name, series) for name, series in zip(names, data.series, strict=True)]
         scale, options = _scale(data, 1), data.options
         shown = PlotRange(scale.start, scale.end)
-        return svg_plot(data.label, data.axis, curves, shown, log=options.log, smooth=options.smooth)
+        return svg_plot(data.label, data.axis, curves, shown, log=self.is_log, smooth=options.smooth)
 
     def paint(self) -> None:
         """Draw the curves and the x axis; nothing where there is no room."""
@@ -107,7 +116,9 @@ class OverlayPlot(CursorPlot):
         if self._data is None or width < 4 or height < 2:
             self.show([])
             return
-        self.show(_lines(self._data, width, height, self._ascii_only, self.cursor))
+        options = replace(self._data.options, log=self.is_log)
+        drawn = replace(self._data, options=options)
+        self.show(_lines(drawn, width, height, self._ascii_only, self.cursor))
 
 
 def _scale(data: OverlayData, width: int) -> XScale:

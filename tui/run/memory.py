@@ -58,9 +58,10 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
         lines += Content.styled(OF_PROCESS, "$muted").wrap(max(10, width))
         return [Content.assemble(" ", line) for line in lines]
     lines += _figures(summary, bars, width, look)
-    components = byte_counts(plan_in_force(summary).get("components"))
-    phase = str((summary.in_force or summary.predicted).get("deciding_phase") or "")
-    words = [peak_sentence(phase, components) if phase else "", moves_sentence(components)]
+    plan = plan_in_force(summary)
+    components = byte_counts(plan.get("components"))
+    phase = str(plan.get("deciding_phase") or "")
+    words = [peak_sentence(phase, components) if phase else "", moves_sentence(phase, components)]
     lines += [line for text in words for line in Content.styled(text, "$muted").wrap(max(10, width)) if text]
     return [Content.assemble(" ", line) for line in lines]
 

@@ -13,7 +13,7 @@ from typing import Any
 from textual.content import Content
 
 from engine.journal.directory import nested, read_spec
-from engine.journal.event_text import clean, format_duration, format_number, format_score, ready_at
+from engine.journal.event_text import clean, format_duration, format_number, format_score, on_one_line, ready_at
 from engine.journal.summary import SUSPENDED, RunSummary
 from engine.journal.summary_text import LONG_SECONDS, ooms_text
 from tui.run.log_tail import LogLine
@@ -101,10 +101,10 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         return Content.styled(f" reading its journal: {100 * (1 - watch.unread_share):.0f} %", "$muted")
     if summary.status in NEXT_KEYS:
         reason = "" if summary.reason == ASKED_FOR else summary.reason
-        error = " ".join((summary.last_error or reason or "").split())
+        error = on_one_line(summary.last_error or reason or "")
         if summary.status == "stale":
             error = "the engine ended and recorded no reason"
-        why = f"  {clean(error)}" if error else ""
+        why = f"  {error}" if error else ""
         return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
     if summary.stopping:
         return Content.styled(" stops after this step, with a checkpoint; x again: stop at once", "$caution")
@@ -263,7 +263,8 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
         return "-"
     batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
     if watch.state.in_force:
-        return f"{watch.state.in_force['micro_batch']}, {pieces} a step" + (f", batch {batch}" if batch else "")
+        held = f"{watch.state.in_force['micro_batch']} of the longest, {pieces} a step"
+        return f"{held}, batch {batch}" if batch else held
     largest = f"{'' if pieces == 1 else '≤'}{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 

@@ -82,8 +82,8 @@ class RunPanes(Vertical):
         with Horizontal(id="lower"):
             yield TextLines(id="figures", classes="pane")
             with Vertical(id="words"):
-                yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="nothing to show", id="events")
-                yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing to show", id="log")
+                yield Scrollback[FeedLine]("events", event_lines, _event_words, empty="no event yet", id="events")
+                yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing was written", id="log")
             yield TextLines(id="memory", classes="pane")
             yield ScoresPane(id="samples")
         yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")

@@ -26,8 +26,8 @@ class RunEnds:
         self._running: set[str] | None = None
 
     def poll(self) -> list[str]:
-        """A sentence for each run that has ended since the last call: "demo: done", or how it failed. Runs that were
-        paused or stopped are left out; so is a folder that cannot be read."""
+        """A sentence for each run that has ended since the last call, such as "20260724T101500Z-demo: done", or how it
+        failed. Runs that were paused or stopped are left out; so is a folder that cannot be read."""
         try:
             running = set(running_runs(self._runs_dir))
             ended = (self._running or set()) - running
@@ -40,6 +40,6 @@ class RunEnds:
 
 
 def _sentence(summary: RunSummary) -> str:
-    how = {"oom": "out of memory, and no remedy is left", "stale": "its engine is gone"}.get(summary.status)
+    how = {"oom": "out of memory", "stale": "its engine is gone"}.get(summary.status)
     error = next(iter((summary.last_error or "").splitlines()), "")
-    return clean(f"{summary.name}: {how or summary.status}" + (f": {error}" if error and not how else ""))
+    return clean(f"{summary.run}: {how or summary.status}" + (f": {error}" if error and not how else ""))

@@ -107,7 +107,7 @@ def sample_lines(watch: RunWatch, width: int, back: int = 0) -> Iterator[Content
         return
     at = max(0, len(history) - 1 - back)
     step, samples = history[at]
-    of = f"  ({at + 1} of {len(history)}: [ earlier, ] later)" if len(history) > 1 else ""
+    of = f"  ({at + 1} of {len(history)}; [ ] turn)" if len(history) > 1 else ""
     beside = ", and references" if any("reference" in sample for sample in samples) else ""
     yield Content.assemble(
         (f" answers of {'the base model' if step == 0 else f'step {step:,}'}{beside}", "bold"), (of, "$muted")

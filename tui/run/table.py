@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from textual.content import Content
 
-from engine.journal.event_text import clean, format_duration, format_number
+from engine.journal.event_text import clean, format_duration, format_number, on_one_line
 from engine.journal.index import DIRECTORY_NAME
 from engine.journal.summary import RunSummary
 from engine.journal.summary_text import file_problems
@@ -133,6 +133,9 @@ def chosen_columns(titles: Sequence[str]) -> tuple[TableColumn, ...]:
 
 
 STATE_WIDTH = 11
+
+MOST_DETAILS = 3
+"""Lines for what has no column, of the run under the cursor."""
 """Cells for a glyph, a space and the longest state."""
 
 
@@ -242,9 +245,9 @@ def _values(entry: RunEntry) -> dict[str, str]:
     }  # fmt: skip
 
 
-def detail_lines(entry: RunEntry) -> list[Content]:
-    """Two lines about a run: its directory's name, recipe and profile; then tags and note, the changed settings, and
-    why it ended."""
+def detail_lines(entry: RunEntry, width: int) -> list[Content]:
+    """Lines about a run, of `width` cells: its directory's name, recipe and profile; then in one to MOST_DETAILS lines
+    tags and note, the changed settings, and why it ended."""
     summary = entry.summary
     if summary is None:
         return [
@@ -261,7 +264,10 @@ def detail_lines(entry: RunEntry) -> list[Content]:
         (tags, "$mark"),
         (clean(entry.labels.note), ""),
         (clean(entry.changed), "$info"),
-        (clean(why or ""), "$bad"),
+        (on_one_line(why or ""), "$bad"),
     ]
     second = [Content.assemble((text, style), "   ") for text, style in parts if text]
-    return [first, Content.assemble(" ", *second)]
+    more = Content.assemble(*second).wrap(max(10, width - 2))
+    if len(more) > MOST_DETAILS:
+        more[MOST_DETAILS - 1] = Content.assemble(more[MOST_DETAILS - 1].rstrip().truncate(width - 3), "…")
+    return [first, *(Content.assemble(" ", line) for line in more[:MOST_DETAILS] or [Content("")])]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, read_evaluations
-from engine.journal.event_text import clean, describe_event
+from engine.journal.event_text import clean, describe_event, on_one_line
 from engine.journal.events import Event, EventTail, decode_event, end_of_events
 from engine.journal.journal_state import JournalState
 from engine.journal.summary import (
@@ -301,5 +301,5 @@ def _event_text(event: Event) -> str | None:
             return None  # the event `paused` before this one has the same text
         if why == ASKED_FOR:
             return clean(f"{event.get('status')}, as was asked")
-        return clean(f"{event.get('status')}" + (f": {why}".replace("\n  fix: ", "; fix: ") if why else ""))
+        return clean(event.get("status")) + (f": {on_one_line(why)}" if why else "")
     return describe_event(event)

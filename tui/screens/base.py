@@ -28,6 +28,7 @@ from tui.console import Console
 from tui.files.new_file import write_new
 from tui.screens.table import SCREENS
 from tui.theme import glyphs
+from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.text_lines import clickable
 from tui.widgets.title_and_footer import FooterBar, TitleBar
 
@@ -153,7 +154,8 @@ class BaseScreen(Screen[None]):
         """The rows of the keys to show in the footer: while text is typed, those that end it. "Back" is left out on
         screens that are kept in memory: a digit key opens each of them."""
         if isinstance(self.focused, Input):
-            return keys.WHILE_TYPING
+            prompt = self.focused.parent
+            return keys.while_typing(prompt.enter if isinstance(prompt, InputPrompt) else "keep")
         kept = any(row.kept for row in SCREENS if row.name == self.screen_name)
         return [key for key in self.key_rows() if not (kept and key.action == "back")]
 

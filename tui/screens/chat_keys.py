@@ -126,7 +126,7 @@ class ChatKeys(BaseScreen):
 
     def do_image(self) -> None:
         """Ask for a picture to show with the next question."""
-        self.query_one(InputPrompt).ask("picture for the next question", "", self.add_image)
+        self.query_one(InputPrompt).ask("picture for the next question", "", self.add_image, enter="add")
 
     def add_image(self, path: str) -> None:
         full = Path(path).expanduser().absolute()
@@ -140,7 +140,7 @@ class ChatKeys(BaseScreen):
 
     def do_save(self) -> None:
         """Ask for a file, and append the conversation to it."""
-        self.query_one(InputPrompt).ask("append to", CONVERSATIONS, self.save)
+        self.query_one(InputPrompt).ask("append to", CONVERSATIONS, self.save, enter="save")
 
     def save(self, name: str) -> None:
         try:
@@ -153,7 +153,7 @@ class ChatKeys(BaseScreen):
     def do_models(self) -> None:
         """Ask for the models of a new chat, side by side."""
         names = " ".join(self.targets or self.state.models)
-        self.query_one(InputPrompt).ask("models (RUN RUN@STEP RUN@best)", names, self._begin_named)
+        self.query_one(InputPrompt).ask("models (RUN RUN@STEP RUN@best)", names, self._begin_named, enter="begin")
 
     def _begin_named(self, text: str) -> None:
         self.send("end")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -167,9 +168,9 @@ class CompareScreen(PlotKeys, ModelKeys):
         self._stale, self._paint_due = False, time.monotonic() + wait
         series = [curve.over(self._axis) for curve in self._curves]
         end = max((each.end for each in series), default=0.0)
-        label = self._metric.label
         if self._curves:
-            self.plot.set_data(OverlayData(series, self._axis, format_x(self._axis, end), self._options, label))
+            texts = self._axis, format_x(self._axis, end), self._options, self._metric.label
+            self.plot.set_data(OverlayData(series, *texts, may_be_log=self._metric == LOSS))
         self.cursor_moved()
         self.query_one("#differences", RowList).show(self._table())
         self.refresh_title_and_footer()
@@ -179,12 +180,13 @@ class CompareScreen(PlotKeys, ModelKeys):
         if not self._curves:
             self.query_one("#overlay-legend", TextLines).show([])
             return
-        words = [{"log": "log axis"}.get(word, word) for word in self._options.words]
+        words = [{"log": "log axis"}.get(word, word) for word in replace(self._options, log=self.plot_is_log).words]
         over = ", ".join([f"{self._metric.label} over {self._axis}", *words])
         other_pane = "table" if self.plot.has_class("-front") else "plot"
         over += self._alike()
         over += f"  tab: {other_pane}" if self.has_class("-one-pane") else ""
-        values = self.plot.read_off() or Content.assemble(*self._names_in_brief())
+        names = self._names_in_brief() if self.has_class("-one-pane") else ()  # the table begins with them
+        values = self.plot.read_off() or Content.assemble(*names)
         self.query_one("#overlay-legend", TextLines).show([Content.assemble((f" {self.glyphs(over)}  ", ""), values)])
 
     def _alike(self) -> str:
@@ -206,7 +208,7 @@ class CompareScreen(PlotKeys, ModelKeys):
 
     def _table(self) -> list[Content]:
         if not self._curves:
-            return [Content.styled("  mark runs on the Runs screen with space, then press c there", "$muted")]
+            return [Content.styled("  1 opens Runs: space marks a run there, and c compares the marked ones", "$muted")]
         if self._read_error:
             return [*Content.styled(self._read_error, "$bad").wrap(max(1, self.size.width))]
         if self._found is None:
@@ -277,6 +279,11 @@ class CompareScreen(PlotKeys, ModelKeys):
     def plot_options(self) -> PlotOptions:
         """How the plot is drawn."""
         return self._options
+
+    @property
+    def plot_is_log(self) -> bool:
+        """Whether the y axis is logarithmic now, by choice or by itself."""
+        return self.plot.is_log
 
     def set_plot_options(self, options: PlotOptions) -> None:
         """Draw the plot with other options."""

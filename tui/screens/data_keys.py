@@ -13,7 +13,7 @@ from engine.config.files.text import visible
 from engine.errors import TunedeckError
 from tui.launch.choice import Choice, data_arguments
 from tui.launch.samples import read_samples
-from tui.launch.tabs import TabContents
+from tui.launch.tabs import SAMPLES, TabContents
 from tui.screens.picker_keys import PickerKeys
 from tui.widgets.input_prompt import InputPrompt
 
@@ -25,8 +25,8 @@ class DataKeys(PickerKeys):
 
     tab_contents: TabContents
 
-    def show_tab(self) -> None:
-        """Show the lines of the open tab."""
+    def action_open_tab(self, tab: str) -> None:
+        """Open a tab by its name, and show its lines."""
         raise NotImplementedError
 
     def show_budget(self) -> None:
@@ -39,9 +39,9 @@ class DataKeys(PickerKeys):
         self.show_message("the command was sent to the terminal's clipboard")
 
     def do_samples(self) -> None:
-        """Read samples of the data in a separate process and show them in the samples tab."""
+        """Open the samples tab, and read samples of the data for it in a separate process."""
         self.tab_contents.samples_status = READING
-        self.show_tab()
+        self.action_open_tab(SAMPLES)
         self.run_worker(self._read_samples(self.state.choice), group="samples", exclusive=True)
 
     async def _read_samples(self, choice: Choice) -> None:
@@ -53,7 +53,12 @@ class DataKeys(PickerKeys):
         first."""
         kind = self.state.changed_kinds[0]
         ask = self.query_one(InputPrompt).ask
-        ask(f"save as a new {kind}, named", self.state.unused_name(kind), lambda name: self._save(kind, name))
+        ask(
+            f"save as a new {kind}, named",
+            self.state.unused_name(kind),
+            lambda name: self._save(kind, name),
+            enter="save",
+        )
 
     def _save(self, kind: SpecKind, name: str) -> None:
         try:

@@ -245,7 +245,9 @@ class LibraryScreen(BaseScreen):
         """Ask for a name, and edit a copy of this file under that name."""
         kind, entry = self._entry()
         name = user_files.unused_name(kind, entry.path.stem)
-        self.query_one(InputPrompt).ask(f"name of the new {kind}", name, lambda text: self._new(kind, entry, text))
+        self.query_one(InputPrompt).ask(
+            f"name of the new {kind}", name, lambda text: self._new(kind, entry, text), enter="write"
+        )
 
     def _new(self, kind: SpecKind, entry: FileEntry, name: str) -> None:
         try:
@@ -257,7 +259,7 @@ class LibraryScreen(BaseScreen):
 
     def do_import_file(self) -> None:
         """Ask for the path of a file, check the file, and copy it to the user's profiles or recipes."""
-        self.query_one(InputPrompt).ask("file to import", "", self._import)
+        self.query_one(InputPrompt).ask("file to import", "", self._import, enter="import")
 
     def _import(self, text: str) -> None:
         try:
@@ -271,7 +273,9 @@ class LibraryScreen(BaseScreen):
     def do_export_file(self) -> None:
         """Ask for a file or folder, and write a copy of this file there."""
         _, entry = self._entry()
-        self.query_one(InputPrompt).ask("export to", entry.path.name, lambda text: self._export(entry, text))
+        self.query_one(InputPrompt).ask(
+            "export to", entry.path.name, lambda text: self._export(entry, text), enter="write"
+        )
 
     def _export(self, entry: FileEntry, text: str) -> None:
         try:

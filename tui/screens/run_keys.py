@@ -81,7 +81,7 @@ class RunKeys(BaseScreen):
         run = self.acted_on
         if run is not None:
             question = "send to the hub as OWNER/NAME, a new one private"
-            self.query_one(InputPrompt).ask(question, "", lambda repo: self._push(run, repo.strip()))
+            self.query_one(InputPrompt).ask(question, "", lambda repo: self._push(run, repo.strip()), enter="send")
 
     def _push(self, run: RunDirectory, repo: str) -> None:
         if repo:

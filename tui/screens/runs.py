@@ -99,8 +99,12 @@ class RunsScreen(ModelKeys, RunKeys):
 
     def _show_details(self) -> None:
         """Show the full name of the run under the cursor, and what has no column: settings, tags and note, its end."""
-        row = self.chosen
-        self.query_one("#details", TextLines).show(detail_lines(row.entry) if row is not None and row.entry else [])
+        row, details = self.chosen, self.query_one("#details", TextLines)
+        lines = detail_lines(row.entry, self.size.width) if row is not None and row.entry else []
+        height = max(2, len(lines))
+        if details.styles.height is None or details.styles.height.value != height:
+            details.styles.height = height
+        details.show(lines)
 
     def _move_to(self, key: str) -> None:
         """Move the cursor to the row with this key, if it is shown."""
@@ -301,7 +305,7 @@ class RunsScreen(ModelKeys, RunKeys):
         """Ask which columns to show, in which order."""
         width = self.size.width
         shown = " ".join(column.title for column in self._columns[1:] if width >= column.from_width)
-        self.query_one(InputPrompt).ask("columns", shown, self._choose_columns, allow_empty=True)
+        self.query_one(InputPrompt).ask("columns", shown, self._choose_columns, enter="show", allow_empty=True)
         self.show_message(f"there are {' '.join(column.title for column in CHOOSABLE)}; none: the usual ones")
 
     def _choose_columns(self, text: str) -> None:

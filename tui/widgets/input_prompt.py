@@ -44,17 +44,23 @@ class InputPrompt(Horizontal):
         self._answered: Callable[[str], None] | None = None
         self._before: Widget | None = None
         self._allow_empty = False
+        self.enter = "keep"
+        """What Enter does with the text, in a word for the footer."""
 
     def compose(self) -> ComposeResult:
         """Yield the question and the field."""
         yield TextLines()
         yield PromptInput(compact=True)
 
-    def ask(self, question: str, text: str, answered: Callable[[str], None], *, allow_empty: bool = False) -> None:
+    def ask(
+        self, question: str, text: str, answered: Callable[[str], None], *, enter: str = "keep",
+        allow_empty: bool = False,
+    ) -> None:  # fmt: skip
         """Show the question, with `text` in the field. When Enter is pressed, `answered` is called with the text of the
-        field; with an empty one only if `allow_empty`."""
+        field; with an empty one only if `allow_empty`. `enter` says in a word what that does."""
         label, field = self.query_one(TextLines), self.query_one(PromptInput)
         self._before, self._answered, self._allow_empty = self.screen.focused, answered, allow_empty
+        self.enter = enter
         label.styles.width = len(question) + 3
         label.show([Content(f" {question}: ")])
         field.value = text

@@ -60,7 +60,10 @@ def memory_by_phase(title: str, settings: str, predicted: Mapping[str, Any], cap
 
 def phase_lines(planned: PlannedMemory, width: int, look: Look) -> list[Content]:
     """All lines of the screen, for `width` cells."""
-    sentences = peak_sentence(planned.deciding_phase, planned.components), moves_sentence(planned.components)
+    sentences = (
+        peak_sentence(planned.deciding_phase, planned.components),
+        moves_sentence(planned.deciding_phase, planned.components),
+    )
     lines = Content.styled(planned.settings, "$muted").wrap(width)
     lines += [line for text in sentences for line in Content.styled(text, "bold").wrap(width)]
     lines += [Content(""), scale_line(planned.capacity_bytes, width, "")]

@@ -41,6 +41,12 @@ MOVES = {
 }
 """What lowers each component. Of the other components, which are not the model's tensors, nothing does."""
 
+MOVES_IN = {
+    "generate": "a lower generate.max_new_tokens, shorter prompts, or evaluations without generated answers",
+    "evaluate": "a smaller micro-batch, or shorter sequences",
+}
+"""What lowers everything but the weights where nothing is kept for a backward pass."""
+
 UNTOUCHED = ("workspace", "context", "fragmentation")
 """Components that no setting moves, and that are therefore not named as the largest."""
 
@@ -67,7 +73,10 @@ def peak_sentence(phase: str, components: Mapping[str, int]) -> str:
     )
 
 
-def moves_sentence(components: Mapping[str, int]) -> str:
-    """What lowers the largest component; empty if this version knows nothing that does."""
+def moves_sentence(phase: str, components: Mapping[str, int]) -> str:
+    """What lowers the largest component of a peak in `phase`; empty if this version knows nothing that does."""
     largest = largest_component(components)
-    return f"what lowers {largest}: {MOVES[largest]}" if largest in MOVES else ""
+    if largest not in MOVES:
+        return ""
+    in_training = largest in ("weights", "adapters", "gradients", "optimizer") or phase not in MOVES_IN
+    return f"what lowers {largest}: {MOVES[largest] if in_training else MOVES_IN[phase]}"

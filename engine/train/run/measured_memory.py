@@ -175,10 +175,11 @@ def _step_bytes(prediction: Prediction) -> int:
 
 def _components(prediction: Prediction) -> dict[str, Any]:
     phases, peak_bytes = prediction.phases, _step_bytes(prediction)
+    deciding = max((name for name in phases if name not in OUTSIDE_STEPS), key=lambda name: sum(phases[name].values()))
     components = {name: phases["forward"].get(name, 0) for name in STATIC}
     components["gradients"] = phases["optimizer_step"]["gradients"]
     components["activations"] = max(0, peak_bytes - sum(components.values()))
-    return {"peak_bytes": peak_bytes, "components": components}
+    return {"peak_bytes": peak_bytes, "components": components, "deciding_phase": deciding}
 
 
 class MicroBatchReporter:

@@ -288,7 +288,7 @@ def test_a_step_on_pairs_is_told_in_pairs(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 5)
     split = evaluate_choice(Choice("demo", str(recipe))).batch_split
     assert split is not None and split.formula == "4 × 3 accumulated × 1 device ≥ 10, 5 pairs"
-    assert split.sentence == "micro-batch 4, 3 of them for a step of 5 pairs"
+    assert split.sentence == "micro-batch 4, 3 of them for a step of 5 of the longest pairs"
 
 
 def test_a_list_is_shown_as_it_is_written_in_a_recipe() -> None:

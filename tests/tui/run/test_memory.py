@@ -21,15 +21,17 @@ from tui.widgets.memory_bar import Look
 def test_the_words_are_about_what_ran_and_not_about_the_run_as_written(tmp_path: Path) -> None:
     """Regression: beside figures of what ran stood the share of the largest part as written."""
     summary = summarise(make_run(tmp_path))
-    ran: dict[str, Any] = {"components": {"weights": 30 << 20, "optimizer": 6 << 20, "activations": 10 << 20}}
+    parts = {"weights": 30 << 20, "optimizer": 6 << 20, "activations": 10 << 20}
+    ran: dict[str, Any] = {"components": parts, "deciding_phase": "layer_last"}
     ended = replace(
         summary,
-        predicted={**summary.predicted, "deciding_phase": "layer_first", "capacity_bytes": 64 << 20},
+        predicted={**summary.predicted, "deciding_phase": "generate", "capacity_bytes": 64 << 20},
         measured={**summary.measured, "predicted": ran},
     )
     watch = cast(RunWatch, SimpleNamespace(summary=ended, latest=None))
     words = " ".join(line.plain.strip() for line in memory_lines(watch, 100, Look()))
-    assert "largest part: weights, 65 %" in words and "what lowers weights" in words
+    assert "the peak is in the end of the backward pass; largest part: weights, 65 %" in words
+    assert "what lowers weights" in words and "generation" not in words
 
 
 def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_memory_of_the_process(tmp_path: Path) -> None:
@@ -67,5 +69,5 @@ def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> Non
     listed = [row for row in detail_rows(summarise(run)) if row[0].startswith("  ")]
     assert [name.strip() for name, _ in listed] == ["weights", "activations"], "components of 0 MiB were listed, too"
     figures = "\n".join(line.plain for line in figure_lines(watch, str, ascii_only=False))
-    assert "25, 3 a step, batch 64" in figures and "31" not in figures
+    assert "25 of the longest, 3 a step, batch 64" in figures and "31" not in figures
     assert ("peak memory", "58 of 64 MiB, predicted 59 MiB for micro-batch 25") in result_rows(summarise(run))

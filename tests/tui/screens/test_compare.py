@@ -59,6 +59,19 @@ async def test_curves_table_and_letters_are_there(console: Opener, runs: Path, s
         await pilot.sees(slow.name, fast.name)
 
 
+async def test_an_axis_is_logarithmic_by_itself_and_no_name_stands_twice(console: Opener, runs: Path) -> None:
+    """Regression: of losses between 5 and 0.005 all but the first tenth was one flat line, and below the plot stood the
+    names that the table below them begins with."""
+    slow = finished(runs, "slow", rate=1e-4, losses=[4.0, 3.5, 3.2])
+    fast = finished(runs, "fast", rate=1e-3, losses=[4.0, 0.2, 0.02])
+    async with console(80, 24) as pilot:
+        await open_compare(pilot, slow, fast)
+        await pilot.sees("loss over steps, log axis", f"{fast.name} done")
+        assert pilot.text.count("fast") == 1
+        await pilot.press("L")
+        await pilot.until(lambda: "log axis" not in pilot.text.split("loss over steps")[1][:20], "a linear axis")
+
+
 async def test_plot_and_table_are_enlarged_in_turn(console: Opener, runs: Path) -> None:
     slow, fast = (finished(runs, name, rate=1e-4, losses=[4.0, 3.5]) for name in ("slow", "fast"))
     async with console(120, 36) as pilot:
@@ -120,7 +133,7 @@ async def test_other_metrics_a_cursor_and_a_picture_of_several_runs(
 async def test_without_marked_runs_it_says_how_to_mark_them(console: Opener) -> None:
     async with console() as pilot:
         await pilot.press("5")
-        await pilot.sees("mark runs on the Runs screen")
+        await pilot.sees("1 opens Runs: space marks a run there, and c compares the marked ones")
         await pilot.press("X")
         await pilot.sees("no run is marked")
 

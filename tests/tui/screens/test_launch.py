@@ -53,7 +53,21 @@ async def test_an_own_recipe_comes_first_and_the_cursor_is_on_what_it_lacks(
         await pilot.sees("recipe         mine", "profile        this-cpu", "cannot start", "rows.jsonl", "▶ Settings")
         assert pilot.screen.view.fields.row.key == "data.sources.dates"
         await pilot.press("enter", "end", "ctrl+u", *"builtin:dates", "enter")
-        await pilot.sees("s starts with micro-batch 64, one for a step of 64 sequences")
+        await pilot.sees("s starts with micro-batch 64, one for a step of 64 of the longest sequences")
+
+
+async def test_d_opens_the_tab_that_it_fills(console: Opener) -> None:
+    """Regression: the samples were read behind another tab."""
+    async with console(120, 36, **DEMO) as pilot:
+        await pilot.press("d")
+        await pilot.sees("reading the data: a process with the tokenizer starts")
+
+
+async def test_the_name_of_a_setting_is_whole_where_there_is_room(console: Opener) -> None:
+    """Regression: "train.activat…" stood in a screen of 200 columns."""
+    async with console(80, 24, **DEMO, overrides=("train.activation_offload=true",)) as pilot:
+        await pilot.press("G")
+        await pilot.sees("train.activation_offload true")
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -58,6 +58,19 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
         assert screen.state.choice.overrides["train.gradient_checkpointing"] == "true"
 
 
+async def test_what_was_wanted_is_seen_to_exceed_what_was_left(console: Opener, runs: Path) -> None:
+    """Regression: wanted 1 MiB, allocated 63 MiB, capacity 64 MiB looked as if it fitted."""
+    run = make_run(runs)
+    run.oom.mkdir()
+    figures = {"requested_bytes": 1344000, "allocated_bytes": 66508800, "capacity_bytes": 64 << 20}
+    report = {"step": 1, "attempt": 1, "phase": "backward", "text": "no", **figures}
+    (run.oom / "step-1.json").write_text(json.dumps(report))
+    async with console(80, 36) as pilot:
+        await open_run(pilot)
+        await pilot.press("o")
+        await pilot.sees("wanted       1.3 MiB", "allocated    63.4 MiB", "capacity     64.0 MiB")
+
+
 async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, runs: Path, spawn: Spawn) -> None:
     run = make_run(runs, status="queued")
     spawn(run, "finish").wait()

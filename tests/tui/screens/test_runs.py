@@ -170,6 +170,19 @@ async def test_a_long_name_is_cut_in_its_middle_and_the_details_have_it_whole(co
         await pilot.sees("curve", "█▅▄▃▃▂▂▂▁▁")
 
 
+async def test_why_a_run_ended_is_told_to_its_end(console: Opener, runs: Path) -> None:
+    """Regression: at 80 columns the error ended before its fix, though the list above it was empty."""
+    error = "out of memory in the forward pass with 64 sequences, and no remedy is left (63.4 of 64.0 MiB held)"
+    make_run(runs, status="failed", error=f"{error}\n  fix: train.activation_offload = true (a peak of 32.7 MiB)")
+    async with console() as pilot:
+        await listed(pilot, 1)
+        await pilot.until(lambda: f"{error}; fix: train.activation_offload = true (a peak of" in flat(pilot.text), "it")
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
 async def test_tags_and_a_note_are_typed_stored_and_filtered_by(console: Opener, runs: Path) -> None:
     run = make_run(runs, "one")
     make_run(runs, "two")
@@ -209,7 +222,7 @@ async def test_a_result_is_sent_to_the_repository_that_was_typed(
         await pilot.sees("there is no result to send")
         run.adapter.mkdir()
         await pilot.press("U")
-        await pilot.sees("send to the hub as OWNER/NAME", "enter keep  esc discard")
+        await pilot.sees("send to the hub as OWNER/NAME", "enter send  esc discard")
         assert "r resume" not in pilot.text, "letters are no keys while text is typed"
         await pilot.press("enter")
         assert not (run.path / "push.log").exists(), "nothing was typed"

@@ -56,8 +56,15 @@ def test_the_smallest_parts_leave_the_legend_first() -> None:
 
 def test_words_say_where_the_peak_lies_and_what_lowers_its_largest_part() -> None:
     assert peak_sentence("layer_first", SMALL) == "the peak is in the backward pass; largest part: activations, 62 %"
-    assert moves_sentence(SMALL).startswith("what lowers activations: a smaller micro-batch")
-    assert peak_sentence("forward", {"context": GIB}) == moves_sentence({"context": GIB}) == ""
+    assert moves_sentence("layer_first", SMALL).endswith("shorter sequences, or gradient checkpointing")
+    assert peak_sentence("forward", {"context": GIB}) == moves_sentence("forward", {"context": GIB}) == ""
+
+
+def test_gradient_checkpointing_is_not_named_where_nothing_is_kept_for_a_backward_pass() -> None:
+    assert "generate.max_new_tokens" in moves_sentence("generate", SMALL)
+    for phase in ("evaluate", "generate"):
+        assert "checkpointing" not in moves_sentence(phase, SMALL)
+    assert "sharding" in moves_sentence("generate", {"weights": GIB})
 
 
 def test_every_phase_has_its_bar_and_its_row() -> None:
