@@ -12,7 +12,7 @@ from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
-from engine.budget.predict.prediction import batch_of_a_rank, cost_model
+from engine.budget.predict.prediction import batch_of_a_rank, cost_model, in_whole_samples
 from engine.budget.predict.simulated import simulated_predictor
 from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
@@ -224,7 +224,7 @@ def micro_batch_cost(spec: RunSpec, known: SequenceBounds) -> MicroBatchCost:
         checkpointing = True if asked == "auto" else asked
     top = batch_of_a_rank(spec, layout_of(spec.profile))
     if spec.recipe.train.micro_batch != "auto":
-        rows = top = min(spec.recipe.train.micro_batch, top)
+        rows = top = in_whole_samples(spec.recipe, min(spec.recipe.train.micro_batch, top))
     rows = min(rows, top)
     budget = MicroBatchBudget(cost(rows, longest), cost(top, longest), expected_slope=expected_slope)
     return MicroBatchCost(cost, plan, budget, _cost_recomputing(spec, config, known.targets), checkpointing)

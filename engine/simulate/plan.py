@@ -15,6 +15,7 @@ from typing import Any
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.non_torch_memory import non_torch_memory
+from engine.budget.predict.prediction import in_whole_samples
 from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
@@ -87,7 +88,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
             spec = with_changes(spec, {"train.gradient_checkpointing": plan.recomputed_layers or False})
         closed_form = plan.prediction.phases if plan.predictor == "closed_form" else None
     except (UnknownArchitectureError, NotSimulatedError):
-        rows = 1 if asked == "auto" else min(asked, batch)
+        rows = 1 if asked == "auto" else in_whole_samples(spec.recipe, min(asked, batch))
     capacity = spec.profile.device.capacity_bytes
     found = simulate_step(spec, rows=rows, length=known.tokens, row_targets=known.targets)
     beside = non_torch_memory(spec).components(found.peak_bytes)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.levers import lever_of, with_changes
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import advise
 from engine.budget.architecture.lookup import find_architecture, find_config
-from engine.budget.predict.prediction import predict
+from engine.budget.predict.prediction import Predictor, cost_model, predict
 from engine.cli import app
 from engine.commands import plan_text
 from engine.config.files.caches import SequenceBounds, lengths_record, record_longest
@@ -100,6 +101,27 @@ def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(t
     assert make_plan(other).length == 1024, "truncation may differ, so the lengths are unknown"
     file.write_text('{"text": "longer"}\n')
     assert make_plan(spec).basis == "max_length", "the file has changed"
+
+
+@pytest.mark.parametrize("asked", ["auto", 3])
+def test_a_micro_batch_of_pairs_is_planned_with_as_many_sequences_as_a_run_holds(asked: str | int) -> None:
+    """Both sides of the longest pair, or one sequence where two do not fit."""
+    preferences: dict[str, Any] = {
+        "method": {"kind": "full", "objective": "dpo"},
+        "data": {"max_length": 512},
+        "train": {"micro_batch": asked, "batch_size": 4, "gradient_checkpointing": False},
+    }
+    roomy = run_spec(**preferences)
+    predictor = Predictor(find_architecture(roomy), roomy)
+    planned = {}
+    for rows in (1, 2, 3, 5):
+        gib = (predictor.predict(rows, 512).device_bytes + 4096) / 2**30
+        spec = run_spec(device={"kind": "metered", "memory_gib": gib}, **preferences)
+        plan = make_plan(spec)
+        planned[rows] = plan.micro_batch if plan.verdict == "fits" else plan.remedies["train.micro_batch"]
+        budget = micro_batch_cost(spec, SequenceBounds(512)).budget
+        assert budget.budget_bytes == cost_model(predictor.arch, spec).bytes(plan.micro_batch, 512)
+    assert planned == {1: 1, 2: 2, 3: 2, 5: 4 if asked == "auto" else 2}
 
 
 def test_a_plan_counts_as_many_target_tokens_as_the_data_have_and_says_how_many(tmp_path: Path) -> None:

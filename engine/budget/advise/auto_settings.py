@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.budget.predict.prediction import Predictor
+from engine.budget.predict.prediction import Predictor, in_whole_samples
 from engine.budget.predict.step_time import StepTime
 
 SPARE_SHARE = 0.01
@@ -68,7 +68,7 @@ def _micro_batches(predictor: Predictor, length: int, largest: int, *, every: bo
     while sizes[0] > 1:
         passes = -(-predictor.batch // sizes[0])
         rows = -(-predictor.batch // max(passes + 1, passes * 5 // 4))
-        sizes.insert(0, min(rows, sizes[0] - 1))
+        sizes.insert(0, in_whole_samples(predictor.recipe, min(rows, sizes[0] - 1)))
     if every:
         return sizes
     roomy = 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from engine.budget.advise.gate import refuse_unsafe
 from engine.budget.advise.plan import Plan, find_predictor, recomputes_all
 from engine.budget.architecture.lookup import ModelFacts, find_facts
+from engine.budget.predict.prediction import in_whole_samples
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
 from engine.config.check.notes import refuse_unsupported
 from engine.config.check.rules import problems_of_recipe
@@ -312,7 +313,9 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
         yield _Offer("train.gradient_checkpointing = true", {"train.gradient_checkpointing": True})
         return
     if plan.micro_batch > 1:
-        yield _Offer(f"train.micro_batch below {plan.micro_batch}", {}, rows=plan.micro_batch // 2)
+        yield _Offer(
+            f"train.micro_batch below {plan.micro_batch}", {}, rows=in_whole_samples(spec.recipe, plan.micro_batch // 2)
+        )
         return
     if (sequence := 2 * spec.profile.parallel.sequence) <= plan.ranks:
         yield _Offer(f"parallel.sequence = {sequence}", {"parallel.sequence": sequence})

@@ -11,7 +11,7 @@ from engine.budget.advise.plan_time import PlanTime, plan_time
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.non_torch_memory import host_capacity_bytes
 from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic
-from engine.budget.predict.prediction import Prediction, Predictor
+from engine.budget.predict.prediction import Prediction, Predictor, in_whole_samples
 from engine.budget.predict.recompute import recomputed_layers
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.trace.memory_config import MemoryConfig
@@ -175,7 +175,8 @@ def make_plan(spec: RunSpec, *, known: SequenceBounds | None = None, facts: Mode
     known = known or known_bounds(spec.recipe)
     length, row_targets = known or SequenceBounds(spec.recipe.data.max_length)
     predictor, asked = find_predictor(spec, facts, row_targets), spec.recipe.train.micro_batch
-    rows = max(1, _largest_that_fits(predictor, length)) if asked == "auto" else min(asked, predictor.batch)
+    most = _largest_that_fits(predictor, length) if asked == "auto" else min(asked, predictor.batch)
+    rows = max(1, in_whole_samples(spec.recipe, most))
     considered: list[Choice] = []
     if isinstance(predictor, Predictor) and spec.recipe.train.gradient_checkpointing == "auto":
         considered = choose(predictor, length, rows, fixed_rows=asked != "auto")
@@ -269,7 +270,7 @@ def _largest_that_fits(predictor: Predictor | SimulatedPredictor, length: int) -
             low = middle
         else:
             high = middle - 1
-    return low
+    return in_whole_samples(predictor.recipe, low)
 
 
 def _verdict(

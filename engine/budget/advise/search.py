@@ -11,7 +11,7 @@ from typing import Any
 from engine.budget.advise.levers import Lever, breaks_a_rule, is_refused, levers_of, room_levers, value_of, with_changes
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.architecture.lookup import ModelFacts, find_facts
-from engine.budget.predict.prediction import Predictor
+from engine.budget.predict.prediction import Predictor, in_whole_samples
 from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UsageError
@@ -51,7 +51,8 @@ class Trial:
         longest, row_targets = self._bounds or SequenceBounds(spec.recipe.data.max_length)
         predictor, asked = Predictor(self._arch, spec, row_targets), spec.recipe.train.micro_batch
         length = min(longest, spec.recipe.data.max_length)
-        rows = (predictor.batch, 1) if asked == "auto" else (min(asked, predictor.batch),)
+        most = predictor.batch if asked == "auto" else in_whole_samples(spec.recipe, min(asked, predictor.batch))
+        rows = (most, 1) if asked == "auto" else (most,)
         return any(predictor.fits(each, length) and predictor.host_fits(each, length) for each in rows)
 
 

@@ -27,6 +27,7 @@ from engine.budget.predict.static import optimizer_scratch, update_scratch
 from engine.budget.predict.step import PhaseCost, costliest, step_cost
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, BytesPolynomial, highest, highest_value, shape_of
+from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 
 COMPONENTS = (
@@ -105,7 +106,14 @@ def cost_model(arch: Architecture, spec: RunSpec, row_targets: int | None = None
 
 def batch_of_a_rank(spec: RunSpec, layout: ParallelLayout) -> int:
     """Sequences per optimizer step of one rank, or of one group of ranks that share sequences."""
-    return -(-spec.recipe.sequences_per_step // layout.sequence_groups)
+    samples = -(-spec.recipe.train.batch_size // layout.sequence_groups)
+    return samples * spec.recipe.sequences_per_sample
+
+
+def in_whole_samples(recipe: Recipe, sequences: int) -> int:
+    """How many of the longest sequences a micro-batch holds that has memory for `sequences` of them: both sides of each
+    pair, or one alone where two do not fit."""
+    return sequences if sequences < 2 else sequences - sequences % recipe.sequences_per_sample
 
 
 @lru_cache(maxsize=256)

@@ -387,7 +387,11 @@ class Recipe(Table):
     @property
     def sequences_per_step(self) -> int:
         """Over all devices."""
-        return self.train.batch_size * (2 if self.learns_pairs else 1)
+        return self.train.batch_size * self.sequences_per_sample
+
+    @property
+    def sequences_per_sample(self) -> int:
+        return 2 if self.learns_pairs else 1
 
     @property
     def freezes_router(self) -> bool:

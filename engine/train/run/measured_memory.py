@@ -11,7 +11,7 @@ import torch
 
 from engine.budget.architecture.facts import from_config
 from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
-from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor
+from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor, in_whole_samples
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
@@ -224,7 +224,7 @@ class MicroBatchReporter:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        return in_whole_samples(self._spec.recipe, low)
 
     def _predicted(self, rows: int, length: int) -> dict[str, Any]:
         """The event's field `predicted`: peak, components, deciding phase, and components of each phase; no field where
