@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine.config.schema.recipe import Recipe
+    from engine.config.schema.run import RunSpec
     from engine.data.prepare import PreparedData
     from engine.data.quality import Quality
     from engine.data.report import PartReport
@@ -69,12 +70,19 @@ PrepareOption = Annotated[
 ]
 
 
+StageOfDataOption = Annotated[
+    str | None,
+    typer.Option("--stage", metavar="NAME", help="Of a recipe with stages, only this one.", show_default=False),
+]
+
+
 def data(
     recipe: RecipeOption,
     overrides: OverridesOption = None,
     show: ShowOption = 2,
     row: RowOption = None,
     find: FindOption = None,
+    stage: StageOfDataOption = None,
     prepare: PrepareOption = False,
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
@@ -83,29 +91,52 @@ def data(
     from engine.config.check.notes import refuse_unsupported
     from engine.config.files.data_files import require_data_files
     from engine.config.load import resolve
+    from engine.errors import UsageError
 
     # Before the imports, which take seconds.
-    spec = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec
-    refuse_unsupported(spec)
-    require_data_files(spec.recipe)
+    specs = data_specs(resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec, stage)
+    if len(specs) > 1 and (row is not None or find is not None):
+        raise UsageError("--row and --find look at one stage of this recipe", fix=f"add --stage {list(specs)[-1]}")
+    for spec in specs.values():
+        refuse_unsupported(spec)
+        require_data_files(spec.recipe)
     with importing():
         from engine.data.prepare import prepare_data
         from engine.model.config import check_packing
         from engine.model.tokenizer import load_image_processor, load_tokenizer
 
-    tokenizer = load_tokenizer(spec.recipe.model)
-    check_packing(spec)
-    images = load_image_processor(spec, tokenizer)
-    prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
-    if prepare and not as_json:
-        print_parts(prepared)
-        return
-    rows = [] if prepare else chosen_rows(prepared.train, tokenizer, show, row, find)
-    figures = figures_of(prepared, tokenizer, spec.recipe)
+    documents = {}
+    for name, spec in specs.items():
+        tokenizer = load_tokenizer(spec.recipe.model)
+        check_packing(spec)
+        images = load_image_processor(spec, tokenizer)
+        prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
+        if len(specs) > 1 and not as_json:
+            typer.echo(f"{'' if name == next(iter(specs)) else chr(10)}stage {name}")
+        if prepare and not as_json:
+            print_parts(prepared)
+            continue
+        rows = [] if prepare else chosen_rows(prepared.train, tokenizer, show, row, find)
+        figures = figures_of(prepared, tokenizer, spec.recipe)
+        if as_json:
+            documents[name] = report_document(prepared, tokenizer, rows, figures)
+        else:
+            print_report(prepared, tokenizer, rows, figures)
     if as_json:
-        print_json(report_document(prepared, tokenizer, rows, figures), indent=None)
+        print_json({"stages": documents} if len(specs) > 1 else documents.popitem()[1], indent=None)
+
+
+def data_specs(spec: RunSpec, stage: str | None) -> dict[str, RunSpec]:
+    """What is read, by stage: `spec` itself, or of a recipe with stages those that train, or `stage` alone. Raises
+    UsageError if there is no such enabled stage."""
+    from engine.budget.advise.staged_plan import reading_spec
+    from engine.config.stages import enabled_stage, enabled_stages
+
+    if stage is not None:
+        chosen = [enabled_stage(spec.recipe, stage)]
     else:
-        print_report(prepared, tokenizer, rows, figures)
+        chosen = [each for _, each in enabled_stages(spec.recipe) if each.kind == "train"]
+    return {each.name: reading_spec(spec, each) for each in chosen} or {"": spec}
 
 
 def chosen_rows(

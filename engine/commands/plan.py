@@ -185,20 +185,9 @@ def _worst(points: list[Admitted]) -> Admitted:
 def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
     """`spec` itself if `name` is None, else its stage. Raises UsageError if there is no such enabled stage."""
     from engine.budget.advise.staged_plan import planning_spec
-    from engine.config.stages import enabled_stages
-    from engine.errors import UsageError
+    from engine.config.stages import enabled_stage
 
-    if name is None:
-        return spec
-    stages = {stage.name: stage for _, stage in enabled_stages(spec.recipe)}
-    if name not in stages:
-        known = ", ".join(stages)
-        raise UsageError(
-            f"{spec.recipe.name} has no enabled stage {name!r}",
-            expected=f"one of: {known}" if known else "a recipe with [[stages]]",
-            fix="leave --stage out",
-        )
-    return planning_spec(spec, stages[name])
+    return spec if name is None else planning_spec(spec, enabled_stage(spec.recipe, name))
 
 
 def _plan_stages(run: Admitted, runs: Path | None, *, as_json: bool, exact: bool) -> None:

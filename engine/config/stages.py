@@ -13,6 +13,7 @@ from engine.config.files.text import closest_match, quoted
 from engine.config.schema.finish import Finish
 from engine.config.schema.recipe import Recipe, Stage
 from engine.config.schema.run import RunSpec
+from engine.errors import UsageError
 
 BASE = "base"
 """In `from` of an assembly: the model in the recipe's own [model], untouched."""
@@ -51,6 +52,19 @@ def stage_of_reference(text: str) -> tuple[str, str]:
 def enabled_stages(recipe: Recipe) -> list[tuple[int, Stage]]:
     """With numbers counted from 1; a disabled stage keeps its number."""
     return [(number, stage) for number, stage in enumerate(recipe.stages, 1) if stage.enabled]
+
+
+def enabled_stage(recipe: Recipe, name: str) -> Stage:
+    """Raises UsageError if there is no enabled stage of this name."""
+    stages = {stage.name: stage for _, stage in enabled_stages(recipe)}
+    if name not in stages:
+        known = ", ".join(stages)
+        raise UsageError(
+            f"{recipe.name} has no enabled stage {name!r}",
+            expected=f"one of: {known}" if known else "a recipe with [[stages]]",
+            fix="leave --stage out",
+        )
+    return stages[name]
 
 
 def last_training_stage(recipe: Recipe) -> tuple[int, Stage]:

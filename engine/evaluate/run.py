@@ -41,6 +41,7 @@ from engine.evaluate.verdicts import BASE, REFERENCE, RUN, JudgedSet, PromptsToJ
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
+from engine.journal.stages import typed_name
 from engine.model.config import check_packing, model_config_dict
 from engine.model.decoder import eval_mode
 from engine.model.load import LoadedModel, load_model
@@ -70,7 +71,7 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
         raise UsageError(
             f"{place.name} has no checkpoint {wanted or ''}".rstrip(),
             expected=f"one of: {steps}, best, all" if found else "a run that has written one",
-            fix="" if found else f"train it further: tunedeck resume {place.name}",
+            fix="" if found else f"train it further: tunedeck resume {typed_name(place).partition('/')[0]}",
         )
     for checkpoint in chosen:
         problem = damage(checkpoint)

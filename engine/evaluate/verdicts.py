@@ -23,6 +23,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now
 from engine.journal.files import write_atomically
 from engine.journal.score_groups import bootstrap
+from engine.journal.stages import typed_name
 
 WINS, TIES, CONSISTENCY = "judge_win_rate", "judge_ties", "judge_consistency"
 """A tie counts as half a win. Consistency: share of the pairs judged in both orders whose verdicts agree."""
@@ -140,16 +141,17 @@ def _verdict(line: str) -> tuple[str | None, Any]:
 def judged_set(place: RunDirectory, verdicts: Mapping[str, float]) -> JudgedSet:
     """The pairs of the run that the verdicts are on. Raises DataError: they are on others too, or not on all."""
     known = [_read_set(path) for path in sorted(place.kept_scores.glob("judged-*.json"))]
-    again = f"tunedeck eval {place.name} --answers FILE"
+    named = typed_name(place)
+    again = f"tunedeck eval {named} --answers FILE"
     if not known:
-        raise DataError(f"no answers of {place.name} were written for a judge", fix=f"write them first: {again}")
+        raise DataError(f"no answers of {named} were written for a judge", fix=f"write them first: {again}")
     judged = {name.rpartition("-")[0] for name in verdicts}
     most = max(known, key=lambda each: len(judged.intersection(each.ids)))
     extra = [name for name in verdicts if name.rpartition("-")[2] not in ORDERS]
     extra = [*extra, *(name for name in verdicts if name not in extra and name.rpartition("-")[0] not in most.ids)]
     if extra:
         raise DataError(
-            f"{len(extra):,} of {len(verdicts):,} verdicts are on no pair of answers of {place.name}: {_named(extra)}",
+            f"{len(extra):,} of {len(verdicts):,} verdicts are on no pair of answers of {named}: {_named(extra)}",
             expected=f"ids of one file that was written by {again}",
             fix="leave these rows out",
         )

@@ -47,6 +47,13 @@ def stage_name(directory: RunDirectory) -> str:
     return matched[2] if matched else directory.name
 
 
+def typed_name(directory: RunDirectory) -> str:
+    """As commands find it: the name of a run's directory, and RUN/STAGE for a stage."""
+    run = directory.path.parent.parent
+    is_stage = STAGE_FOLDER.match(directory.name) and directory.path.parent == RunDirectory(run).stages
+    return f"{run.name}/{stage_name(directory)}" if is_stage else directory.name
+
+
 def find_stage(run: RunDirectory, name: str) -> RunDirectory | None:
     """None if the run has no such stage, or it has not begun."""
     return next((stage for stage in stage_directories(run) if name in (stage.name, stage_name(stage))), None)

@@ -192,6 +192,8 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
         name = model.chat_template
         tokenizer.chat_template = named_template(name, tokenizer) if name in NAMED else _template_text(name)
     give_pad_token(tokenizer)
+    # Rows beyond data.max_length are cut or dropped, and counted; the warning tells of errors that do not come.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.cli import app
 from engine.commands.data import escape, histogram_lines, print_report, report_document
 from engine.data.prepare import prepare_data
+from engine.errors import UsageError
 from tests.data.specs import CHATML, run_spec, tokenizer
+from tui.launch.samples import sample_lines
 
 ROOT = Path(__file__).parents[2]
 NASTY = [{"prompt": "[bold]a\x1b[31m\n", "completion": "[/]b\u202e"}, {"prompt": "p", "completion": None}]
@@ -66,3 +70,50 @@ def test_the_command_runs_the_demo_recipe_without_loading_a_model_or_datasets(tm
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"][0]["pieces"][1]["learned"] is True
+
+
+def test_of_a_recipe_with_stages_the_data_of_each_are_shown(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": "a", "chosen": "good", "rejected": "bad"},
+        {"prompt": "a", "chosen": "b" * 3000, "rejected": "c"},
+    ]
+    answers, preferences = jsonl([{"prompt": "a", "completion": "good"}]), jsonl(pairs, "pairs.jsonl")
+    recipe = tmp_path / "two.toml"
+    recipe.write_text(f"""
+model = {{ id = "builtin:tiny", tokenizer = "builtin:bytes", init = "random" }}
+method = {{ kind = "full" }}
+data = {{ max_length = 64, sources = [{{ name = "answers", path = "{answers}" }}] }}
+train = {{ max_steps = 1 }}
+
+[[stages]]
+name = "imitate"
+
+[[stages]]
+name = "prefer"
+from = "imitate"
+method = {{ objective = "dpo" }}
+data = {{ sources = [{{ name = "pairs", path = "{preferences}" }}] }}
+""")
+
+    def call(*words: str) -> str:
+        found = CliRunner().invoke(app, ["data", "-r", str(recipe), *words])
+        if found.exception is not None:
+            raise found.exception
+        return found.output
+
+    shown = call()
+    assert (
+        shown.index("stage imitate") < shown.index("⟦good") < shown.index("stage prefer") < shown.index("rejected of")
+    )
+    assert "longer than data.max_length (chosen)" in shown and "indexing errors" not in shown
+    assert "answers" not in call("--stage", "prefer")
+    assert call("--prepare").count("are in the cache") == 2
+    report = json.loads(call("--json"))
+    lines = [line.plain for line in sample_lines(report, 80, ascii_only=False, letters=True)]
+    assert list(report["stages"]) == ["imitate", "prefer"] and lines.index("stage imitate") < lines.index(
+        "stage prefer"
+    )
+    for words, fix in ((("--find", "bad"), "add --stage prefer"), (("--stage", "other"), "leave --stage out")):
+        with pytest.raises(UsageError) as refused:
+            call(*words)
+        assert refused.value.fix == fix

@@ -15,6 +15,7 @@ from engine.config.load import resolve
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.index import list_runs, record_start, recorded_runs, resolve_run
+from engine.journal.stages import typed_name
 from engine.launch.create_run import pin_runs
 from tests.journal.run_directories import RUN_TOML
 
@@ -51,6 +52,13 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_run_is_found_by(folder: Path, text: str, expected: str) -> None:
     assert resolve_run(text, folder).name == expected
+
+
+def test_the_name_that_messages_write_for_a_stage_finds_it(folder: Path) -> None:
+    run = resolve_run("last", folder)
+    stage = make(run.stages, "02-prefer", "other/prefer")
+    assert typed_name(run) == run.name and typed_name(stage) == f"{run.name}/prefer"
+    assert resolve_run(typed_name(stage), folder).path == stage.path
 
 
 def test_a_path_is_a_run_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,10 @@ async def read_samples(arguments: Sequence[str], count: int = SAMPLES) -> dict[s
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, letters: bool) -> list[Content]:
     """Format a report of `tunedeck data --json` as lines: the report's counts, then each sample with its pictures.
     Target tokens are bold and enclosed in TARGET_MARKS. With `letters` pictures are drawn without colours."""
+    if "stages" in report:
+        parts = report["stages"].items()
+        told = [(name, sample_lines(each, width, ascii_only=ascii_only, letters=letters)) for name, each in parts]
+        return [line for name, lines in told for line in (Content.styled(f"stage {visible(name)}", "bold"), *lines)]
     width = max(16, width - 1)
     levels = ASCII_LEVELS if ascii_only else LEVELS
     lines = [line for content in _counts(report, levels) for line in content.wrap(width)]

@@ -232,12 +232,19 @@ def planning_specs(spec: RunSpec) -> list[RunSpec]:
 def planning_spec(spec: RunSpec, stage: Stage) -> RunSpec:
     """The run spec of a stage with the model at the start of its chain of stages: the recipe's own, or the mixture that
     is going to be assembled from models of the same shape."""
+    found, first = reading_spec(spec, stage), list(weights_chain(spec.recipe, stage))[-1]
+    if first.kind != "assemble":
+        return found
+    mixture = f"{ASSEMBLED_PREFIX}{len(origins(first))}:{first.experts_per_token or 2}:{found.recipe.model.id}"
+    return with_model(found, {"id": mixture})
+
+
+def reading_spec(spec: RunSpec, stage: Stage) -> RunSpec:
+    """The run spec of a stage with the model whose tokenizer its data go through: that at the start of its chain of
+    stages, for a mixture that is going to be assembled the recipe's own."""
     first = list(weights_chain(spec.recipe, stage))[-1]
     start = spec.recipe.model if first.kind == "assemble" else stage_spec(spec, first).recipe.model
-    model_id = start.id
-    if first.kind == "assemble":
-        model_id = f"{ASSEMBLED_PREFIX}{len(origins(first))}:{first.experts_per_token or 2}:{start.id}"
-    changes = {"id": model_id, "revision": start.revision, "init": start.init, "adapter": None}
+    changes = {"id": start.id, "revision": start.revision, "init": start.init, "adapter": None}
     return with_model(stage_spec(spec, stage), changes)
 
 
