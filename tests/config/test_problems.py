@@ -127,6 +127,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("source", '[sweep]\n"train.learning_rate" = [1e-4, "x"]', 17, ['"x" is text']),
     ("source", '[[stages]]\nname = "a"\nfrom = "b"', 18, ["not an earlier stage"]),
     ("source", '[[stages]]\nname = "a"\ntrain = {epochs = "x"}', 18, ["stages.a.train.epochs", '"x" is text']),
+    ("source", "[checkpoint]\nsteps = 2", 17, ["did you mean checkpoint.every_steps?"]),
     ("source", "[trian]\nepochs = 1", 16, ["did you mean train?"]),
 ]
 

@@ -106,8 +106,6 @@ class FieldList(Vertical):
         self._rows: list[FieldRow] = []
         self._drawn: dict[tuple[FieldRow, str, int], Content] = {}
         """Lines made so far, by row, problem and width: most stay the same from one letter to the next."""
-        self._value_at = VALUE_AT
-        """The cell at which values begin: further right where a label is longer and there is room for it."""
         self._edited = ""
         """Key of the row that is being edited; empty when none is."""
 
@@ -131,10 +129,7 @@ class FieldList(Vertical):
     def set_rows(self, rows: Sequence[FieldRow], problems: dict[str, str], *, width: int) -> None:
         """Show these rows in lines of `width` cells; `problems` maps the key of a row to its problem."""
         self._rows = list(rows)
-        longest = max((len(row.label) for row in rows if not row.is_stage), default=0)
-        before, value_at = self._drawn, max(VALUE_AT, min(LABEL_AT + longest + 1, width // 2))
-        if value_at != self._value_at:
-            before, self._value_at = {}, value_at
+        before = self._drawn
         drawn = [(row, problems.get(row.key, ""), width) for row in rows]
         self._drawn = {known: before.get(known) or self._line(*known) for known in drawn}
         self.query_one(RowList).show([self._drawn[known] for known in drawn])
@@ -156,16 +151,17 @@ class FieldList(Vertical):
         emphasis = "$bad" if problem else "bold" if row.changed else ""
         if row.is_stage:
             return Content.assemble(lead, (row.label, emphasis), (f" {row.note}", row.style))
-        label = self._label(row.label)
+        label = self._label(row.label, width)
         value = row.value or ("" if row.note else "not set")
         note = f"  {row.note}" if row.value and row.note else row.note
         line = Content.assemble(lead, label, (value, emphasis if row.value else "$muted"), (note, row.style))
         room = width - line.cell_length - 2
         return Content.assemble(line, (f"  {problem}", "$bad")) if problem and room > 20 else line
 
-    def _label(self, label: str) -> str:
-        """A label in its column, with an ellipsis where it is too long."""
-        room = self._value_at - LABEL_AT - 1
+    def _label(self, label: str, width: int) -> str:
+        """A label in its column. A longer one stands whole beside its value, or cut where it would take half the
+        line."""
+        room = max(VALUE_AT - LABEL_AT - 1, min(len(label), width // 2))
         cut = label if len(label) <= room else label[: room - 1] + glyphs("…", ascii_only=self._ascii_only)
         return cut.ljust(room + 1)
 
@@ -208,8 +204,10 @@ class FieldList(Vertical):
 
     def _place(self, rows: RowList, field: FieldInput) -> None:
         """Place the input field over the row under the cursor."""
-        field.styles.offset = (self._value_at, rows.cursor - rows.top)
-        field.styles.width = max(8, self.size.width - self._value_at)
+        label = self.row.label if self.row is not None else ""
+        value_at = LABEL_AT + len(self._label(label, self.size.width))
+        field.styles.offset = (value_at, rows.cursor - rows.top)
+        field.styles.width = max(8, self.size.width - value_at)
 
     def _changed(self, text: str) -> None:
         """Report a change of the text. The change that fills the field before the editing begins is not reported."""

@@ -98,6 +98,9 @@ class RunWatch:
         self._scored_stamp = (-1, -1)
         self._tail = EventTail(directory.events)
         self._damaged = 0
+        self._peeked_to = 0
+        """Where a long journal ended at the first look, in bytes. Once it is read up to there, the two below are of the
+        past, though more is written all the time."""
         self._peeked: Event | None = None
         self._end: JournalState | None = None
         """The state after a long journal's last events alone: how the run ended, before the journal is read."""
@@ -109,8 +112,9 @@ class RunWatch:
             if not self.version:
                 self._peek()
             news = self._read(time.monotonic() + seconds)
-            end = self._end if self.unread_share else None
-            summary = summarise_state(self.directory, self.state, self._damaged, end=end)
+            if self._tail.offset >= self._peeked_to:
+                self._peeked = self._end = None
+            summary = summarise_state(self.directory, self.state, self._damaged, end=self._end)
             read_error = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
         except TunedeckError as error:
             news, summary, read_error = True, self.summary, clean(error.found)
@@ -136,7 +140,7 @@ class RunWatch:
     @property
     def latest(self) -> Event | None:
         """The event of the newest step, even if the journal before it has not been read yet."""
-        return self._peeked if self._peeked is not None and self.unread_share else self.state.last_step
+        return self._peeked or self.state.last_step
 
     @property
     def step(self) -> int:
@@ -160,7 +164,7 @@ class RunWatch:
             self._end = JournalState(running={})  # it began before these events
             for event in EventTail(self.directory.events, offset=end - PEEK_BYTES).poll():
                 self._end.fold(event)
-            self._peeked = self._end.last_step
+            self._peeked, self._peeked_to = self._end.last_step, end
 
     def _read_evaluations(self) -> bool:
         """Read the run's evaluations if their file has changed; returns whether it has."""

@@ -57,9 +57,9 @@ MOST_RESAMPLED = 500
 """Samples up to which intervals of gains are computed here, which takes 0.1 s for each run; `tunedeck compare` computes
 them for any number."""
 
-NAME_WIDTH = 30
+NAME_WIDTH, ARROW_WIDTH = 30, 5
 LEAST_COLUMN, MOST_COLUMN = 13, 26
-"""Cells of the labels, and of a run's column."""
+"""Cells of the labels, of the arrow that says how many rows follow, and of a run's column."""
 
 
 class CompareScreen(PlotKeys, ModelKeys):
@@ -375,5 +375,5 @@ def _line(label: str, cells: Sequence[tuple[str, str]], width: int) -> Content:
 
 
 def _column_width(runs: int, width: int) -> int:
-    """Cells of a run's column: more where there is room for all of them."""
-    return max(LEAST_COLUMN, min(MOST_COLUMN, (width - NAME_WIDTH) // max(1, runs)))
+    """Cells of a run's column: more where there is room for all of them, and for the arrow at the end of the list."""
+    return max(LEAST_COLUMN, min(MOST_COLUMN, (width - NAME_WIDTH - ARROW_WIDTH) // max(1, runs)))

@@ -216,7 +216,8 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
         return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
     if reason := NO_COUNTERPART.get(key.lower().replace("-", "_")):
         return Problem(place, "unknown key, another tool's name", reason)
-    if meant := closest_match(key, known):
+    longer = next((name for name in known if key.lower() in name.split("_")), None)  # "steps" for "every_steps"
+    if meant := closest_match(key, known) or longer:
         return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")
     if homes := keys_named(model, key):
         return Problem(place, "unknown key here", f"it belongs in {' or '.join(homes)}")

@@ -54,6 +54,19 @@ def test_only_what_was_added_is_read(run: RunDirectory) -> None:
     assert (watch.step, watch.curves.loss.points) == (4, 4)
 
 
+def test_what_was_seen_at_the_first_look_is_not_shown_again_when_more_is_written(run: RunDirectory) -> None:
+    """Regression: the step, the time left and the figures went back to those of the first look whenever the engine had
+    written a line that was not read yet."""
+    started(run, 400)
+    watch = looked(run)
+    assert watch.step == 400 and not watch.unread_share
+    with EventWriter(run) as writer:
+        writer.write("step", **step_fields(401))
+        watch.read_more(seconds=1.0)
+        writer.write("step", **step_fields(402))
+    assert watch.unread_share and watch.step == 401
+
+
 def test_a_long_history_shows_its_present_at_the_first_look_and_its_past_later(run: RunDirectory) -> None:
     with run.events.open("wb") as file:
         head = {"seq": 1, "time": "2026-01-01T00:00:00Z", "stage": "", "rank": 0}

@@ -199,4 +199,6 @@ async def test_curves_that_lie_on_one_another_are_told(console: Opener, runs: Pa
     other = finished(runs, "other", rate=1e-3, losses=[4.0, 3.0, 2.0])
     async with console() as pilot:
         await open_compare(pilot, same[0], other, same[1])
-        await pilot.sees("loss over steps (A, C: one line)", "A one", "B other", "C two")
+        await pilot.sees(
+            "loss over steps (A, C: one line)", f"A {same[0].name}", f"B {other.name}", f"C {same[1].name}"
+        )

@@ -65,7 +65,10 @@ async def test_d_opens_the_tab_that_it_fills(console: Opener) -> None:
 
 async def test_the_name_of_a_setting_is_whole_where_there_is_room(console: Opener) -> None:
     """Regression: "train.activat…" stood in a screen of 200 columns."""
-    async with console(80, 24, **DEMO, overrides=("train.activation_offload=true",)) as pilot:
+    async with console(80, 24, **DEMO) as pilot:
+        await pilot.sees("fits with micro-batch")
+        pilot.app.open_screen("launch", {**DEMO, "overrides": ["train.activation_offload=true"]})
+        await pilot.sees("1 changed")
         await pilot.press("G")
         await pilot.sees("train.activation_offload true")
 
