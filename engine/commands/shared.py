@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import inspect
@@ -269,8 +270,18 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(unfreeze_for_triton)
         if enabled:
             gc.enable()
+
+
+def unfreeze_for_triton() -> None:
+    """At exit: Triton, from 3.9 on, prints 25 lines about its own objects that were never collected. To collect all
+    takes half a second, so nothing is done for others."""
+    from engine.config.files.machine import installed, older
+
+    if "triton" in sys.modules and not older(installed("triton"), "3.9"):
+        gc.unfreeze()
 
 
 def prepare_libraries(spec: RunSpec) -> None:
