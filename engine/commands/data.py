@@ -46,8 +46,9 @@ SPECIAL_STYLE = "cyan"
 BRIGHTNESS = " .:-=+*#%@"
 """Characters for pixels on a terminal without colours, from black to white."""
 
-DEFAULT_PROFILE = "demo"
-"""A recipe resolves only with a profile, and tokens do not depend on which."""
+DEFAULT_PROFILE = "24gb"
+"""A recipe resolves only with a profile, and tokens do not depend on which. On a GPU no key of a recipe is refused:
+4-bit weights, for example, are on the simulated device."""
 
 ProfileForDataOption = Annotated[
     str | None,

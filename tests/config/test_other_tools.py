@@ -42,6 +42,7 @@ lr_scheduler: cosine
 learning_rate: 2e-4
 bf16: auto
 tf32: true
+flash_attention: true
 warmup_steps: 0.1
 wandb_project:
 saves_per_epoch: 1
@@ -152,7 +153,7 @@ def refused(text: str) -> str:
 
 def test_axolotl() -> None:
     recipe, said = imported(AXOLOTL, "--devices", "2")
-    assert recipe["model"] == {"id": "org/base", "quantize": "nf4", "dtype": "auto"}
+    assert recipe["model"] == {"id": "org/base", "quantize": "nf4", "dtype": "auto", "attention": "auto"}
     assert recipe["method"]["targets"] == [
         f"model.layers.*.{block}.{name}_proj" for block in ("self_attn", "mlp") for name in ("q", "up")
     ]

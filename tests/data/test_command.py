@@ -117,3 +117,12 @@ data = {{ sources = [{{ name = "pairs", path = "{preferences}" }}] }}
         with pytest.raises(UsageError) as refused:
             call(*words)
         assert refused.value.fix == fix
+
+
+def test_data_of_a_recipe_for_gpus_are_shown_on_any_machine(jsonl: Callable[..., str]) -> None:
+    """The shipped recipe with a 4-bit base, which no simulated device has."""
+    model = ["--set", "model.id=builtin:tiny", "--set", "model.tokenizer=builtin:bytes"]
+    data = ["--set", f"data.sources.main.path={jsonl([{'prompt': 'p', 'completion': 'c'}])}"]
+    done = CliRunner().invoke(app, ["data", "-r", "qlora", *model, *data, "--show", "1"])
+    assert done.exit_code == 0, done.output
+    assert "⟦c" in done.output

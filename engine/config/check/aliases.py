@@ -214,7 +214,8 @@ KEY_ALIASES: dict[str, Alias] = {
     "float16": Alias(AXOLOTL, "model.dtype", _dtype_if("float16")),
     "pure_bf16": Alias(FACTORY, "model.dtype", _dtype_if("bfloat16")),
     "attn_implementation": Alias(HF, "model.attention", _choice(ATTENTION)),
-    "flash_attention": Alias(AXOLOTL, "model.attention", lambda theirs: "flash" if theirs else "auto"),
+    # auto is the best flash attention that there is; "flash" would be refused where there is none.
+    "flash_attention": Alias(AXOLOTL, "model.attention", lambda theirs: "auto" if theirs else "sdpa"),
     "flash_attn": Alias(FACTORY, "model.attention", _choice({**ATTENTION, "disabled": "eager"})),
     "load_in_4bit": Alias(HF, "model.quantize", _nf4),
     "quantization_bit": Alias(FACTORY, "model.quantize", lambda theirs: "nf4" if theirs == 4 else None),
