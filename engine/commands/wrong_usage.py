@@ -89,7 +89,7 @@ def _other_command(message: str, words: list[str]) -> list[str] | None:
     if found[1] in COMMANDS and words[:1] == [found[1]]:
         return _called_with(COMMANDS[found[1]].split(), words[1:])
     near = re.search(r"Did you mean '(.+?)'", message)
-    if near is None or SequenceMatcher(None, found[1], near[1]).ratio() < NEAR_ENOUGH:
+    if near is None or near[1].startswith("_") or SequenceMatcher(None, found[1], near[1]).ratio() < NEAR_ENOUGH:
         return None
     return [near[1] if word == found[1] else word for word in words]
 

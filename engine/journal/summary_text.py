@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.journal.directory import RunDirectory, nested, read_spec
 from engine.journal.event_text import (
     clean,
     describe_phase,
@@ -21,6 +22,7 @@ from engine.journal.event_text import (
 from engine.journal.events import Event
 from engine.journal.journal_state import JournalState
 from engine.journal.labels import Labels
+from engine.journal.stages import typed_name
 from engine.journal.summary import SUSPENDED, RunSummary
 
 ETA_STEPS = 50
@@ -247,18 +249,30 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
     return rows
 
 
+def _can_be_scored(summary: RunSummary) -> bool:
+    """Whether its recipe, or that of a stage, names held-out data or a share of them."""
+    spec = read_spec(RunDirectory(Path(summary.path)))
+    recipes = [nested(spec, "recipe"), *(nested(spec, "recipe", "stages") or ())]
+    keys = ("data", "validation"), ("data", "valid_fraction"), ("evaluate", "sources")
+    return any(nested(recipe, *key) for recipe in recipes for key in keys)
+
+
 def next_steps(summary: RunSummary, *, shown: bool = False) -> Rows:
-    """The commands to type next. `shown`: without the one that shows the run."""
-    run = clean(summary.run)
+    """The commands to type next. `shown`: without the one that shows the run. A stage is resumed with its run; the log
+    of a staged run that failed is that of its failed stage."""
+    named = clean(typed_name(RunDirectory(Path(summary.path))))
+    run, _, stage = named.partition("/")
+    failed = next((clean(row["name"]) for row in summary.stages if row.get("status") in ("failed", "oom")), "")
+    read = f"{run}/{failed}" if failed and not stage else named
     commands = {
-        "done": [f"tunedeck show {run}", f"tunedeck eval {run}"],
+        "done": [f"tunedeck show {named}", *([f"tunedeck eval {named}"] if _can_be_scored(summary) else [])],
         "paused": [f"tunedeck resume {run}"],
-        "stopped": [f"tunedeck resume {run}", f"tunedeck show {run}"],
-        "oom": [f"tunedeck show {run} --oom"],
-        "failed": [f"tunedeck log {run}"],
-        "running": [f"tunedeck watch {run}"],
+        "stopped": [f"tunedeck resume {run}", f"tunedeck show {named}"],
+        "oom": [f"tunedeck show {read} --oom"],
+        "failed": [f"tunedeck log {read}"],
+        "running": [f"tunedeck watch {named}"],
         "queued": ["tunedeck queue list"],
         "stale": [f"tunedeck resume {run}"],
-    }.get(summary.status, [f"tunedeck show {run}"])
-    commands = [command for command in commands if not shown or command != f"tunedeck show {run}"]
+    }.get(summary.status, [f"tunedeck show {named}"])
+    commands = [command for command in commands if not shown or command != f"tunedeck show {named}"]
     return [("next" if index == 0 else "", command) for index, command in enumerate(commands)]

@@ -67,8 +67,11 @@ def too_long(folder: Path) -> None:
     (folder / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
 
 
-def finished_run(folder: Path) -> None:
-    run = make_run(folder, write_recipe(folder))
+HELD_OUT = '[[data.validation]]\nname = "held"\npath = "data.jsonl"\n'
+
+
+def finished_run(folder: Path, more: str = "") -> None:
+    run = make_run(folder, write_recipe(folder, more=more))
     with EventWriter(run) as writer:
         writer.write("run_started", run=run.name, pid=1, world_size=1, versions={})
         writer.write("run_finished", status="done", exit_code=0, result="model")
@@ -272,11 +275,41 @@ def test_a_run_that_is_stopping_is_waited_for_and_not_stopped_by_force(tunedeck:
 
 
 def test_a_shown_run_suggests_something_else(tunedeck: Tunedeck, tmp_path: Path) -> None:
-    finished_run(tmp_path)
+    finished_run(tmp_path, HELD_OUT)
     shown = tunedeck("show", "last").out
     following = [line.partition("tunedeck ")[2] for line in shown.splitlines() if "  tunedeck " in line]
     assert following and not any(line.startswith("show") for line in following), shown
     assert "tunedeck queue list" not in shown
+
+
+def test_a_run_without_held_out_data_suggests_no_evaluation(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    """Regression: the printed `tunedeck eval RUN` was refused for want of data."""
+    finished_run(tmp_path)
+    assert "tunedeck eval" not in tunedeck("show", "last").out
+
+
+def test_of_a_stage_the_next_command_finds_it(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    """Regression: `tunedeck show RUN/STAGE` ended with `tunedeck eval 02-STAGE`, which is no run."""
+    run = make_staged_run(tmp_path / "runs")
+    with (run.stages / "02-expert-qmsum" / "run.toml").open("a") as spec:
+        spec.write(HELD_OUT.replace("[[data", "[[recipe.data"))
+    shown = tunedeck("show", f"{run.name}/expert-qmsum").out
+    (command,) = re.findall(r"tunedeck (\w.*)", shown)
+    assert command.split()[-1] == f"{run.name}/expert-qmsum"
+    assert tunedeck("show", command.split()[-1]).code == 0
+
+
+def test_of_a_staged_run_that_failed_the_log_of_the_stage_is_named(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    """Regression: the log of the run as a whole is empty."""
+    run = make_staged_run(tmp_path / "runs")
+    with EventWriter(run) as writer:
+        writer.write("stage_finished", name="expert-qmsum", number=1, status="failed", exit_code=7)
+        writer.write("run_finished", status="failed", exit_code=7, result=None)
+    assert f"tunedeck log {run.name}/expert-qmsum" in tunedeck("show", run.name).out
+
+
+def test_a_command_that_is_hidden_is_not_suggested(tunedeck: Tunedeck) -> None:
+    tunedeck("engine", "x").complains(2, "No such command 'engine'.\n", "fix: tunedeck --help")
 
 
 def test_a_waiting_run_suggests_the_queue(tunedeck: Tunedeck, tmp_path: Path) -> None:
