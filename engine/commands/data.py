@@ -268,10 +268,10 @@ def _print_part(console: Console, part: PartReport) -> None:
     console.print()
     console.print(
         f"{part.part}: {part.rows:,} sequences{packed}; {part.tokens:,} tokens, "
-        f"{part.target_tokens:,} of them target tokens ({part.target_share:.1%})"
+        f"{part.target_tokens:,} of them target tokens ({100 * part.target_share:.1f} %)"
     )
     most = "≤" if _unicode(console) else "<="
-    lengths = ", ".join(f"{share}% {most} {length:,}" for share, length in part.percentiles.items())
+    lengths = ", ".join(f"{share} % {most} {length:,}" for share, length in part.percentiles.items())
     console.print(f"tokens per sequence: {lengths}")
     for line in histogram_lines(part.histogram, bar="█" if _unicode(console) else "#"):
         console.print(line)

@@ -350,7 +350,7 @@ def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Noti
         if now - shown >= PROGRESS_SECONDS:
             rate = (done - first) / (now - started)
             notify(
-                f"tokenising {opened.source.name}: {done:,} of {total:,} rows ({done / total:.0%}), "
+                f"tokenising {opened.source.name}: {done:,} of {total:,} rows ({100 * done / total:.0f} %), "
                 f"{rate:,.0f} rows/s, about {format_duration((total - done) / rate)} left"
             )
             shown = now

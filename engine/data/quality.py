@@ -55,13 +55,13 @@ class Quality:
             if source.ended == 0.0
         ]
         lines.append(f"tokens lost to data.max_length = {self.max_length:,}: {self.lost_tokens:,}")
-        lines.append(f"padding, where each step's sequences are padded to its longest: {self.padding:.1%}")
+        lines.append(f"padding, where each step's sequences are padded to its longest: {100 * self.padding:.1f} %")
         if self.packed_rows is not None:
-            lines.append(f"data.packing would give {self.packed_rows:,} sequences, {self.packed_fill:.0%} full")
+            lines.append(f"data.packing would give {self.packed_rows:,} sequences, {100 * self.packed_fill:.0f} % full")
         else:
-            lines.append(f"sequences are {self.packed_fill:.0%} full")
+            lines.append(f"sequences are {100 * self.packed_fill:.0f} % full")
         for source in self.sources:
-            ended = "" if source.ended is None else f", {source.ended:.1%} end with an end token"
+            ended = "" if source.ended is None else f", {100 * source.ended:.1f} % end with an end token"
             lines.append(f"{source.name}: {source.samples:,} samples, {source.duplicates:,} duplicates{ended}")
         return lines
 

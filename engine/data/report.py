@@ -83,7 +83,7 @@ class DataReport:
             lengths = ", ".join(f"p{share} {length:,}" for share, length in part.percentiles.items())
             lines.append(
                 f"{part.part}: {part.rows:,} sequences{packed}, {part.tokens:,} tokens, "
-                f"{part.target_tokens:,} target tokens ({part.target_share:.0%}); lengths {lengths}"
+                f"{part.target_tokens:,} target tokens ({100 * part.target_share:.0f} %); lengths {lengths}"
             )
         return lines + self.notices
 

@@ -195,7 +195,8 @@ def score_verdicts(place: RunDirectory, file: Path) -> tuple[int, Scores]:
     low, high = bootstrap(values)
     rival = "the reference answers" if judged.against == REFERENCE else "the model that the run started from"
     notes = [
-        f"judged against {rival}: {metrics[WINS]:.1%} of {len(values):,} won (95 % interval {low:.1%} to {high:.1%}), "
+        f"judged against {rival}: {100 * metrics[WINS]:.1f} % of {len(values):,} won "
+        f"(95 % interval {100 * low:.1f} % to {100 * high:.1f} %), "
         f"{ties:,} ties among them as half; {both:,} judged in both orders, {both - agreeing:,} of these differently"
     ]
     if both < len(values):

@@ -46,7 +46,7 @@ def require_images(loaded: LoadedModel) -> None:
             raise _image_refused(base, f"fails on what its processor makes of an image: {error}") from error
     difference = float((ours_SV.float() - whole_SV.float()).norm() / whole_SV.float().norm())
     if not difference <= LARGEST_DIFFERENCE[loaded.precision.compute]:
-        raise _image_refused(base, f"changes its logits by {difference:.0%} where it is trained on an image")
+        raise _image_refused(base, f"changes its logits by {100 * difference:.0f} % where it is trained on an image")
     if torch.equal(hidden_SH, other_SH):
         raise _image_refused(base, "computes the same from two different images")
 

@@ -133,5 +133,5 @@ def difference(
                 right, found = (each(rows, keys, first, probability) for each in (reference, kernel))
                 if not torch.equal(right, found):
                     share = float((right != found).float().mean())
-                    return f"{share:.1%} of the values differ, for {list(shape)} in {dtype}, p = {probability}"
+                    return f"{100 * share:.1f} % of the values differ, for {list(shape)} in {dtype}, p = {probability}"
     return None

@@ -43,7 +43,7 @@ def require_causality(loaded: LoadedModel) -> None:
     if (moved := _relative(one, two)) > LARGEST_MOVE[loaded.precision.compute]:
         raise UsageError(
             f"{type(loaded.base).__name__} lets tokens see those behind them: changing the last token of a row moves "
-            f"the hidden states before it by {moved:.0%}",
+            f"the hidden states before it by {100 * moved:.0f} %",
             expected="a causal language model, which predicts each token from those before it",
             fix="choose another model.id",
         )
@@ -63,9 +63,13 @@ def require_separation(loaded: LoadedModel) -> None:
             for documents in ((first, second), (other, second), (second,))
         )
     if (moved := _relative(packed, exchanged)) > LARGEST_MOVE[loaded.precision.compute]:
-        raise _refusal(f"changing a document moves the hidden states of the one packed behind it by {moved:.0%}")
+        raise _refusal(
+            f"changing a document moves the hidden states of the one packed behind it by {100 * moved:.0f} %"
+        )
     if (differs := _relative(packed, alone)) > LARGEST_DIFFERENCE[loaded.precision.compute]:
-        raise _refusal(f"the hidden states of a packed document differ by {differs:.0%} from those it has alone")
+        raise _refusal(
+            f"the hidden states of a packed document differ by {100 * differs:.0f} % from those it has alone"
+        )
 
 
 def require_known_family(model_type: str) -> None:

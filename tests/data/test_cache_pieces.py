@@ -145,7 +145,7 @@ def test_progress_names_the_rate_and_the_time_left(jsonl: Write, monkeypatch: py
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
     said: list[str] = []
     prepared([jsonl(ROWS)], said.append, workers=0)
-    assert any("512 of 3,000 rows (17%)" in line and "rows/s" in line and "left" in line for line in said)
+    assert any("512 of 3,000 rows (17 %)" in line and "rows/s" in line and "left" in line for line in said)
 
 
 def test_prepare_makes_the_tokens_that_a_run_reads(jsonl: Write, tmp_path: Path) -> None:

@@ -106,4 +106,4 @@ def test_a_sample_that_is_not_there_is_said(arguments: list[str], words: str, re
 def test_the_report_has_the_figures_and_special_tokens(recipe: str) -> None:
     done = CliRunner().invoke(app, ["data", "-r", recipe])
     assert "data.packing would give 1 sequences" in done.stdout
-    assert "s: 20 samples, 0 duplicates, 100.0% end with an end token" in done.stdout
+    assert "s: 20 samples, 0 duplicates, 100.0 % end with an end token" in done.stdout

@@ -114,7 +114,7 @@ def _counts(report: Mapping[str, Any], levels: str) -> Iterator[Content]:
     for part in report.get("parts", []):
         yield Content.assemble(
             (f"{visible(str(part['part']))}: ", "bold"),
-            f"{part['rows']:,} sequences, {part['tokens']:,} tokens, {part['target_share']:.0%} target tokens",
+            f"{part['rows']:,} sequences, {part['tokens']:,} tokens, {100 * part['target_share']:.0f} % target tokens",
         )
         yield _histogram(part, levels)
     lines = [visible(line) for line in (report.get("quality") or {}).get("lines", [])]
@@ -135,7 +135,7 @@ def _histogram(part: Mapping[str, Any], levels: str) -> Content:
     bars = part["histogram"]
     most = max(count for _, _, count in bars)
     drawn = "".join(levels[-(-count * (len(levels) - 1) // most)] for _, _, count in bars)
-    shares = ", ".join(f"{share}% up to {part['percentiles'][share]:,}" for share in ("50", "95"))
+    shares = ", ".join(f"{share} % up to {part['percentiles'][share]:,}" for share in ("50", "95"))
     return Content.assemble(
         (f"tokens {bars[0][0]:,} ", "$muted"), (drawn, "$info"), (f" {bars[-1][1]:,}; {shares}", "$muted")
     )

@@ -212,8 +212,9 @@ class LossPlot(CursorPlot):
         row = [Cell()] * x_scale.width
         for mark in data.marks:
             for step in mark.steps:
-                if x_scale.start <= step <= x_scale.end:
-                    row[x_scale.column(step)] = Cell(self._glyphs(mark.glyph), mark.style)
+                # The step of a loss that is not finite is not applied: it lies one behind the end of the curve.
+                if x_scale.start <= step:
+                    row[x_scale.column(min(step, x_scale.end))] = Cell(self._glyphs(mark.glyph), mark.style)
         return row
 
     def _empty_note(self, data: LossPlotData) -> str:

@@ -220,7 +220,7 @@ def _loss(step: dict[str, Any]) -> str:
     if "rewards_margin" in step:
         auxiliary += f", margin {format_number(step['rewards_margin'])}"
     if "rewards_accuracy" in step:
-        auxiliary += f", {step['rewards_accuracy']:.0%} right"
+        auxiliary += f", {100 * step['rewards_accuracy']:.0f} % right"
     return format_number(step["loss"]) + auxiliary
 
 
