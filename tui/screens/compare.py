@@ -58,7 +58,7 @@ MOST_RESAMPLED = 500
 them for any number."""
 
 NAME_WIDTH, ARROW_WIDTH = 30, 5
-LEAST_COLUMN, MOST_COLUMN = 13, 26
+LEAST_COLUMN, MOST_COLUMN = 11, 26
 """Cells of the labels, of the arrow that says how many rows follow, and of a run's column."""
 
 

@@ -72,6 +72,16 @@ async def test_an_axis_is_logarithmic_by_itself_and_no_name_stands_twice(console
         await pilot.until(lambda: "log axis" not in pilot.text.split("loss over steps")[1][:20], "a linear axis")
 
 
+async def test_the_scores_of_four_runs_are_whole_at_80_columns(console: Opener, runs: Path) -> None:
+    """Regression: "0.00444…" stood in the last column, and in the last line beside the arrow."""
+    names = ("a", "b", "c", "d")
+    four = [finished(runs, name, rate=1e-3, losses=[4.0, 0.004446 + n / 1e6]) for n, name in enumerate(names)]
+    async with console(80, 36) as pilot:
+        await open_compare(pilot, *four)
+        await pilot.sees("0.004446 *", "0.004447", "0.004448", "0.004449")
+        assert "…" not in pilot.text
+
+
 async def test_plot_and_table_are_enlarged_in_turn(console: Opener, runs: Path) -> None:
     slow, fast = (finished(runs, name, rate=1e-4, losses=[4.0, 3.5]) for name in ("slow", "fast"))
     async with console(120, 36) as pilot:
