@@ -1,8 +1,9 @@
 """Measures what `train.gradient_checkpointing = "auto"` chooses, by running every other choice.
 
 `caps`: small models on metered devices, from one on which everything fits to one that only holds the recomputing model:
-the peak under the cap, the loss against recomputing all and nothing, and the step time against the best number of
-layers that fits. `times`: the model of time against random settings on this CPU. Processor time, in one process.
+the peak under the cap, and the plan with one layer fewer, which must not fit; the loss against recomputing all and
+nothing; and the step time against the best number of layers that fits. `times`: the model of time against random
+settings on this CPU. Processor time, in one process.
 
 Run: python -m benchmarks.checkpointing caps | times
 """
@@ -39,7 +40,7 @@ MODELS = [("lora", 12, 192), ("lora", 16, 128), ("lora", 24, 96), ("full", 12, 1
 """Method, layers, and hidden size."""
 SHARES = (0.05, 0.3, 0.6, 0.9, 1.1)
 """Caps, as shares of the way from what recomputing all layers needs to what keeping all needs."""
-ROWS, LENGTH, REPEATS = 4, 256, 5
+ROWS, LENGTH, REPEATS = 4, 256, 9
 KEY = "train.gradient_checkpointing"
 
 
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def measure_caps(folder: Path) -> None:
-    print("method  layers  hidden  cap MiB  recompute  peak/cap  equal losses  time/best", flush=True)
+    print("method  layers  hidden  cap MiB  recompute  peak/cap  one fewer  equal losses  time/best", flush=True)
     for method, layers, hidden in MODELS:
         job = write_job(
             folder / f"{method}{layers}", [LENGTH] * 64, vocabulary=400, hidden=hidden, steps=9, layers=layers
@@ -73,11 +74,12 @@ def measure_caps(folder: Path) -> None:
             chosen = plan.recomputed_layers
             assert chosen is not None
             peak, loss = _auto_run(with_changes(capped, {KEY: "auto"}))
+            fewer = f"{_plan_bytes(spec, chosen - 1 or False) / cap:.3f}" if chosen else "-"
             equal = "yes" if {*losses, loss} == {loss} else "no"
             best = min(seconds[number] for number in range(layers + 1) if number >= chosen)
             print(
                 f"{method:6}  {layers:6}  {hidden:6}  {cap / 2**20:7.2f}  {chosen:3} of {layers:2}  {peak / cap:8.3f}  "
-                f"{equal:>12}  {seconds[chosen] / best:9.3f}",
+                f"{fewer:>9}  {equal:>12}  {seconds[chosen] / best:9.3f}",
                 flush=True,
             )
 
@@ -147,7 +149,7 @@ def _spec(job: Job, method: str, rows: int, length: int, device: str) -> RunSpec
     return RunSpec.model_validate(tables)
 
 
-def _plan_bytes(spec: RunSpec, value: bool) -> int:
+def _plan_bytes(spec: RunSpec, value: bool | int) -> int:
     return make_plan(with_changes(spec, {KEY: value}), known=SequenceBounds(LENGTH)).prediction.device_bytes
 
 

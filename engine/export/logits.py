@@ -20,7 +20,8 @@ PROMPTS = (
 """Prose, arithmetic, code and JSON."""
 
 OTHER_MODEL = 0.25
-"""Difference, as a part of the largest logit, beyond which no rounding explains it. bf16 has 2^-9 a weight."""
+"""Difference, as a part of the largest logit, beyond which no rounding explains it at half of the positions. bf16 has
+2^-9 a weight. At single positions it is more where rounding sends a token of a mixture to another expert."""
 
 
 def logits_on_prompts(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
@@ -58,7 +59,8 @@ def compare_logits(adapter: list[Tensor], merged: list[Tensor]) -> str:
         f"largest difference of merged and adapter logits on {len(PROMPTS)} prompts: {difference:.2g} "
         f"(largest logit {largest:.2g}); next token the same on {same} of {len(PROMPTS)}"
     )
-    if not difference <= OTHER_MODEL * largest:
+    each_position = [(one - other).abs().amax(dim=-1) for one, other in zip(adapter, merged, strict=True)]
+    if not float(torch.cat(each_position).median()) <= OTHER_MODEL * largest:
         raise EnvironmentProblem(
             told, expected="the merged model to compute what the adapter does", fix="serve the adapter, and report this"
         )

@@ -180,6 +180,14 @@ def test_another_model_is_no_merged_one() -> None:
         compare_logits(logits, [-logits[0]])
 
 
+def test_a_token_that_rounding_sends_to_another_expert_is_told_and_not_refused() -> None:
+    logits = [torch.randn(5, 30)]
+    other = [logits[0].clone()]
+    other[0][2] *= -1
+    told = compare_logits(logits, other)
+    assert f"{float((logits[0][2] * 2).abs().max()):.2g} (largest logit" in told
+
+
 def test_a_local_base_is_found_by_the_run_and_not_named_in_any_file(tmp_path: Path) -> None:
     base = write_model(tmp_path / "elsewhere" / "base", "qwen2")
     samples = write_samples(tmp_path / "samples.jsonl")
