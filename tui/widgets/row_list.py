@@ -196,10 +196,13 @@ class RowList(TextLines):
         """Scroll so that the cursor is visible in the new size; a list that was hidden begins with its first row, if
         the cursor allows that."""
         super().on_resize()
+        before = self.top
         if self._height <= 1:
             self.top = 0
         self._height = self.size.height
         self._scroll()
+        if self.top != before:  # Textual has painted the new size before this, with the rows from the old one on
+            self.redraw_all()
 
     def _scroll(self) -> bool:
         """Scroll so that the cursor is visible; returns whether the first visible row changed."""

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 
+from tui.widgets.row_list import RowList
 from tui.widgets.text_lines import TextLines, changed_cells
 
 RED, PLAIN = Style(color="red"), Style()
@@ -41,6 +42,40 @@ class Counted(TextLines):
 class Shown(App[None]):
     def compose(self) -> ComposeResult:
         yield Counted()
+
+
+class CountedRows(RowList):
+    whole = 0
+
+    def redraw_all(self) -> None:
+        self.whole += 1
+        super().redraw_all()
+
+
+class Listed(App[None]):
+    def compose(self) -> ComposeResult:
+        yield CountedRows()
+
+
+def test_a_list_that_was_hidden_is_painted_again_from_its_first_row() -> None:
+    """Regression: with the cursor on its second row a list stood one row further up, and row after row was drawn over
+    it where verdicts came: one row was always missing."""
+
+    async def found() -> tuple[int, int]:
+        app = Listed()
+        async with app.run_test(size=(40, 9)) as pilot:
+            rows = app.query_one(CountedRows)
+            rows.display = False
+            await pilot.pause()
+            rows.cursor = 1
+            rows.show([Content(f"row {number}") for number in range(5)])
+            assert rows.top == 1, "it has no height yet"
+            rows.whole = 0
+            rows.display = True
+            await pilot.pause()
+            return rows.top, rows.whole
+
+    assert asyncio.run(found()) == (0, 1)
 
 
 def test_new_lines_repaint_no_more_than_what_changed() -> None:
