@@ -5,7 +5,8 @@
 # make all-tests  the same with every case: an hour of processor time; make test takes three quarters of it
 # make durations  all tests; which files make check leaves out is written anew, from what they took (tests/slow.json)
 # make torture every single allocation fails once, engines are killed anywhere, writes are cut, files by strangers are
-#              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost
+#              fuzzed: many hours on two cores; ends with a table of what was done, how often, and what was lost.
+#              TIMES=2 does each of these twice instead, and INPUTS=10000 takes fewer files: the same table, sooner
 # make matrix  the fast tests with the oldest and the newest torch and transformers that pyproject.toml accepts
 # make plans   the VRAM budget of every shipped profile and recipe with a dozen models, in one table
 # make site    the documentation as a site, in build/site; make pages writes the pages that are made from the code
@@ -54,11 +55,11 @@ ROWS := build/torture.jsonl
 TORTURE := -TUNEDECK_TORTURE=$(ROWS) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -P -m
 torture: $(READY)
 	@mkdir -p build && rm -f $(ROWS)
-	$(TORTURE) tests.train.torture
-	$(TORTURE) tests.stages.kill_anywhere --moments 30
-	$(TORTURE) pytest -m torture -s
-	$(TORTURE) tests.faults.every_write --sample 100
-	$(TORTURE) tests.fuzz.run --inputs 100000
+	$(TORTURE) tests.train.torture $(TIMES:%=--sample %)
+	$(TORTURE) tests.stages.kill_anywhere --moments $(or $(TIMES),30)
+	$(if $(TIMES),,$(TORTURE) pytest -m torture -s)
+	$(TORTURE) tests.faults.every_write --sample $(or $(TIMES),100)
+	$(TORTURE) tests.fuzz.run --inputs $(or $(INPUTS),100000)
 	$(BIN)/python -P -m tests.torture_table $(ROWS)
 
 # Other packages are those of the suite, without what belongs to one version of the two.

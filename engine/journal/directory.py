@@ -7,8 +7,10 @@ import json
 import os
 import secrets
 import shutil
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -253,12 +255,26 @@ def nested(table: Any, *keys: str) -> Any:
     return table
 
 
+OLD_DRAFT_SECONDS = 24 * 3600
+"""Age of a run directory in the making whose process must be gone: it is filled in milliseconds, from a file in
+minutes."""
+
+
+def _remove_old_drafts(folder: Path, seconds: float) -> None:
+    """Remove what killed processes left of run directories in the making, if nobody has written there for so long."""
+    for draft in folder.glob(".new-*"):
+        with suppress(OSError):
+            if time.time() - draft.stat().st_mtime > seconds:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
     """Create `TIMESTAMP-NAME` (`-2` and so on if taken) with `run.toml` and `plan.json`, complete or not at all. Raises
     EnvironmentProblem where `runs_dir` cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
+        _remove_old_drafts(runs_dir, OLD_DRAFT_SECONDS)
         draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
         _fill(draft, run_toml_text, plan)
         made = settle(draft, runs_dir / f"{stamp}-{name}")
@@ -278,6 +294,7 @@ def create_stage_directory(
     """Create a stage's run directory inside its run, complete or not at all. `assembly` is the content of
     `assembly.json`, for a stage that assembles a mixture of experts. Raises OSError."""
     stage.path.parent.mkdir(exist_ok=True)
+    _remove_old_drafts(stage.path.parent, -1.0)  # one conductor works on a run
     draft = RunDirectory(stage.path.with_name(f".new-{secrets.token_hex(6)}"))
     _fill(draft, run_toml_text, plan)
     if assembly is not None:

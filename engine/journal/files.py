@@ -34,6 +34,13 @@ def write_atomically(path: Path, text: str, *, durable: bool = True, mode: int =
         raise
 
 
+def remove_drafts(path: Path) -> None:
+    """Remove what killed processes left of `write_atomically` for this path; no other process may be writing it. Raises
+    OSError."""
+    for draft in path.parent.glob(f".{path.name}.*.tmp"):
+        draft.unlink(missing_ok=True)
+
+
 MOST_BYTES = 64 << 20
 """Size of the largest file that is read as a whole."""
 

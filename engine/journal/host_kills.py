@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config.files.cgroups import PROC, memory_limit_bytes, oom_kills
 from engine.journal.directory import RunDirectory
-from engine.journal.files import write_atomically
+from engine.journal.files import remove_drafts, write_atomically
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def note_attempt(directory: RunDirectory, attempt: Attempt) -> None:
     """Raises OSError. Removes what an engine left that was killed while it wrote its note."""
     note = _note(directory)
     write_atomically(note, json.dumps(asdict(attempt)))
-    for draft in note.parent.glob(f".{note.name}.*.tmp"):
-        draft.unlink(missing_ok=True)
+    remove_drafts(note)
 
 
 def forget_attempt(directory: RunDirectory) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import FULL_DISK, EnvironmentProblem, UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, read_table, write_atomically
+from engine.journal.files import locked, read_table, remove_drafts, write_atomically
 from engine.journal.folder_summaries import FolderSummaries
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
 
@@ -182,6 +182,7 @@ class Queue:
         }  # fmt: skip
         try:
             write_atomically(self.folder / "order.json", json.dumps(content, indent=2) + "\n")
+            remove_drafts(self.folder / "order.json")
         except OSError as error:
             raise self._not_written(error) from error
 

@@ -17,11 +17,18 @@ from pathlib import Path
 from types import FrameType
 
 from engine.config.load import brings_limits
-from engine.errors import EnvironmentProblem, TunedeckError
+from engine.errors import EnvironmentProblem, TunedeckError, disk_problem
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.events import EventWriter, utc_now
-from engine.journal.liveness import ProcessIdentity, identify, identify_self, lock_after_engine
+from engine.journal.liveness import (
+    ProcessIdentity,
+    identify,
+    identify_self,
+    is_claimed,
+    lock_after_engine,
+    running_engine,
+)
 from engine.journal.queue import Queue
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, start_engine
@@ -90,7 +97,7 @@ def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool =
             known.remove(name)
             directory = queue.run(name)
             # A run may end, or fail to start, between two looks; one that was removed or started by hand is no end.
-            if directory.exists() and (name == current or summarise(directory).exit_code is not None):
+            if directory.exists() and (name == current or _has_ended(directory)):
                 if name != current:
                     yield _start_text(name), 0
                 yield _ending(directory)
@@ -105,7 +112,25 @@ def _start_text(name: str) -> str:
     return f"{name} starts; watch it: tunedeck watch {name}"
 
 
+def _has_ended(directory: RunDirectory) -> bool:
+    return summarise(directory).exit_code is not None or _ended_unrecorded(directory)
+
+
+def _ended_unrecorded(directory: RunDirectory) -> bool:
+    """Whether an engine was started, and is gone without an end in the journal: killed, or unable to write there. The
+    status is "running" still, as a launcher would have some seconds to start it again; the queue has waited for it."""
+    unended = summarise(directory).status in ("queued", "running", "stale")
+    return unended and directory.log.exists() and running_engine(directory) is None and not is_claimed(directory)
+
+
 def _ending(directory: RunDirectory) -> tuple[str, int]:
+    if _ended_unrecorded(directory):
+        name = directory.name
+        found = TunedeckError(
+            f"{name}: its engine is gone without recording how the run ended",
+            fix=f"read its log: tunedeck log {name}; continue with: tunedeck resume {name}",
+        )
+        return found.render(), found.exit_code
     summary = summarise(directory)
     error = f": {clean('; '.join(summary.last_error.splitlines()))}" if summary.last_error else ""
     code = 1 if summary.exit_code is None else summary.exit_code
@@ -156,7 +181,8 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
 def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
     """Show the run as failed, not as queued. If another engine works on the run, or the journal cannot be written
     either, the reason goes to the worker's log alone."""
-    known = error if isinstance(error, TunedeckError) else TunedeckError(f"{type(error).__name__}: {error}")
+    known = error if isinstance(error, TunedeckError) else disk_problem(error, str(directory.path))
+    known = known or TunedeckError(f"{type(error).__name__}: {error}")
     text = f"the engine could not be started: {known.render()}"
     _log(f"{directory.name}: {text}")
     try:

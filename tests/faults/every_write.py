@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import OLD_DRAFT_SECONDS, RunDirectory
+from engine.journal.liveness import STALE_SECONDS
 from engine.journal.queue import Queue
 from engine.journal.stages import stage_directories
 from engine.journal.summary import summarise
@@ -72,8 +74,9 @@ class Place:
             (self.folder / each).mkdir(parents=True, exist_ok=True)
         self.recipe = write_recipe(self.folder / "input", *TRAINING, more=EVALUATION + more)
         self.profile = write_profile(self.folder / "input", ("memory_gib = 8.0", "memory_gib = 8.0\n" + profile))
-        self.environment = {name: str(self.folder / name.lower()) for name in FOLDERS}
-        self.environment |= {"TUNEDECK_RUNS": str(self.runs), "HF_HUB_OFFLINE": "1"}
+        # Read late: with another HF_HOME than the fork server has, every command would start an interpreter.
+        self.environment = {name: str(self.folder / name.lower()) for name in FOLDERS if name.startswith("TUNEDECK_")}
+        self.environment["TUNEDECK_RUNS"] = str(self.runs)
         self.ended: list[Ended] = []
 
     def call(self, *words: object) -> Ended:
@@ -88,7 +91,7 @@ class Place:
 
     def found(self) -> list[RunDirectory]:
         """The runs that are there."""
-        return [RunDirectory(path) for path in sorted(self.runs.iterdir()) if (path / "run.toml").is_file()]
+        return [RunDirectory(path) for path in sorted(self.runs.glob("[!.]*")) if (path / "run.toml").is_file()]
 
 
 def train(place: Place) -> None:
@@ -219,6 +222,17 @@ def finish(place: Place, scenario: Scenario) -> list[str]:
     return [f"{run.name} is {summarise(run).status}" for run in place.found() if summarise(run).status != "done"]
 
 
+def let_time_pass(place: Place) -> None:
+    """Date back the files by which a run whose engine was killed counts as running for a quarter of a minute, and run
+    directories in the making, which are removed after a day."""
+    for name in ("events.jsonl", "engine.json"):
+        for file in place.runs.rglob(name):
+            with suppress(FileNotFoundError):
+                os.utime(file, (long_ago := time.time() - 2 * STALE_SECONDS, long_ago))
+    for draft in place.runs.glob(".new-*"):
+        os.utime(draft, (long_ago := time.time() - 2 * OLD_DRAFT_SECONDS, long_ago))
+
+
 def waits(place: Place, run: RunDirectory) -> bool:
     """Whether a run waits in the queue."""
     return run.name in Queue(place.runs).read().waiting
@@ -259,6 +273,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder:
         disk = preload(Path(folder))
         os.environ["PYTHONPATH"] = str(PACKAGES)  # a look-alike of tensorboard
+        os.environ.update(HF_HOME=str(Path(folder, "hub")), HF_HUB_OFFLINE="1")
         fork_server.install()
         wrong = 0
         for scenario in SCENARIOS:
@@ -270,8 +285,10 @@ def main() -> int:
 
 def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None, draw: random.Random) -> int:
     """Cut the writes of one scenario; returns how often something was wrong."""
-    whole = scenario.place(folder / "undisturbed")
-    scenario.before(whole)
+    prepared = folder / "prepared"  # put where it was made each time: its files name that place
+    scenario.before(scenario.place(folder / "place"))
+    (folder / "place").rename(prepared)
+    whole = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
     with disk.failing(whole.runs, 0, 0):
         scenario.disturbed(whole)
     bad = [ended for ended in whole.ended if ended.code]
@@ -286,11 +303,12 @@ def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None,
     wrong = 0
     began = time.monotonic()
     for number, error in cases:
-        place = scenario.place(folder / "place")
-        scenario.before(place)
+        place = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
         with disk.failing(place.runs, number, ERRORS[error]):
             scenario.disturbed(place)
         what = disk.what.replace(str(place.folder), "")
+        if not scenario.profile:  # a launcher of ranks needs its time to start them again
+            let_time_pass(place)
         tried[error] += 1
         found = complaints(place, scenario, error, reference)
         wrong += bool(found)
@@ -301,6 +319,7 @@ def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None,
     words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
     verdict = f"{wrong} WRONG" if wrong else "nothing lost"
     seconds = time.monotonic() - began
+    shutil.rmtree(prepared)
     for error, times in sorted(tried.items()):
         record("writes", f"{scenario.name}: {error}", times, lost[error])
     say(f"{scenario.name:<16} {len(cases):>6} of {count * len(ERRORS)} faults ({words})   {verdict}   {seconds:.0f} s")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +80,44 @@ def test_a_run_that_cannot_be_started_is_marked_failed_and_the_next_one_is_tried
             summary.last_error
         )
     assert "no run waits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room"), (errno.EACCES, "give yourself permission")])
+def test_a_start_that_the_disk_refuses_names_the_fix(
+    three: tuple[Queue, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    def refused(directory: RunDirectory) -> Any:
+        raise OSError(number, os.strerror(number), str(directory.engine))
+
+    monkeypatch.setattr(queue_worker, "start_engine", refused)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        run_queue(tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    queue, names = three
+    for name in names:
+        summary = summarise(queue.run(name))
+        assert f"{queue.run(name).engine} cannot be" in str(summary.last_error) and fix in str(summary.last_error)
+        assert summary.exit_code == EnvironmentProblem.exit_code
+
+
+def test_a_list_that_a_killed_process_was_writing_is_removed_at_the_next_change(
+    three: tuple[Queue, list[str]],
+) -> None:
+    queue, names = three
+    (queue.folder / ".order.json.0123456789ab.tmp").write_text("{")
+    queue.remove(names[0])
+    assert sorted(path.name for path in queue.folder.iterdir()) == ["lock", "order.json"]
+
+
+def test_a_run_in_the_making_is_removed_once_its_process_must_be_gone(tmp_path: Path) -> None:
+    for name, hours in ((".new-old", 25), (".new-young", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").write_text("")
+        os.utime(tmp_path / name, (long_ago := time.time() - 3600 * hours, long_ago))
+    run = waiting_run(tmp_path, "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new-young", run.name]
 
 
 def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:
@@ -188,6 +229,23 @@ def test_a_run_that_could_not_be_started_is_told_however_fast_it_was(three: tupl
     assert queue.take_next(myself()) is None
     told = [text for text, code in queue_worker.follow_queue(queue, worker.pid, names) if code == 5]
     assert told == [f"{name}: failed at step 0: no such file" for name in names[:2]]
+
+
+def test_a_run_whose_engine_is_gone_without_a_word_is_no_running_one(three: tuple[Queue, list[str]]) -> None:
+    """Its engine could not open a file of the run; the others were removed from the queue, or started by hand."""
+    queue, names = three
+    worker = subprocess.Popen(["true"])
+    queue.take_next(myself())
+    queue.run(names[0]).log.write_text("tunedeck: engine.lock cannot be written: Read-only file system\n")
+    queue.run(names[2]).log.write_text("")
+    worker.wait()
+    for name in names[1:]:
+        queue.remove(name)
+    with claim(queue.run(names[2])):
+        assert queue.take_next(myself()) is None
+        started, (text, code) = queue_worker.follow_queue(queue, worker.pid, names)
+    assert started[0].startswith(f"{names[0]} starts") and code == 1
+    assert text.startswith(f"{names[0]}: its engine is gone") and f"tunedeck log {names[0]}" in text
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
