@@ -79,6 +79,7 @@ def launch(
 
     resolved = resolve_start(options)
     launcher = _launcher(resolved.spec, target, slurm, skypilot)
+    _refuse_what_target_ignores(launcher, image, gpu)
     gpu = gpu or resolved.spec.profile.nodes.accelerators
     _require_what_target_needs(resolved.spec, launcher, image, gpu)
     refuse_stages(resolved.spec, launcher)
@@ -93,7 +94,7 @@ def launch(
     if container:
         text = container.write(Container(job, launcher, image or "", gpu))
     else:
-        text = slurm_script(job) if launcher == "slurm" else skypilot_task(job)
+        text = slurm_script(job) if launcher == "slurm" else skypilot_task(job, gpu)
     _write(script, text, job)
     submit = container.submit if container else SUBMIT_COMMANDS[launcher]
     print_line(f"{script}\n{job.spec_file}")
@@ -118,15 +119,30 @@ def _launcher(spec: RunSpec, target: str | None, slurm: bool, skypilot: bool) ->
     return launcher
 
 
+def _refuse_what_target_ignores(launcher: str, image: str | None, gpu: str | None) -> None:
+    from engine.launch.container_jobs import CONTAINER_TARGETS
+
+    container = CONTAINER_TARGETS.get(launcher)
+    if image is not None and container is None:
+        raise UsageError(
+            f"{launcher} runs no container, so --image has no effect", fix="leave it out, or add --target kubernetes"
+        )
+    if gpu is not None and launcher != "skypilot" and not (container and container.gpu):
+        raise UsageError(
+            f"{launcher} is told how many GPUs, not which, so --gpu has no effect",
+            fix="leave it out",
+        )
+
+
 def _require_what_target_needs(spec: RunSpec, launcher: str, image: str | None, gpu: str | None) -> None:
     from engine.launch.container_jobs import CONTAINER_TARGETS
 
     is_cuda, container = spec.profile.device.kind == "cuda", CONTAINER_TARGETS.get(launcher)
-    if launcher == "skypilot" and is_cuda and spec.profile.nodes.accelerators is None:
+    if launcher == "skypilot" and is_cuda and gpu is None:
         raise UsageError(
             f"profile {spec.profile.name!r} does not say what SkyPilot calls its GPUs",
-            expected='nodes.accelerators, such as "H100"',
-            fix="set it in the profile; sky show-gpus lists the names",
+            expected='nodes.accelerators in the profile, or --gpu, such as "H100"',
+            fix="add --gpu NAME; sky show-gpus lists the names",
         )
     if container is None:
         return

@@ -120,12 +120,13 @@ srun --ntasks-per-node=1 --cpus-per-task={CPUS_PER_DEVICE * devices} bash -c '
 """
 
 
-def skypilot_task(job: Job) -> str:
-    """A task in YAML (strings as JSON, which is valid YAML) that trains the job's run with `sky jobs launch`."""
+def skypilot_task(job: Job, gpu: str | None) -> str:
+    """A task in YAML (strings as JSON, which is valid YAML) that trains the job's run with `sky jobs launch`. `gpu` is
+    SkyPilot's name of it."""
     profile, nodes = job.spec.profile, job.spec.profile.nodes
     resources = {
         "cloud": nodes.cloud,
-        "accelerators": f"{nodes.accelerators}:{profile.device.count}" if job.is_cuda else None,
+        "accelerators": f"{gpu}:{profile.device.count}" if job.is_cuda else None,
     }
     asked = "".join(f"\n  {name}: {json.dumps(value)}" for name, value in resources.items() if value)
     files = "".join(f"\n  {json.dumps(there)}: {json.dumps(here)}" for there, here in _mounts(job).items())

@@ -163,7 +163,8 @@ def tasks(spec: RunSpec, folder: Path) -> Any:
 def script(spec: RunSpec, folder: Path) -> Any:
     """The scripts for Slurm and SkyPilot."""
     job = Job(spec, Path("run.toml"), Path("runs"), "python", "tunedeck.py")
-    return slurm_script(job) if spec.profile.nodes.launcher != "skypilot" else skypilot_task(job)
+    nodes = spec.profile.nodes
+    return skypilot_task(job, nodes.accelerators) if nodes.launcher == "skypilot" else slurm_script(job)
 
 
 def environment(spec: RunSpec, folder: Path) -> Any:

@@ -160,6 +160,10 @@ def test_what_a_target_needs_is_asked_for(tunedeck: Tunedeck, profile: Path, tmp
         (("--target", "modal", "--slurm"), "were both given"),
         (("--target", "modal"), "--image"),
         (("--target", "modal", "--image", "i"), "--gpu 'H100'"),
+        (("--target", "skypilot"), "--gpu NAME"),
+        (("--target", "skypilot", "--gpu", "H100", "--image", "i"), "--image has no effect"),
+        (("--target", "slurm", "--gpu", "H100"), "--gpu has no effect"),
+        (("--target", "kubernetes", "--image", "i", "--gpu", "H100"), "--gpu has no effect"),
         (("--target", "runpod", "--image", "i", "--gpu", "g", "--set", "nodes.count=2",
           "--set", "parallel.strategy=replicated"), "--target jobset"),
     ):  # fmt: skip
@@ -167,6 +171,9 @@ def test_what_a_target_needs_is_asked_for(tunedeck: Tunedeck, profile: Path, tmp
         assert done.code == 2
         assert_block(done.err, told)
     assert list(tmp_path.glob("mine.*")) == [tmp_path / "mine.toml"]
+    done = tunedeck(*base, "--target", "skypilot", "--gpu", "H200")
+    assert done.code == 0, done.err
+    assert '"H200:2"' in Path(done.out.splitlines()[0]).read_text()
 
 
 @pytest.mark.torture  # a minute, most of it imports of torchrun and the engine, twice
