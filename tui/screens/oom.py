@@ -96,7 +96,8 @@ class OomScreen(TextScreen):
             yield Content.styled("the engine has written no report into oom/", "$muted")
         for path in paths[:MAX_REPORTS]:
             yield Content.styled(clean(path.name), "bold $info")
-            told = path == paths[0] and bool(self._ways)  # above all reports, where `a` applies them
+            # They stand above all reports, where `a` applies them; an attempt before failed for the same reason.
+            told = bool(self._ways) and (path == paths[0] or _ways(read_report(path)) == self._ways)
             yield from _report(path, "#" if self.console.ascii_only else "█", with_fixes=not told)
             yield Content("")
         if len(paths) > MAX_REPORTS:

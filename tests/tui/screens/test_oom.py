@@ -44,11 +44,16 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
          "changes_arithmetic": True, "changes_learning": False},
     ]  # fmt: skip
     report = {"step": 1, "attempt": 1, "phase": "backward", "capacity_bytes": 64 << 20, "avoided_by": ways}
-    (run.oom / "step-1.json").write_text(json.dumps(report))
+    for attempt in (1, 2):
+        (run.oom / f"step-1-{attempt}.json").write_text(json.dumps({**report, "attempt": attempt}))
     async with console(120, 36) as pilot:
         await open_run(pilot)
         await pilot.press("o")
-        await pilot.sees("the latest one", "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, tight, same speed")
+        await pilot.sees(
+            "step 1, attempt 1",
+            "the latest one",
+            "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, tight, same speed",
+        )
         await pilot.sees("a peak of 20 of 64 MiB, about 30 % slower, changes arithmetic")
         assert pilot.text.count("train.micro_batch = 3") == 1
         await pilot.press("down", "down", "a")
