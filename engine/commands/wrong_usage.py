@@ -41,6 +41,8 @@ OPTIONS = {
 
 CALLS_WITH_A_RECIPE = ("train", "plan", "advise", "fit", "data")
 
+WRITE_ONE_RESULT = ("export", "handover", "merge", "report")
+"""What they write goes where --out says; what others write is a run."""
 COMMANDS_OF_GROUPS = ("list", "show", "check", "new", "export", "import", "schema")
 
 NEAR_ENOUGH = 0.75
@@ -122,7 +124,10 @@ def _other_option(message: str, words: list[str]) -> list[str] | None:
     taken = 1
     if not equals and at + 1 < len(words) and not words[at + 1].startswith("-"):
         value, taken = words[at + 1], 2
-    instead = _option(found[1].lstrip("-").lower().replace("-", "_"), value or "true")
+    name = found[1].lstrip("-").lower().replace("-", "_")
+    instead = _option(name, value or "true")
+    if instead and instead[0] == "--runs" and words[0] in WRITE_ONE_RESULT:
+        instead = ["--out", value]
     return [*words[:at], *instead, *words[at + taken :]] if instead else None
 
 

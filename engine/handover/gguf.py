@@ -91,7 +91,8 @@ def _run(command: list[str]) -> None:
         lines = (ended.stdout + ended.stderr).strip().splitlines()[-TAIL:]
         raise EnvironmentProblem(
             f"{Path(command[0]).name} failed with exit code {ended.returncode}:\n  " + "\n  ".join(lines),
-            fix="install a newer converter (it knows newer models), or name a checkout of llama.cpp with --converter",
+            fix="install a newer converter (it knows newer models and tokenizers), or name a checkout of llama.cpp by "
+            "--converter; a model that llama.cpp itself does not know is served by vLLM: tunedeck handover RUN --vllm",
         )
 
 

@@ -221,6 +221,14 @@ def test_words_of_other_tools_lead_to_handover(typed: str, meant: str) -> None:
     assert right_command(f"No such command '{words[0]}'.", words) == f"tunedeck {meant}"
 
 
+@pytest.mark.parametrize("option", ["-o", "--output", "--output-dir"])
+def test_what_writes_one_result_takes_other_tools_output_as_its_own(option: str) -> None:
+    for command in ("export", "handover", "merge", "report"):
+        words = [command, "last", option, "there"]
+        assert right_command(f"No such option: {option}", words) == f"tunedeck {command} last --out there"
+    assert right_command(f"No such option: {option}", ["resume", option, "there"]) == "tunedeck resume --runs there"
+
+
 @pytest.mark.parametrize(
     ("ends", "how", "fix"),
     [("sys.exit(3)", "failed with exit code 3", "see the log"), ("os.kill(os.getpid(), 4)", "SIGILL", "processor"),
