@@ -17,7 +17,7 @@ from tests.tui.tmux_terminal import ROOT, Terminal, needs_tmux, until
 
 pytestmark = needs_tmux
 
-SHORTER = (("max_steps = 300", "max_steps = 60"), ('split = "train"', 'split = "train"\nlimit = 4000'),
+SHORTER = (("max_steps = 300", "max_steps = 200"), ('split = "train"', 'split = "train"\nlimit = 4000'),
            ("at_start = true", "at_start = false\nlimit = 32"), ('["loss", "exact_match"]', '["loss"]'),
            ("[checkpoint]\nevery_steps = 50", "[checkpoint]\nevery_steps = 5"))  # fmt: skip
 """Replacements in the demo's recipe: fewer steps, and a checkpoint soon."""
