@@ -29,6 +29,7 @@ from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.export.logits import compare_bases, compare_logits, logits_on_prompts
+from engine.model.adapters import router_modules
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
@@ -138,8 +139,9 @@ def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
         shutil.copyfile(path, draft / path.name)
     del merged
     gc.collect()  # the merged model is opened again, and must not lie in memory twice
-    after = logits_on_prompts(_base(str(draft), None, str(draft), source.trust_remote_code), tokenizer)
-    notify(compare_logits(before, after))
+    opened = _base(str(draft), None, str(draft), source.trust_remote_code)
+    after = logits_on_prompts(opened, tokenizer)
+    notify(compare_logits(before, after, has_routers=bool(router_modules(opened))))
     if bases.four_bit:
         seen = before if bases.dequantized else other_before
         kept, rounded = (other, after) if bases.dequantized else (after, other)

@@ -91,8 +91,8 @@ def _run(command: list[str]) -> None:
         lines = (ended.stdout + ended.stderr).strip().splitlines()[-TAIL:]
         raise EnvironmentProblem(
             f"{Path(command[0]).name} failed with exit code {ended.returncode}:\n  " + "\n  ".join(lines),
-            fix="install a newer converter (it knows newer models and tokenizers), or name a checkout of llama.cpp by "
-            "--converter; a model that llama.cpp itself does not know is served by vLLM: tunedeck handover RUN --vllm",
+            fix="install a newer converter (it knows newer models and tokenizers), or name a checkout of llama.cpp "
+            "with --converter; a model that llama.cpp itself does not know can be served with --vllm",
         )
 
 

@@ -177,14 +177,18 @@ def test_dequantized_weights_are_those_of_a_4_bit_base_and_need_bitsandbytes(
 def test_another_model_is_no_merged_one() -> None:
     logits = [torch.arange(6.0).reshape(2, 3)]
     with pytest.raises(EnvironmentProblem, match="largest difference"):
-        compare_logits(logits, [-logits[0]])
+        compare_logits(logits, [-logits[0]], has_routers=False)
+    with pytest.raises(EnvironmentProblem, match="largest difference"):
+        compare_logits(logits, [-logits[0]], has_routers=True)
 
 
 def test_a_token_that_rounding_sends_to_another_expert_is_told_and_not_refused() -> None:
     logits = [torch.randn(5, 30)]
     other = [logits[0].clone()]
     other[0][2] *= -1
-    told = compare_logits(logits, other)
+    with pytest.raises(EnvironmentProblem, match="largest difference"):
+        compare_logits(logits, other, has_routers=False)
+    told = compare_logits(logits, other, has_routers=True)
     assert f"{float((logits[0][2] * 2).abs().max()):.2g} (largest logit" in told
 
 
