@@ -44,6 +44,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.rounding": ("exact", "stochastic"),
     "train.optimizer": ("adamw", "sgd", "adafactor"),
     "train.optimizer_offload": ("false", "true"),
+    "train.mlp_tiles": ("1", "4"),
     "train.activation_offload": ("false", "true"),
     "data.max_length": ("512", "2048", "16384"),
     "data.packing": ("false", "true"),

@@ -70,6 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA, plain loss": {"method": {"rank": 8}, "train": {"loss": "plain"}},
     "LoRA, packed": {"method": {"rank": 8}, "data": {"packing": True}},
     "LoRA, activations on the host": {"method": {"rank": 8}, "train": {"activation_offload": True}},
+    "LoRA, tiled MLP": {"method": {"rank": 8}, "train": {"mlp_tiles": 4}},
     "DoRA": {"method": {"rank": 8, "dora": True}},
     "full": {"method": {"kind": "full"}},
     "full, everything kept": {"method": {"kind": "full"}, "train": {"gradient_checkpointing": False}},

@@ -110,7 +110,7 @@ def _auto_run(spec: RunSpec) -> tuple[int, float]:
 
 def measure_times(folder: Path, count: int) -> None:
     drawn, predicted, measured = random.Random(5), [], []
-    print("method  layers  hidden  rows  length  recompute  predicted  measured", flush=True)
+    print("method  layers  hidden  rows  length  recompute  tiles  predicted  measured", flush=True)
     for number in range(count):
         method, layers = drawn.choice(("lora", "full")), drawn.choice((4, 8, 12))
         hidden, rows, length = (
@@ -118,16 +118,16 @@ def measure_times(folder: Path, count: int) -> None:
             drawn.choice((1, 2, 4, 8)),
             drawn.choice((64, 128, 256, 512)),
         )
-        again = drawn.randint(0, layers)
+        again, tiles = drawn.randint(0, layers), drawn.choice((1, 1, 4))
         job = write_job(folder / f"t{number}", [length] * 32, vocabulary=400, hidden=hidden, steps=9, layers=layers)
-        spec = with_changes(_spec(job, method, rows, length, "cpu"), {KEY: again or False})
+        spec = with_changes(_spec(job, method, rows, length, "cpu"), {KEY: again or False, "train.mlp_tiles": tiles})
         predictor = find_predictor(spec)
         assert isinstance(predictor, Predictor)
         predicted.append(StepTime.of(predictor).step(rows, length, again))
         with _prepared(spec) as (setup, transaction):
             measured.append(min(_seconds(setup, transaction) for _ in range(REPEATS)))
         print(
-            f"{method:6}  {layers:6}  {hidden:6}  {rows:4}  {length:6}  {again:9}  "
+            f"{method:6}  {layers:6}  {hidden:6}  {rows:4}  {length:6}  {again:9}  {tiles:5}  "
             f"{predicted[-1]:9.4f}  {measured[-1]:8.4f}",
             flush=True,
         )

@@ -40,6 +40,7 @@ PACKAGES = ("tunedeck", "torch", "transformers", "peft", "accelerate", "datasets
 LEARNING_NEUTRAL_KEYS = (
     "train.micro_batch",
     "train.gradient_checkpointing",
+    "train.mlp_tiles",
     "train.activation_offload",
     "train.optimizer_offload",
     "train.compile",

@@ -14,6 +14,7 @@ REMEDY_TEXTS = {
     "cut": "{what} is redone {size}",
     "checkpointing": "activations{layers} are recomputed from now on, and {what} is redone",
     "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
+    "tile_mlp": "feed-forward blocks are computed in smaller pieces from now on, and {what} is redone",
     "activation_offload": "activations are kept in host memory from now on, and {what} is redone",
     "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
     "learned; {what} is redone",
@@ -207,6 +208,7 @@ OLD_VERDICTS = {"tight": "fits_smaller"}
 REMEDY_WORDS = {
     "train.gradient_checkpointing": "gradient checkpointing",
     "train.loss": "a chunked loss",
+    "train.mlp_tiles": "feed-forward blocks in pieces",
     "train.activation_offload": "activations in host memory",
     "train.optimizer_offload": "optimizer state in host memory",
 }

@@ -44,6 +44,7 @@ FREELY_CHANGEABLE = (
     "recipe.train.max_steps",
     "recipe.train.micro_batch",
     "recipe.train.gradient_checkpointing",
+    "recipe.train.mlp_tiles",
     "recipe.train.activation_offload",
     "recipe.train.optimizer_offload",
     "recipe.train.loss",

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.config.schema.recipe import Recipe
 from engine.data.images import ImageProcessor
 from engine.device.base import Device
 from engine.distributed.weight_exchange import own_rows
@@ -36,6 +37,7 @@ from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
 from engine.model.result_files import name_base, save_generation_config
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
+from engine.model.tiled_mlp import MlpTiles, tiles_of
 from engine.model.trained import checkpointing_layers, decoder_of
 
 ADAPTER = "default"
@@ -78,6 +80,8 @@ class LoadedModel:
     """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
     fused: FusedModules | None = None
     """What of the decoder layers is computed by fused kernels; None: nothing."""
+    tiles: MlpTiles | None = None
+    """The feed-forward blocks that can be computed in pieces; None: no block."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 
@@ -162,6 +166,15 @@ class LoadedModel:
             for module in layer.modules():
                 if "gradient_checkpointing" in vars(module):
                     vars(module)["gradient_checkpointing"] = False
+
+    @property
+    def mlp_tiles(self) -> int:
+        return 1 if self.tiles is None else self.tiles.count
+
+    def set_mlp_tiles(self, count: int) -> None:
+        """Compute feed-forward blocks in so many pieces of each sequence, as far as the model allows it."""
+        if self.tiles is not None:
+            self.tiles.count = count
 
     def _in_order(self) -> list[nn.Module]:
         """The layers in the order in which they become recomputed ones."""
@@ -279,6 +292,19 @@ class LoadedModel:
             expect_shape(target[name], tensor.shape, name)
             whole = target[name]
             local_part(whole).copy_(tensor[own_rows(whole)] if isinstance(whole, DTensor) else tensor)
+
+
+def tile_mlps(loaded: LoadedModel, recipe: Recipe) -> None:
+    """Compute feed-forward blocks in as many pieces as the recipe asks for, and prepare them for more: the ladder may
+    ask. Call this after `load.fuse_modules`, whose kernels compute the pieces."""
+    train = recipe.train
+    if train.compile or (train.mlp_tiles == 1 and "tile_mlp" not in recipe.backoff.ladder):
+        return
+    # Autocast would cast the weights for each piece anew.
+    loaded.tiles = None if loaded.autocast_dtype else tiles_of(loaded.model, loaded.base)
+    loaded.set_mlp_tiles(train.mlp_tiles)
+    if loaded.tiles is None and train.mlp_tiles > 1:
+        loaded.notices.append("train.mlp_tiles changes nothing here: feed-forward blocks are computed whole")
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

@@ -27,7 +27,7 @@ from engine.model.expert_balance import expert_balance
 from engine.model.head import find_head
 from engine.model.liger import OutlineKernels, using
 from engine.model.load import LoadedModel, assemble, choose_settings, fuse_modules
-from engine.model.loaded import embedding_rows
+from engine.model.loaded import embedding_rows, tile_mlps
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
 from engine.model.token_rows import grow_embedding
@@ -60,6 +60,7 @@ def simulated_run(
     device = SimulatedDevice.of(spec.profile.device)
     loaded = on_meta(spec, device, facts)
     fuse_modules(loaded, spec)  # not below: it computes with values
+    tile_mlps(loaded, spec.recipe)
     kind, packed = spec.profile.device.kind, spec.recipe.data.packing
     try:
         with device.simulating(packed=packed), simulated_dropout(kind), using(OutlineKernels()):

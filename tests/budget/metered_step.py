@@ -341,6 +341,7 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
     """Load the model, loss and optimizer state on the profile's device, for as long as the context lasts."""
     from engine.device import open_device
     from engine.model.load import load_model
+    from engine.model.loaded import tile_mlps
     from engine.model.loss import loss_of
     from engine.model.tokenizer import load_tokenizer
     from engine.train.step.optimizer import guarded_optimizer
@@ -350,6 +351,7 @@ def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
         with device.host_region():
             tokenizer = load_tokenizer(spec.recipe.model)
         loaded = load_model(spec, device, tokenizer)
+        tile_mlps(loaded, spec.recipe)
         loss = loss_of(spec.recipe, loaded, device)
         guard = guarded_optimizer(train, loaded, device)
         gc.collect()

@@ -198,6 +198,7 @@ CASES: dict[str, Case] = {
     "train.label_smoothing": Case(run, "0", "0.2"),
     "train.seed": Case(run, "1", "2"),
     "train.gradient_checkpointing": Case(plan, "true", "false"),
+    "train.mlp_tiles": Case(plan, "1", "4", ("train.gradient_checkpointing=false",)),
     "train.activation_offload": Case(plan, "false", "true"),
     "train.loss": Case(plan, "plain", "chunked"),
     "train.compile": Case(proofs, "false", "true"),

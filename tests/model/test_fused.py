@@ -149,7 +149,9 @@ def test_wrong_kernels_are_given_up(tmp_path: Path) -> None:
         found = proved(setup, tmp_path)["fused"]
         assert found.passed is False and "torch computes these modules" in found.fallback
         assert setup.context.loaded.fused is None
-        assert "forward" not in setup.context.loaded.base.model.layers[0].mlp.__dict__
+        layer, x = setup.context.loaded.base.model.layers[0], torch.ones(1, 3, 128)
+        assert "forward" not in layer.input_layernorm.__dict__
+        assert torch.equal(layer.mlp(x), type(layer.mlp).forward(layer.mlp, x))
 
 
 def test_a_run_without_a_card_fuses_nothing(tmp_path: Path) -> None:

@@ -177,7 +177,10 @@ PAIR_CASES = (
     Case("ipo, full, one sequence at a time", "full", rows=1, preference="ipo"),
     Case("kto, lora", "lora", preference="kto"),
 )
-SMALLER = tuple(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora"))
+SMALLER = (
+    *(Case(f"{method}, one layer", method, layers=1, width=8, batch=2) for method in ("full", "lora")),
+    Case("lora, tiled MLP", "lora", checkpointing=True, layers=1, width=8, batch=2, train={"mlp_tiles": 3}),
+)
 ROUNDING_CASES = tuple(
     Case(f"bf16, {name}", "full", layers=1, width=8, dtype="bfloat16", train=train, ladder=("retry", "defragment"))
     for name, train in {

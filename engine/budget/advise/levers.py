@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.budget.advise.gate import refuse_unsafe
-from engine.budget.advise.plan import Plan, find_predictor, recomputes_all
+from engine.budget.advise.plan import PLANNED_TILES, Plan, find_predictor, may_tile, recomputes_all
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.prediction import in_whole_samples
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
@@ -103,8 +103,8 @@ class Lever:
 def levers_of(spec: RunSpec, plan: Plan, facts: ModelFacts) -> list[Lever]:
     """All levers for a run, including some that its other settings or its hardware rule out; the search tests each."""
     return [
-        *_micro_batch_levers(spec, plan), *_offload_levers(spec, plan), *_parallel_levers(spec),
-        *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan, facts),
+        *_micro_batch_levers(spec, plan), *_tile_levers(spec, facts), *_offload_levers(spec, plan),
+        *_parallel_levers(spec), *_arithmetic_levers(spec, plan), *_learning_levers(spec, plan, facts),
     ]  # fmt: skip
 
 
@@ -117,6 +117,12 @@ def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     if not recomputes_all(train.gradient_checkpointing):
         note = "activations are computed again in backward; the same gradients"
         yield Lever((("train.gradient_checkpointing", True),), 30.0, note, timed=True)
+
+
+def _tile_levers(spec: RunSpec, facts: ModelFacts) -> Iterator[Lever]:
+    if may_tile(spec, facts.architecture):
+        note = f"feed-forward blocks in {PLANNED_TILES} pieces of each sequence; the same gradients"
+        yield Lever((("train.mlp_tiles", PLANNED_TILES),), 12.0, note, timed=True)
 
 
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
@@ -252,7 +258,7 @@ def lever_of(plan: Plan, spec: RunSpec) -> str:
     """
     facts = find_facts(spec.recipe.model)
     for component in _components(plan):
-        offers = (offer for offer in _offers(component, plan, spec) if _lowers(offer, plan, spec, facts))
+        offers = (offer for offer in _offers(component, plan, spec, facts) if _lowers(offer, plan, spec, facts))
         if named := [offer.text for offer in islice(offers, MOST_NAMED)]:
             return ", or ".join(named)
     return LAST_RESORT if plan.predictor == "closed_form" else SIMULATE_CHANGES
@@ -269,7 +275,7 @@ def _components(plan: Plan) -> list[str]:
     return [*largest_first, "weights"]
 
 
-def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
+def _offers(component: str, plan: Plan, spec: RunSpec, facts: ModelFacts) -> Iterator[_Offer]:
     """Changes that may lower `component`, the cheapest first; whether they do is not checked here."""
     if component == "answers":
         yield from _of_answers(spec)
@@ -284,7 +290,7 @@ def _offers(component: str, plan: Plan, spec: RunSpec) -> Iterator[_Offer]:
     elif component in ("gradients", "adapters"):
         yield from _of_trained(spec)
     elif component in ("activations", "recompute", "loss"):
-        yield from _of_activations(plan, spec, component)
+        yield from _of_activations(plan, spec, facts, component)
 
 
 def _of_answers(spec: RunSpec) -> Iterator[_Offer]:
@@ -305,7 +311,7 @@ def _of_trained(spec: RunSpec) -> Iterator[_Offer]:
         yield _Offer("a lower method.rank", {"method.rank": method.rank // 2})
 
 
-def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offer]:
+def _of_activations(plan: Plan, spec: RunSpec, facts: ModelFacts, component: str) -> Iterator[_Offer]:
     train = spec.recipe.train
     if component == "loss" and train.loss == "plain":
         yield _Offer('train.loss = "auto"', {"train.loss": "auto"})
@@ -317,6 +323,8 @@ def _of_activations(plan: Plan, spec: RunSpec, component: str) -> Iterator[_Offe
             f"train.micro_batch below {plan.micro_batch}", {}, rows=in_whole_samples(spec.recipe, plan.micro_batch // 2)
         )
         return
+    if may_tile(spec, facts.architecture):
+        yield _Offer(f"train.mlp_tiles = {PLANNED_TILES}", {"train.mlp_tiles": PLANNED_TILES})
     if (sequence := 2 * spec.profile.parallel.sequence) <= plan.ranks:
         yield _Offer(f"parallel.sequence = {sequence}", {"parallel.sequence": sequence})
     yield _Offer(f"data.max_length below {plan.length}", {"data.max_length": max(1, plan.length // 2)})

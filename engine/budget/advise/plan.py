@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from engine.budget.advise.auto_settings import Choice, choice_of, choose, numbers_of_layers
 from engine.budget.advise.plan_time import PlanTime, plan_time
+from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.non_torch_memory import host_capacity_bytes
 from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic
 from engine.budget.predict.prediction import Prediction, Predictor, in_whole_samples
 from engine.budget.predict.recompute import recomputed_layers
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
-from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_config import MemoryConfig, why_whole
 from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
@@ -285,7 +286,7 @@ def _verdict(
     micro-batches of `rows` sequences of `length` tokens."""
     if planned.device_bytes <= spec.profile.device.capacity_bytes:
         return "fits", {}
-    for changes in _remedies(spec):
+    for changes in _remedies(spec, planner.arch):
         if rows == 1 and not changes:
             continue  # planned already
         changed = _with_train(spec, changes)
@@ -304,11 +305,12 @@ def _verdict(
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
     """The run spec, then copies with one remedy more each, cheapest first. They do not change what is learned."""
-    return (_with_train(spec, changes) for changes in _remedies(spec))
+    return (_with_train(spec, changes) for changes in _remedies(spec, None))
 
 
-def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
-    """Changes of the recipe's train table: none, then with one remedy more each, cheapest first."""
+def _remedies(spec: RunSpec, arch: Architecture | None) -> Iterator[dict[str, Any]]:
+    """Changes of the recipe's train table: none, then with one remedy more each, cheapest first. `arch` None: not
+    known."""
     changes: dict[str, Any] = {}
     yield {}
     if not recomputes_all(spec.recipe.train.gradient_checkpointing):
@@ -316,6 +318,9 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
         yield dict(changes)
     if spec.recipe.train.loss == "plain":
         changes["loss"] = "chunked"
+        yield dict(changes)
+    if may_tile(spec, arch):
+        changes["mlp_tiles"] = PLANNED_TILES
         yield dict(changes)
     if not spec.recipe.train.activation_offload and spec.profile.device.kind != "cpu":
         changes["activation_offload"] = True
@@ -328,6 +333,17 @@ def _remedies(spec: RunSpec) -> Iterator[dict[str, Any]]:
 def recomputes_all(checkpointing: bool | int | str) -> bool:
     """Whether a value of `train.gradient_checkpointing` lets all layers recompute if memory asks for it."""
     return checkpointing is True or checkpointing == "auto"
+
+
+PLANNED_TILES = 8
+"""Pieces of a feed-forward block in a remedy: what lives in a block of 3.5 times its input's width is then as large as
+the block's input and its gradient."""
+
+
+def may_tile(spec: RunSpec, arch: Architecture | None) -> bool:
+    """Whether a run may compute its feed-forward blocks in PLANNED_TILES pieces, and does not yet."""
+    train = spec.recipe.train
+    return train.mlp_tiles < PLANNED_TILES and not train.compile and not (arch and why_whole(arch, spec))
 
 
 def _with_train(spec: RunSpec, changes: dict[str, Any]) -> RunSpec:

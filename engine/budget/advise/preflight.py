@@ -20,7 +20,7 @@ from engine.budget.architecture.parameters import elements, layer_parameters, pa
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
-from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
+from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels, why_whole
 from engine.config.check.data_rules import image_key
 from engine.config.files.machine import install_command, install_packages, installed, older
 from engine.config.schema.recipe import Recipe
@@ -47,6 +47,7 @@ def warnings_of(
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(facts, spec), *_generation(arch, spec)]
     found += _host_memory(facts, spec)
     found += _nothing_to_round(arch, spec)
+    found += _nothing_to_tile(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
     found += _shards_over_machines(facts, spec)
@@ -215,6 +216,12 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
                 f'{key} = "{value}" changes nothing here: it is about weights that are trained in bfloat16, and these '
                 f"are trained in {learning}; leave it out"
             )
+
+
+def _nothing_to_tile(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    asked, why = spec.recipe.train.mlp_tiles, why_whole(arch, spec)
+    if asked > 1 and why:
+        yield f"train.mlp_tiles = {asked} changes nothing here: {why}; leave it out"
 
 
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:

@@ -82,6 +82,11 @@ class Architecture:
     max_length: int | None = None
     """Tokens of the longest sequence that the model was made for; None if its config does not tell."""
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has a feed-forward block that is no mixture of experts."""
+        return self.experts is None or any(self.dense_layers)
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
         return self.experts is None or (bool(self.dense_layers) and self.dense_layers[layer])

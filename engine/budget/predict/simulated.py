@@ -45,7 +45,8 @@ WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size", "w
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "kernels")
 MODEL_KEYS = {"dtype", "attention", "attention_dropout", "quantize"}
 TRAIN_KEYS = {
-    "loss", "gradient_checkpointing", "activation_offload", "optimizer_offload", "optimizer", "rounding", "state_dtype",
+    "loss", "gradient_checkpointing", "mlp_tiles", "activation_offload", "optimizer_offload", "optimizer", "rounding",
+    "state_dtype",
 }  # fmt: skip
 
 

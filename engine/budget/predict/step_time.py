@@ -16,7 +16,7 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import elements, layer_parameters
 from engine.budget.predict.layer_traces import layer_forward
 from engine.budget.predict.prediction import Predictor
-from engine.budget.predict.products import Flops, adapter_weights, layer_flops, trained_weights
+from engine.budget.predict.products import Flops, adapter_weights, layer_flops, trained_weights, used_weights
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.layer import LayerKind, layer_stack
@@ -39,6 +39,8 @@ nothing recomputed and 816 ms with everything."""
 LAUNCHES_PER_LAYER, LAUNCHES_PER_ADAPTER = 28, 3
 """Kernels of a layer's forward pass, and of each adapter in it; backward has twice as many (6,300 in a micro-batch of a
 recomputing 8B model with adapters on all seven linear layers)."""
+LAUNCHES_PER_PIECE = 7
+"""Kernels of a feed-forward block: three products, activation, product of both, and the copies of input and output."""
 LAUNCH_SECONDS = 14e-6
 """Of the host for one kernel of a GPU, while the device works on others (90 ms for 6,300)."""
 MICRO_BATCH_SECONDS = 2e-3
@@ -112,6 +114,12 @@ class LayerWork:
     """What a layer that is not recomputed saves."""
     passes: tuple[float, float]
     """How often as many bytes pass through memory in forward and in backward."""
+    tiled_share: float = 0.0
+    """Share of forward that is a feed-forward block in pieces, which backward computes again."""
+    tiled_launches: int = 0
+    """Kernels of forward that the further pieces add."""
+    tiled_again: bool = False
+    """Whether a recomputed layer computes that block twice more: what follows it saves tensors for backward."""
 
     def seconds(self, speed: Speed, shape: Shape, rows: int, length: int) -> tuple[float, float, float]:
         """(products, between products, forward alone), without launches."""
@@ -183,7 +191,10 @@ class StepTime:
             multiplied, moved, forward = known[layer]
             again = place < recomputed and layer.learns
             products, between, recompute = products + multiplied, between + moved, recompute + again * forward
+            tiles_again = layer.learns and (layer.tiled_again or not again)
+            recompute += tiles_again * layer.tiled_share * forward
             launches += layer.launches * (1 + again + 2 * layer.learns)
+            launches += layer.tiled_launches * (1 + tiles_again + 2 * layer.learns)
             if self.offloads and not again:
                 copied += 2 * layer.saved.at(shape) / (HOST_LINK_GBS * 1e9)
         multiplied, moved, _ = self.head.seconds(self.speed, shape, rows, length)
@@ -211,7 +222,17 @@ def _work(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> LayerWor
     launches = LAUNCHES_PER_LAYER + LAUNCHES_PER_ADAPTER * len(kind.trainable.adapted)
     saved = layer_forward(arch, config, kind).saved
     passes = (FUSED_FORWARD_PASSES, FUSED_BACKWARD_PASSES) if config.fused else (FORWARD_PASSES, BACKWARD_PASSES)
-    return LayerWork(kind.learns, forward, backward_share, weight_bytes, launches, saved, passes)
+    work = LayerWork(kind.learns, forward, backward_share, weight_bytes, launches, saved, passes)
+    if config.mlp_tiles == 1 or not kind.trainable.dense:
+        return work
+    block = sum(used_weights(arch, each) for each in parameters if each.name.startswith("mlp."))
+    adapted = sum(name.startswith("mlp.") for name in kind.trainable.adapted)
+    return replace(
+        work,
+        tiled_share=2.0 * block / forward.per_token,
+        tiled_launches=(config.mlp_tiles - 1) * (LAUNCHES_PER_PIECE + LAUNCHES_PER_ADAPTER * adapted),
+        tiled_again=arch.norms_per_layer == 4,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ variables of the family's modelling file in transformers, so that the same tenso
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from engine.budget.architecture.parameters import layer_parameters
 from engine.budget.trace.attention import attend, rotary
 from engine.budget.trace.experts import mixture
 from engine.budget.trace.memory_config import MemoryConfig
-from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor
+from engine.budget.trace.memory_trace import MemoryTrace, Node, Storage, TracedTensor
 from engine.budget.trace.operations import (
     activation,
     add,
@@ -49,7 +50,7 @@ class Layer(Weights):
     def __init__(self, trace: MemoryTrace, arch: Architecture, config: MemoryConfig, kind: LayerKind) -> None:
         parameters = layer_parameters(arch, kind.trainable.dense)
         super().__init__(trace, config, kind.trainable, parameters, transposed=arch.layout == "gpt2")
-        self.arch = arch
+        self.arch, self.kind = arch, kind
         self.cached: list[TracedTensor] | None = None
         """The cache of keys and values while text is generated; None in training."""
         self.masked = kind.masked
@@ -112,10 +113,26 @@ class Layer(Weights):
         return self.linear("self_attn.o_proj", output), weights
 
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
-        """down(act(gate(x)) * up(x)), or a mixture of experts."""
+        """A mixture of experts, or a dense block, which may be computed in pieces of the sequence."""
+        if self.arch.experts is not None and not self.trainable.dense:
+            return mixture(self.trace, self.arch, self.arch.experts, x, self._trained_bytes())
+        if self.config.mlp_tiles > 1:
+            return tiled(self.trace, x, self.config.mlp_tiles, self._dense_on, trains=self._feed_forward_learns)
+        return self.dense(x)
+
+    @property
+    def _feed_forward_learns(self) -> bool:
+        return any(name.startswith("mlp.") for name in (*self.trainable.trained, *self.trainable.adapted))
+
+    def _dense_on(self, trace: MemoryTrace) -> Callable[[TracedTensor], TracedTensor]:
+        """The dense block of this layer on another trace."""
+        return Layer(trace, self.arch, self.config, self.kind).dense
+
+    def dense(self, x: TracedTensor) -> TracedTensor:
+        """down(act(gate(x)) * up(x))."""
         trace, arch = self.trace, self.arch
-        if arch.experts is not None and not self.trainable.dense:
-            return mixture(trace, arch, arch.experts, x, self._trained_bytes())
+        if arch.layout == "gpt2":
+            return self._gpt2_feed_forward(x)
         if arch.layout == "phi3":
             joint = self.linear("mlp.gate_up_proj", x)
             gate, up = halves(trace, joint)
@@ -165,7 +182,7 @@ class Layer(Weights):
         hidden = add(trace, output, residual)
         residual = hidden
         hidden = layer_norm(trace, hidden, *self.weight("ln_2"))
-        forward = self._dropped(self._gpt2_feed_forward(hidden))
+        forward = self._dropped(self.feed_forward(hidden))
         return add(trace, residual, forward)
 
     def _gpt2_feed_forward(self, x: TracedTensor) -> TracedTensor:
@@ -177,6 +194,51 @@ class Layer(Weights):
     def _trained_bytes(self) -> dict[str, int]:
         """Bytes of each trained parameter's gradient, by name."""
         return {name: self.parameter(name)[0] for name in self.trainable.trained}
+
+
+def tiled(
+    trace: MemoryTrace,
+    x: TracedTensor,
+    pieces: int,
+    block_on: Callable[[MemoryTrace], Callable[[TracedTensor], TracedTensor]],
+    *,
+    trains: bool,
+) -> TracedTensor:
+    """A feed-forward block on `pieces` of the sequence, one after the other (`engine.model.tiled_mlp`): its input is
+    saved before it is computed, and backward computes each piece again. `block_on` makes the block on a trace;
+    `trains`: whether the block has trained weights or adapters."""
+    itemsize, elements, wanted = x.itemsize, x.elements, x.node is not None
+    learns = wanted or trains
+
+    def piece_on(inner: MemoryTrace) -> tuple[TracedTensor, TracedTensor]:
+        piece = inner.new(elements, itemsize)
+        if wanted and inner.learning:
+            piece.node = Node(piece.size)
+        return piece, block_on(inner)(piece)
+
+    def backward(gradient: Storage) -> list[Storage | None]:
+        inner = MemoryTrace(metered=trace.metered)
+        piece, output = piece_on(inner)
+        assert output.node is not None
+        upstream = output.node.gradient = inner.allocate(output.size)
+        inner.backward()
+        held = inner.live.trained_grads()
+        peaks = [peak.of_piece(pieces) for peak in inner.take_peaks()]
+        del piece, output, upstream
+        grad_x = trace.allocate(x_size) if wanted else None
+        # The first piece makes the gradients of weights, the others add to them.
+        trace.add_peaks([*peaks, *(peak.after_first() + held for peak in peaks)], leaving=held)
+        return [grad_x]
+
+    x_size = x.size
+    saved = trace.save(x) if learns else None
+    inner = MemoryTrace(metered=trace.metered, learning=False)
+    piece, output = piece_on(inner)
+    del piece, output
+    peaks = [peak.of_piece(pieces) for peak in inner.take_peaks()]
+    result = trace.result(elements, itemsize, [x], backward, saved, trains=trains)
+    trace.add_peaks(peaks)
+    return result
 
 
 def new_gelu(trace: MemoryTrace, x: TracedTensor) -> TracedTensor:

@@ -112,6 +112,8 @@ class MemoryConfig:
     """The auxiliary loss is computed from the router logits; None: only if a router is trained."""
     one_row: bool = False
     """A single sequence, for which the model saves different tensors than for several; see `for_rows`."""
+    mlp_tiles: int = 1
+    """Pieces of each sequence in which dense feed-forward blocks are computed."""
     kept_layers: int = 0
     """With checkpointing: decoder layers that keep their activations all the same, the last of `recompute_order`."""
 
@@ -157,6 +159,7 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         dropout=lora and method.dropout > 0,
         checkpointing=train.gradient_checkpointing is not False,
         kept_layers=_kept_layers(arch, train.gradient_checkpointing),
+        mlp_tiles=1 if why_whole(arch, spec) else train.mlp_tiles,
         activation_offload=train.activation_offload and device.kind != "cpu",
         loss=resolved_loss(spec),
         chunk_tokens=chunk_tokens(arch.vocab, device.capacity_bytes),
@@ -186,6 +189,19 @@ def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
         watches_experts=arch.experts is not None and recipe.moe.watch_experts,
         balances_experts=_balances_experts(arch, recipe),
     )
+
+
+def why_whole(arch: Architecture, spec: RunSpec) -> str:
+    """Why feed-forward blocks cannot be computed in pieces; empty if they can."""
+    if not arch.has_dense_layers:
+        return "every layer of this model is a mixture of experts"
+    if resolved_dtype(spec) == "float16" and spec.recipe.method.kind == "full":
+        return "weights in fp32 are computed in float16, and would be cast for each piece anew"
+    attention = arch.attention_dropout and spec.recipe.model.attention_dropout == "keep"
+    eager = arch.attention_dropout and resolved_attention(arch, spec) == "eager"
+    if arch.residual_dropout or arch.embedding_dropout or attention or eager:
+        return "this model has dropout of its own, whose masks are told apart by the number of calls"
+    return ""
 
 
 def _kept_layers(arch: Architecture, recomputed: bool | int | Literal["auto"]) -> int:

@@ -148,6 +148,12 @@ class MemoryTrace:
         self.rising = False
         return peaks
 
+    def add_peaks(self, peaks: Sequence[BytesPolynomial], leaving: BytesPolynomial = NO_BYTES) -> None:
+        """Count an operation traced apart: its local maxima come on top of what is live, and `leaving` stays."""
+        self.peaks += [self.live + peak for peak in peaks]
+        self.live += leaving
+        self.rising = True
+
     def new(self, elements: BytesPolynomial, itemsize: int) -> TracedTensor:
         """A tensor that needs no gradient."""
         size = elements * itemsize

@@ -81,6 +81,19 @@ class BytesPolynomial:
     def __repr__(self) -> str:
         return f"BytesPolynomial{self.coefficients}"
 
+    def of_piece(self, pieces: int) -> BytesPolynomial:
+        """The bytes for the longest of so many pieces of each sequence: what is fixed stays as it is."""
+        fixed, *others, trained = self.coefficients
+        return BytesPolynomial((fixed, *(-(-each // pieces) for each in others), trained))
+
+    def after_first(self) -> BytesPolynomial:
+        """Without `TRAINED_GRADS`: the bytes of a pass whose gradients are added to existing ones."""
+        return BytesPolynomial((*self.coefficients[:-1], 0))
+
+    def trained_grads(self) -> BytesPolynomial:
+        """`TRAINED_GRADS` alone."""
+        return self.coefficients[-1] * TRAINED_GRADS
+
     @property
     def fixed(self) -> int:
         return self.coefficients[0]

@@ -142,6 +142,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "adam_epsilon": Alias(HF, "train.eps"),
     "adam_eps": Alias(AXOLOTL, "train.eps"),
     "eta_min": Alias(AXOLOTL, "train.min_learning_rate"),
+    "tiled_mlp_num_shards": Alias(AXOLOTL, "train.mlp_tiles"),
     "activation_offloading": Alias(AXOLOTL, "train.activation_offload", bool),
     "liger_fused_linear_cross_entropy": Alias(AXOLOTL, "train.loss", lambda theirs: "fused" if theirs else "auto"),
     "pref_loss": Alias(FACTORY, "preference.loss", _choice(PREFERENCE_NAMES)),

@@ -37,7 +37,7 @@ REASONS: dict[str, str] = {
         "experts_implementation fused_attn_kernel gemma4_hybrid_attn_impl flash_attn_cross_entropy "
         "flash_attn_fuse_mlp flash_attn_rms_norm flash_optimum torch_compile_mode torch_compile_backend "
         "flex_attn_compile_kwargs kernel_config use_v1_kernels xformers_attention sdp_attention enable_liger_kernel "
-        "use_unsloth_gc fused foreach tiled_mlp lora_embedding_kernel unsloth_lora_mlp unsloth_lora_qkv "
+        "use_unsloth_gc fused foreach lora_embedding_kernel unsloth_lora_mlp unsloth_lora_qkv "
         "use_dsv4_kernels use_glm_dsa_kernels dsv4_fp4_grouped_mode apply_rope_fusion bias_activation_fusion "
         "moe_grouped_gemm unsloth_lora_o unsloth_cross_entropy_loss cut_cross_entropy experimental_skip_move_to_device"
     ),
@@ -102,6 +102,9 @@ REASONS: dict[str, str] = {
     "how a mixture of experts is stored is the model's own": "llama4_linearized_experts quantize_moe_experts "
     "model_quantization_config model_quantization_config_kwargs nvfp4_merge_aware",
     "memory is kept low by the plan (train.optimizer_offload, train.activation_offload)": "optimizer_in_bwd",
+    "train.mlp_tiles takes the number of pieces, and computes them with the block's own weights": (
+        "tiled_mlp tiled_mlp_use_original_mlp"
+    ),
     "quantised models are read as their own config says": "gptq gptq_groupsize gptq_model_v1 gptq_disable_exllama",
     "adapters on single parameters of experts do not exist here": "lora_target_parameters",
     "adapters start from zero; other initial values do not exist here": (

@@ -103,6 +103,10 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
         lambda spec: _compiled(spec, spec.recipe.method.dropout > 0, "method.dropout > 0"),
         "torch.compile of dropout whose masks do not depend on the split",
     ),
+    (
+        lambda spec: _compiled(spec, spec.recipe.train.mlp_tiles > 1, "train.mlp_tiles > 1"),
+        "torch.compile of layers whose backward pass computes parts of them again",
+    ),
 )
 """(the key as the user wrote it, or None if unused; name of the missing feature)."""
 

@@ -1,10 +1,25 @@
-"""The schema of [finish]: what is done with a run's result, and who hears of its end."""
+"""The schema of [trackers] and [finish]: who hears of a run besides its journal, and what is done with its result."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from engine.config.schema.base import Table
 
 WEBHOOK, PUSH = "finish.webhook", "finish.push"
+
+
+class Trackers(Table):
+    """Experiment trackers beside the journal."""
+
+    use: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = []
+    """Trackers that get the metrics of a run; each needs its package."""
+    project: str | None = None
+    """Project name in the trackers; by default tunedeck."""
+    tags: list[str] = []
+    """Tags of the run in the trackers."""
+    result: bool = False
+    """Name the result's folder in the trackers: an artifact by reference, a tag or a text. Nothing is uploaded."""
 
 
 class Finish(Table):

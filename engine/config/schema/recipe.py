@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from engine.config.attention import AttentionChoice
 from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
 from engine.config.schema.data import Data, Eval, Evaluate
-from engine.config.schema.finish import Finish
+from engine.config.schema.finish import Finish, Trackers
 from engine.config.schema.preference import LEARNING_RATES, Preference
 
 
@@ -172,6 +172,9 @@ class Train(Table):
     gradient_checkpointing: Literal["auto"] | bool | Count = "auto"
     """Recompute activations in the backward pass instead of keeping them: of all layers, of none, or of so many, the
     first ones. auto: of as few as the memory needs, by the plan."""
+    mlp_tiles: Count = 1
+    """Tiled MLP: compute feed-forward blocks in so many pieces of each sequence, and each piece again in the backward
+    pass. Saves memory with long sequences; the results are the same."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
@@ -239,7 +242,9 @@ class Generate(Table):
     """Seed of sampling."""
 
 
-Rung = Literal["retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload"]
+Rung = Literal[
+    "retry", "defragment", "cut", "checkpointing", "chunk_loss", "tile_mlp", "activation_offload", "optimizer_offload"
+]
 """A remedy of the backoff ladder."""
 
 
@@ -247,7 +252,8 @@ class Backoff(Table):
     """Remedies for out-of-memory errors."""
 
     ladder: list[Rung] = [
-        "retry", "defragment", "cut", "checkpointing", "chunk_loss", "activation_offload", "optimizer_offload",
+        "retry", "defragment", "cut", "checkpointing", "chunk_loss", "tile_mlp", "activation_offload",
+        "optimizer_offload",
     ]  # fmt: skip
     """Remedies in the order in which they are tried."""
     allow_learning_changes: list[Literal["max_length"]] = []
@@ -270,19 +276,6 @@ class RecipeParallel(Table):
     sequence: Literal["auto"] | Count | None = None
     """How many devices share one sequence; auto: the fewest with which the longest sequence fits. By default the
     profile's."""
-
-
-class Trackers(Table):
-    """Experiment trackers beside the journal."""
-
-    use: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = []
-    """Trackers that get the metrics of a run; each needs its package."""
-    project: str | None = None
-    """Project name in the trackers; by default tunedeck."""
-    tags: list[str] = []
-    """Tags of the run in the trackers."""
-    result: bool = False
-    """Name the result's folder in the trackers: an artifact by reference, a tag or a text. Nothing is uploaded."""
 
 
 class Stage(Table):

@@ -29,7 +29,7 @@ from engine.device.nvml import driver_version
 from engine.device.oom import classify, clear_frames, flush_autograd, is_sticky
 from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem
-from engine.train.proofs import among_ranks, kernels, layers, sharded, state
+from engine.train.proofs import among_ranks, kernels, layers, replaced, sharded, state
 from engine.train.proofs.record import DisprovedError, Proof, ProofResult, ProvedRun, UndecidedError
 
 ON_A_DEVICE = (
@@ -44,8 +44,9 @@ ON_A_DEVICE = (
     state.COPIED,
     state.HOST_SYNCS,
     kernels.DETERMINISM,
-    layers.FUSED,
-    layers.COMPILED,
+    replaced.FUSED,
+    replaced.TILED_MLP,
+    replaced.COMPILED,
 )
 """Later proofs may rest on what earlier ones have shown. Layers that were called under another dispatch mode first, as
 when host syncs are counted, are never compiled if they are not compiled last."""
@@ -169,7 +170,7 @@ def _outcome(proof: Proof, run: ProvedRun) -> tuple[bool | None, str]:
 
 
 def _shown(proof: Proof, run: ProvedRun) -> str:
-    if not proof.votes:
+    if not proof.votes or run.context.ranks.size == 1:
         return proof.prove(run)
     shown: list[str] = []
     voted_group = run.context.ranks.voted_group()

@@ -122,7 +122,7 @@ class RunState:
 
 def settings(spec: RunSpec, total_steps: int) -> dict[str, Any]:
     """What the learned budget ("memory") and the schedule ("total_steps") depend on, compared on a resume."""
-    keys = ("micro_batch", "gradient_checkpointing", "activation_offload", "optimizer_offload", "loss")
+    keys = ("micro_batch", "gradient_checkpointing", "mlp_tiles", "activation_offload", "optimizer_offload", "loss")
     profile, chosen = spec.profile, {key: getattr(spec.recipe.train, key) for key in keys}
     hardware = {
         "device": profile.device.model_dump(),

@@ -29,6 +29,7 @@ from engine.model.config import model_config_dict
 from engine.model.decoder import require_images
 from engine.model.flops import step_flops
 from engine.model.load import LoadedModel, fuse_modules
+from engine.model.loaded import tile_mlps
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.model.verify import require_known_family, require_separation
 from engine.train.step.context import Identity, LossScaler, StepContext, TrainingSetup
@@ -77,6 +78,7 @@ def set_up(
     strategy = load_strategy(spec, device, tokenizer, ranks, report, local_recoveries.note)
     strategy.loaded.images = images
     fuse_modules(strategy.loaded, spec)
+    tile_mlps(strategy.loaded, recipe)
     _tell_loading(strategy.loaded, journal)
     _try_model(strategy.loaded, spec, ranks)
     pad_id = int(tokenizer.pad_token_id)

@@ -20,6 +20,7 @@ SETTING_OF_REMEDY = {
     "cut": "micro_batch_budget",
     "checkpointing": "checkpointing",
     "chunk_loss": "chunk_tokens",
+    "tile_mlp": "mlp_tiles",
     "activation_offload": "activation_offload",
     "optimizer_offload": "optimizer_offload",
     "max_length": "max_length",
@@ -44,6 +45,8 @@ class MemorySettings:
     """Whether optimizer state lies in host memory between steps."""
     max_length: int | None
     """Tokens after which every sequence ends; None leaves sequences whole."""
+    mlp_tiles: int = 1
+    """Pieces of a sequence in which feed-forward blocks are computed."""
 
     def value_of(self, remedy: str) -> Any:
         """None for a remedy that changes no setting."""
@@ -59,6 +62,7 @@ class MemorySettings:
         recomputed = {"train.gradient_checkpointing": self.checkpointing if some else self.checkpointing > 0}
         return {
             **(recomputed if layers else {}),  # the plan of a model that cannot is the same whatever the recipe says
+            "train.mlp_tiles": self.mlp_tiles,
             "train.activation_offload": self.activation_offload,
             "train.optimizer_offload": self.optimizer_offload,
         }
@@ -72,6 +76,7 @@ def current_settings(context: StepContext) -> MemorySettings:
         activation_offload=context.loss.offload.on,
         optimizer_offload=context.guard.host_state.on,
         max_length=context.data.limit,
+        mlp_tiles=context.loaded.mlp_tiles,
     )
 
 
@@ -81,6 +86,7 @@ def apply_settings(context: StepContext, settings: MemorySettings) -> None:
     context.budget.budget_bytes = settings.micro_batch_budget
     if context.loaded.checkpointing != settings.checkpointing:
         context.loaded.set_checkpointing(settings.checkpointing)
+    context.loaded.set_mlp_tiles(settings.mlp_tiles)
     context.loss.set_chunks(settings.chunk_tokens)
     context.loss.offload.on = settings.activation_offload
     if context.data.limit != settings.max_length:
@@ -117,6 +123,9 @@ def adopt_memory(context: StepContext, saved: dict[str, Any]) -> None:
 LAYERS_SHARE = 1 / 8
 """Share of the layers that recompute their activations in addition at each failure, at least."""
 SMALLEST_CHUNK_TOKENS = 16
+SMALLEST_TILE_TOKENS = 16
+FEWEST_TILES = 4
+"""Two would leave the intermediate values of a block as large as its input."""
 SHORTEST_TOKENS = 16
 
 
@@ -139,6 +148,8 @@ class BackoffContext:
     layers: int
     """Decoder layers that may recompute their activations; 0 if the model cannot do it."""
     has_optimizer_state: bool
+    tiles_mlp: bool
+    """Whether the model has feed-forward blocks that can be computed in pieces."""
     planned_chunk_tokens: int
     """Tokens per chunk that plans assume, for a loss that is not yet computed in chunks."""
     row_targets: int | None = None
@@ -214,6 +225,15 @@ def chunk_loss(now: BackoffContext) -> MemorySettings | None:
     return replace(now.settings, chunk_tokens=max(SMALLEST_CHUNK_TOKENS, used // 2))
 
 
+def tile_mlp(now: BackoffContext) -> MemorySettings | None:
+    """Feed-forward blocks in pieces of the sequence, or in twice as many; None if the pieces are as short as allowed,
+    the model has no such blocks, or outside micro-batches."""
+    micro_batch, tiles = now.oom.micro_batch, 2 * now.settings.mlp_tiles
+    if micro_batch is None or not now.tiles_mlp or micro_batch.rows * micro_batch.length < tiles * SMALLEST_TILE_TOKENS:
+        return None
+    return replace(now.settings, mlp_tiles=min(max(tiles, FEWEST_TILES), micro_batch.length))
+
+
 def activation_offload(now: BackoffContext) -> MemorySettings | None:
     """Activations in host memory until backward; None if already so, on the plain CPU, or outside micro-batches."""
     if now.oom.micro_batch is None or now.settings.activation_offload or now.on_plain_cpu:
@@ -244,6 +264,7 @@ RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
     "cut": cut,
     "checkpointing": checkpointing,
     "chunk_loss": chunk_loss,
+    "tile_mlp": tile_mlp,
     "activation_offload": activation_offload,
     "optimizer_offload": optimizer_offload,
     "max_length": max_length,
@@ -291,6 +312,7 @@ def _choose_and_apply(context: StepContext, oom: RankOom, tried: Sequence[str]) 
         on_plain_cpu=context.device.kind == "cpu",
         layers=context.loaded.recomputable_layers,
         has_optimizer_state=not context.guard.host_state.empty,
+        tiles_mlp=context.loaded.tiles is not None,
         planned_chunk_tokens=context.loss.chunk_tokens,
         row_targets=context.bounds.targets,
         cost_recomputing=context.cost_recomputing,

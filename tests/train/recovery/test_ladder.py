@@ -22,8 +22,7 @@ def context(rows: int = 4, length: int = 100) -> BackoffContext:
     micro_batch = MicroBatch(tuple(range(rows)), length, 200 * rows)
     return BackoffContext(
         RankOom(FAILURE, 0, micro_batch, 2000, 0), SETTINGS, MicroBatchBudget(1000, 1000), [], 2000, 500,
-        on_plain_cpu=False, layers=16, has_optimizer_state=True,
-        planned_chunk_tokens=110,
+        on_plain_cpu=False, layers=16, tiles_mlp=True, has_optimizer_state=True, planned_chunk_tokens=110,
     )  # fmt: skip
 
 
@@ -79,6 +78,19 @@ def test_a_loss_that_is_not_in_chunks_is_first_put_into_chunks() -> None:
 def test_a_chunk_is_halved_from_the_targets_that_there_may_be() -> None:
     few = replace(context(rows=1), layers=0, row_targets=80)
     assert choose(LADDER, few) == ("chunk_loss", replace(SETTINGS, chunk_tokens=40))
+
+
+def test_blocks_are_tiled_before_anything_moves_to_the_host() -> None:
+    short = replace(SETTINGS, checkpointing=16, chunk_tokens=16)
+    now = replace(context(rows=1), settings=short)
+    assert choose(LADDER, now) == ("tile_mlp", replace(short, mlp_tiles=4))
+    further = replace(now, settings=replace(short, mlp_tiles=4))
+    chosen = choose(LADDER, further)
+    assert chosen is not None and chosen[0] == "activation_offload", "pieces of 100 / 8 tokens are too short"
+    longer = replace(context(rows=1, length=4096), settings=replace(short, mlp_tiles=4))
+    assert choose(LADDER, longer) == ("tile_mlp", replace(short, mlp_tiles=8))
+    mixture = choose(LADDER, replace(now, tiles_mlp=False))
+    assert mixture is not None and mixture[0] == "activation_offload"
 
 
 def test_what_has_succeeded_before_is_repeated_once() -> None:

@@ -29,6 +29,21 @@ def test_activations_move_to_the_host_when_one_sequence_does_not_fit(tmp_path: P
     assert max(event["peak_bytes"] for event in of_kind(events, "step")) < 0.85 * peak
 
 
+def test_feed_forward_blocks_are_tiled_when_one_sequence_does_not_fit(tmp_path: Path, samples: Path) -> None:
+    tables: dict[str, Any] = {"train": {**ONE_AT_A_TIME, "gradient_checkpointing": True}, "data": {"max_length": 400}}
+    _, roomy = train(new_run(tmp_path / "roomy", make_spec(samples, **tables)))
+    peak = max(event["peak_bytes"] for event in of_kind(roomy, "step"))
+    tight = make_spec(samples, memory_gib=0.93 * peak / 2**30, backoff={"ladder": ["tile_mlp"]}, **tables)
+    place = new_run(tmp_path / "tight", tight)
+    code, events = train(place)
+    assert code == 0
+    assert {event["remedy"] for event in of_kind(events, "backoff")} == {"tile_mlp"}
+    assert losses(events) == pytest.approx(losses(roomy), rel=1e-5)
+    assert max(event["peak_bytes"] for event in of_kind(events, "step")) < 0.93 * peak
+    finished = of_kind(events, "run_finished")[0]["measured"]
+    assert finished["predicted"]["peak_bytes"] == pytest.approx(finished["peak_bytes"], rel=0.01)
+
+
 def test_offloaded_activations_go_together_with_checkpointing(tmp_path: Path, samples: Path) -> None:
     train_table = {**ONE_AT_A_TIME, "gradient_checkpointing": True}
     _, kept = train(new_run(tmp_path / "kept", make_spec(samples, train=train_table)))

@@ -35,7 +35,7 @@ def other(settings: MemorySettings) -> MemorySettings:
     """Settings that all differ from those in `settings`."""
     return MemorySettings(
         settings.micro_batch_budget // 2, settings.checkpointing + 3, present(settings.chunk_tokens) // 2,
-        not settings.activation_offload, not settings.optimizer_offload, 24,
+        not settings.activation_offload, not settings.optimizer_offload, 24, 4 * settings.mlp_tiles,
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_what_checkpoints_hold_is_read_and_written_in_the_same_form(setup: Train
     written = json.loads(json.dumps(memory_as_json(setup.context)))
     now = {
         "budget": IN_CHECKPOINTS["budget"] | ADDED,
-        "remedies": IN_CHECKPOINTS["remedies"] | {"checkpointing": layers},
+        "remedies": IN_CHECKPOINTS["remedies"] | {"checkpointing": layers, "mlp_tiles": 1},
     }
     assert written == IN_CHECKPOINTS | now, "true stood for all layers"
     adopt_memory(setup.context, written)
@@ -120,3 +120,4 @@ def test_the_effective_spec_names_what_is_in_force(setup: TrainingSetup) -> None
     apply_settings(setup.context, other(current_settings(setup.context)))
     train = effective_spec(setup.spec, setup.context).recipe.train
     assert (train.gradient_checkpointing, train.activation_offload, train.optimizer_offload) == (3, True, True)
+    assert train.mlp_tiles == 4
