@@ -58,7 +58,7 @@ torture: $(READY)
 	$(TORTURE) tests.train.torture $(TIMES:%=--sample %)
 	$(TORTURE) tests.stages.kill_anywhere --moments $(or $(TIMES),30)
 	$(if $(TIMES),,$(TORTURE) pytest -m torture -s)
-	$(TORTURE) tests.faults.every_write --sample $(or $(TIMES),100)
+	$(TORTURE) tests.faults.every_write $(if $(TIMES),--sample $(TIMES),--call-sites)
 	$(TORTURE) tests.fuzz.run --inputs $(or $(INPUTS),100000)
 	$(BIN)/python -P -m tests.torture_table $(ROWS)
 

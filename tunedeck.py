@@ -27,8 +27,9 @@ def main() -> None:
     printed.
     """
     _own_packages_first()
-    from tui.arguments import on_a_terminal, parse
+    from tui.arguments import on_a_terminal, parse, without_flags
 
+    sys.argv[1:] = without_flags(sys.argv[1:])
     flags = parse(sys.argv[1:])
     completes = "_TUNEDECK_COMPLETE" in os.environ  # the shell asks which words may come next
     if flags is not None and not completes and (sys.argv[1:] or on_a_terminal()):

@@ -174,7 +174,7 @@ def _run_command(arguments: list[str]) -> int:
     if COMPLETION in os.environ:
         command.main(arguments, prog_name="tunedeck")  # prints the words and exits
     try:
-        with command.make_context("tunedeck", arguments) as context:
+        with command.make_context("tunedeck", list(arguments)) as context:
             command.invoke(context)
         code = 0
     except typer.Exit as ending:

@@ -51,6 +51,12 @@ def parse(arguments: Sequence[str]) -> Flags | None:
     return Flags(ascii=ascii_flag, **values)
 
 
+def without_flags(arguments: Sequence[str]) -> list[str]:
+    """Only `--help` or `--version` where it stands behind flags of the console, else the arguments as they are."""
+    asked = list(arguments[-1:])
+    return asked if asked in (["--help"], ["--version"]) and parse(arguments[:-1]) is not None else list(arguments)
+
+
 def on_a_terminal() -> bool:
     """Whether standard input, output and error are all a terminal. Textual draws on stderr, but a piped stdout means
     that a script reads the output. Also true when the console is served to a browser (textual-serve sets

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.chat_sources import Asked, find_run_of, load_chat
+from engine.commands.completion import profile_names, recipe_names, run_names
 from engine.commands.shared import (
     JsonOption,
     OverridesOption,
@@ -34,6 +35,7 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="[RUN[@STEP|@best]|MODEL]...",
+            autocompletion=run_names,
             help="Runs, checkpoints, hub ids or folders of models; by default the last run.",
             show_default=False,
         ),
@@ -58,11 +60,19 @@ def chat(
             "-p",
             "--profile",
             metavar="PROFILE",
+            autocompletion=profile_names,
             help="Hardware profile; by default the run's, for a MODEL this machine.",
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("-r", "--recipe", metavar="RECIPE", help="With MODEL: a recipe whose settings count.")
+        str | None,
+        typer.Option(
+            "-r",
+            "--recipe",
+            metavar="RECIPE",
+            autocompletion=recipe_names,
+            help="With MODEL: a recipe whose settings count.",
+        ),
     ] = None,
     overrides: OverridesOption = None,
     trust_remote_code: TrustOption = False,

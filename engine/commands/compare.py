@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.commands.completion import run_names
 from engine.commands.shared import (
     JsonOption,
     RunsOption,
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 RunArguments = Annotated[
     list[str],
-    typer.Argument(metavar="RUN RUN...", help="Two runs or more: paths, names, prefixes.", show_default=False),
+    typer.Argument(
+        metavar="RUN RUN...",
+        autocompletion=run_names,
+        help="Two runs or more: paths, names, prefixes.",
+        show_default=False,
+    ),
 ]
 
 
@@ -37,7 +43,13 @@ MetricOption = Annotated[
 ]
 AgainstOption = Annotated[
     str | None,
-    typer.Option("--against", metavar="RUN|base", help="With --metric: the gains over this run.", show_default=False),
+    typer.Option(
+        "--against",
+        metavar="RUN|base",
+        autocompletion=run_names,
+        help="With --metric: the gains over this run.",
+        show_default=False,
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from engine.commands.completion import profile_names, recipe_names, run_names
 from engine.commands.harness import TaskResults, print_tasks, score_on_tasks, tasks_as_json
 from engine.commands.shared import (
     JsonOption,
@@ -58,7 +59,10 @@ class Scored(NamedTuple):
 
 def evaluate(
     targets: Annotated[
-        list[str], typer.Argument(metavar="RUN|MODEL...", help="Runs; with -p and -r hub ids or folders of models.")
+        list[str],
+        typer.Argument(
+            metavar="RUN|MODEL...", autocompletion=run_names, help="Runs; with -p and -r hub ids or folders of models."
+        ),
     ],
     checkpoint: Annotated[
         str | None, typer.Option(metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
@@ -86,11 +90,20 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="The judge's verdicts on them: the win rate of the answers.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option("-p", "--profile", metavar="PROFILE", help="With MODEL: the hardware profile.")
+        str | None,
+        typer.Option(
+            "-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help="With MODEL: the hardware profile."
+        ),
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option("-r", "--recipe", metavar="RECIPE", help="With MODEL: the recipe whose validation data are used."),
+        typer.Option(
+            "-r",
+            "--recipe",
+            metavar="RECIPE",
+            autocompletion=recipe_names,
+            help="With MODEL: the recipe whose validation data are used.",
+        ),
     ] = None,
     overrides: OverridesOption = None,
     as_json: JsonOption = False,

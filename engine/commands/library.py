@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.commands.completion import names_in_group, recipe_names
 from engine.commands.shared import JsonOption, print_json, print_line, print_notices
 from engine.errors import SpecError, UsageError
 
@@ -19,14 +20,23 @@ if TYPE_CHECKING:
 
 
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME|FILE", help="A name, or a path to a TOML file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        autocompletion=names_in_group,
+        help="A name, or a path to a TOML file.",
+        show_default=False,
+    ),
 ]
 NewNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new file.", show_default=False)]
 ToOption = Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write here.", show_default=False)]
 DetectOption = Annotated[bool, typer.Option("--detect", help="Fill in this machine's first GPU, or its CPU.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 FromOption = Annotated[
-    str | None, typer.Option("--from", metavar="NAME|FILE", help="Copy this recipe.", show_default=False)
+    str | None,
+    typer.Option(
+        "--from", metavar="NAME|FILE", autocompletion=recipe_names, help="Copy this recipe.", show_default=False
+    ),
 ]
 FileArgument = Annotated[
     Path,
@@ -57,7 +67,9 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
 
     @group.command(help="Check files: every problem with file and line. Exit code 2 if there is one.")
     def check(
-        names: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", show_default=False)],
+        names: Annotated[
+            list[str], typer.Argument(metavar="NAME|FILE...", autocompletion=names_in_group, show_default=False)
+        ],
         as_json: JsonOption = False,
     ) -> None:
         _check(kind, names, as_json)

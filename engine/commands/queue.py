@@ -146,7 +146,7 @@ def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
         print_line(f"process {pid} works the queue of {len(state.waiting)}; see: tunedeck queue list")
         return
     code = 0
-    for text, run_code in follow_queue(waiting, pid, state.waiting):
+    for text, run_code in follow_queue(Queue.held(folder), pid, state.waiting):
         print_line(text)
         sys.stdout.flush()
         code = code or run_code

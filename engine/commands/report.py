@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.commands.completion import run_names
 from engine.commands.shared import RunsOption, find_run, print_line, print_notices, runs_folder
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
@@ -34,7 +35,10 @@ PLACE = re.compile(r"(?<![\w.])~?(?:/[\w.@+ -]+){2,}")
 
 
 def report(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run to tell of.", show_default=False)] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", autocompletion=run_names, help="A run to tell of.", show_default=False),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
     runs: RunsOption = None,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.commands.completion import run_names
 from engine.commands.shared import (
     JsonOption,
     RunArgument,
@@ -206,7 +207,10 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
 
 def rm(
     given: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs that no engine works on.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="RUN...", autocompletion=run_names, help="Runs that no engine works on.", show_default=False
+        ),
     ],
     runs: RunsOption = None,
 ) -> None:

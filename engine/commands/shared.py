@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from engine.commands.completion import profile_names, recipe_names, run_names
 from engine.launch.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -31,11 +32,21 @@ PROFILE_HELP = "Hardware profile: a name, or a path to a TOML file."
 RECIPE_HELP = "Recipe: a name, or a path to a TOML file."
 
 ProfileOption = Annotated[
-    str, typer.Option("-p", "--profile", metavar="PROFILE", help=PROFILE_HELP, show_default=False)
+    str,
+    typer.Option(
+        "-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP, show_default=False
+    ),
 ]
-RecipeOption = Annotated[str, typer.Option("-r", "--recipe", metavar="RECIPE", help=RECIPE_HELP, show_default=False)]
-OptionalProfile = Annotated[str | None, typer.Option("-p", "--profile", metavar="PROFILE", help=PROFILE_HELP)]
-OptionalRecipe = Annotated[str | None, typer.Option("-r", "--recipe", metavar="RECIPE", help=RECIPE_HELP)]
+RecipeOption = Annotated[
+    str,
+    typer.Option("-r", "--recipe", metavar="RECIPE", autocompletion=recipe_names, help=RECIPE_HELP, show_default=False),
+]
+OptionalProfile = Annotated[
+    str | None, typer.Option("-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)
+]
+OptionalRecipe = Annotated[
+    str | None, typer.Option("-r", "--recipe", metavar="RECIPE", autocompletion=recipe_names, help=RECIPE_HELP)
+]
 OverridesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -72,7 +83,13 @@ RunsOption = Annotated[
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A path, a run's name, a unique prefix, or 'last'.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=run_names,
+        help="A path, a run's name, a unique prefix, or 'last'.",
+        show_default=False,
+    ),
 ]
 RunSpecOption = Annotated[
     Path | None, typer.Option("--run-spec", metavar="F", help="Repeat the run of this run.toml instead of -p and -r.")

@@ -70,13 +70,14 @@ def train_sweep(resolved: Resolved, options: StartOptions) -> int:
     names = add_sweep(resolved, options)
     folder = runs_folder(options.runs)
     pid = start_queue_worker(folder, only=names)
-    left = len(Queue(folder).read().left_waiting)
+    held = Queue.held(folder)
+    left = len(held.read().left_waiting)
     if left:
         print_progress(f"{left} more wait in the queue; start the queue with: tunedeck queue start")
     if options.detach:
         return 0
     code = 0
-    for text, run_code in follow_queue(Queue(folder), pid, names, only=True):
+    for text, run_code in follow_queue(held, pid, names, only=True):
         print_progress(text)
         code = code or run_code
     return code

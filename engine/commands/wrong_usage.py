@@ -41,6 +41,15 @@ OPTIONS = {
 
 CALLS_WITH_A_RECIPE = ("train", "plan", "advise", "fit", "data")
 
+FLAGS_OF_CONSOLE = {
+    "-p": 1, "--profile": 1, "-r": 1, "--recipe": 1, "--runs": 1, "--theme": 1, "--ascii": 0,
+}  # fmt: skip
+"""What may stand behind `tunedeck` without a command, and how many values follow it."""
+
+TAKE_PROFILE_AND_RECIPE = ("train", "plan", "advise", "fit", "launch", "eval", "chat")
+TAKE_RUNS = ("train", "resume", "stop", "pause", "checkpoint", "wait", "runs", "show", "watch", "log", "compare", "tag",
+             "rename", "rm", "eval", "chat", "merge", "handover", "push", "export", "sync", "report")  # fmt: skip
+
 WRITE_ONE_RESULT = ("export", "handover", "merge", "report")
 """What they write goes where --out says; what others write is a run."""
 COMMANDS_OF_GROUPS = ("list", "show", "check", "new", "export", "import", "schema")
@@ -74,7 +83,8 @@ def right_command(message: str, arguments: Sequence[str]) -> str | None:
     each kind of mistake; `arguments` are the refused words."""
     words = list(arguments)
     meant = (
-        _other_command(message, words)
+        _flags_before_command(message, words)
+        or _other_command(message, words)
         or _other_option(message, words)
         or _stray_argument(message, words)
         or _missing_file(message, words)
@@ -82,6 +92,24 @@ def right_command(message: str, arguments: Sequence[str]) -> str | None:
     if meant and meant[0] in CALLS_WITH_A_RECIPE:
         meant = _with_files(meant)
     return shlex.join(["tunedeck", *meant]) if meant else None
+
+
+def _flags_before_command(message: str, words: list[str]) -> list[str] | None:
+    """The console's flags before a command go behind it; those that it does not take are left out."""
+    given: list[list[str]] = []
+    rest = list(words)
+    while rest and (flag := rest[0].partition("=")[0]) in FLAGS_OF_CONSOLE:
+        taken = 1 if "=" in rest[0] else 1 + FLAGS_OF_CONSOLE[flag]
+        given.append(rest[:taken])
+        rest = rest[taken:]
+    if not given or not rest or rest[0].startswith("-") or not message.startswith("No such option"):
+        return None
+    kept = {"--runs"} if rest[0] in TAKE_RUNS else set()
+    if rest[0] in TAKE_PROFILE_AND_RECIPE:
+        kept |= {"-p", "--profile", "-r", "--recipe"}
+    if rest[0] == "data":
+        kept |= {"-r", "--recipe"}
+    return [*rest, *(word for each in given if each[0].partition("=")[0] in kept for word in each)]
 
 
 def _other_command(message: str, words: list[str]) -> list[str] | None:

@@ -139,36 +139,43 @@ class RunDirectory:
         return self.run_toml.is_file()
 
 
-class HeldRunDirectory(RunDirectory):
-    """A run directory that this process keeps open: its path follows the folder when somebody moves it. Reading the
-    path raises EnvironmentProblem once the folder is removed, so that nothing is written at its old place."""
+class HeldFolder:
+    """A folder that this process keeps open: its path follows the folder when somebody moves it. Reading the path
+    raises EnvironmentProblem once the folder is removed, so that nothing is written at its old place."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises EnvironmentProblem if there is no such folder."""
-        given = path.absolute()
+    def __init__(self, path: Path, what: str, fix: str) -> None:
+        """`what` it is, and what to do when it is removed. Raises EnvironmentProblem if there is no such folder."""
+        self._given, self._what, self._fix = path.absolute(), what, fix
         try:
-            folder = os.open(given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._folder = os.open(self._given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise EnvironmentProblem(
-                f"{given} cannot be opened: {error.strerror or error}", expected="a run directory"
+                f"{self._given} cannot be opened: {error.strerror or error}", expected=what
             ) from error
-        object.__setattr__(self, "_given", given)
-        object.__setattr__(self, "_folder", folder)
-        weakref.finalize(self, os.close, folder)
+        weakref.finalize(self, os.close, self._folder)
 
     @property
     def path(self) -> Path:
-        given: Path = vars(self)["_given"]
-        folder: int = vars(self)["_folder"]
-        if _is_open_as(folder, given):
-            return given
-        link = Path(f"/proc/self/fd/{folder}")
-        if link.is_symlink() and _is_open_as(folder, link.readlink()):
+        if _is_open_as(self._folder, self._given):
+            return self._given
+        link = Path(f"/proc/self/fd/{self._folder}")
+        if link.is_symlink() and _is_open_as(self._folder, link.readlink()):
             return link.readlink()
-        raise EnvironmentProblem(
-            f"the run's folder {given} was removed while its engine worked",
-            fix="start the run again; move a folder back only after its engine has ended",
-        )
+        raise EnvironmentProblem(f"{self._what} {self._given} was removed while it was in use", fix=self._fix)
+
+
+class HeldRunDirectory(RunDirectory):
+    """A run directory that this process keeps open, as `HeldFolder`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises EnvironmentProblem if there is no such folder."""
+        fix = "start the run again; move a folder back only after its engine has ended"
+        object.__setattr__(self, "_held", HeldFolder(path, "the run's folder", fix))
+
+    @property
+    def path(self) -> Path:
+        held: HeldFolder = vars(self)["_held"]
+        return held.path
 
 
 def _is_open_as(descriptor: int, path: Path) -> bool:

@@ -7,6 +7,7 @@ A waiting run is an ordinary run directory whose engine has not been started (st
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import FULL_DISK, EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import HeldFolder, RunDirectory
 from engine.journal.files import locked, read_table, remove_drafts, write_atomically
 from engine.journal.folder_summaries import FolderSummaries
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
@@ -40,10 +41,24 @@ class Queue:
     """The queue of one runs folder. Every method is one transaction; between calls only summaries of runs are kept, as
     long as no file of the run changes."""
 
-    def __init__(self, runs_dir: Path) -> None:
-        self.runs_dir = runs_dir
-        self.folder = runs_dir / ".queue"
-        self.summaries = FolderSummaries(runs_dir)
+    def __init__(self, runs_dir: Path | HeldFolder) -> None:
+        self._place = runs_dir
+        self.summaries = FolderSummaries(self.runs_dir)
+
+    @classmethod
+    def held(cls, runs_dir: Path) -> Queue:
+        """The queue of a folder that stays open: moved, it is followed; removed, each use raises EnvironmentProblem,
+        and no new folder is made at the old place."""
+        return cls(HeldFolder(runs_dir, "the runs folder", "start the runs again in a folder that stays"))
+
+    @property
+    def runs_dir(self) -> Path:
+        """Raises EnvironmentProblem if it is held and was removed."""
+        return self._place if isinstance(self._place, Path) else self._place.path
+
+    @property
+    def folder(self) -> Path:
+        return self.runs_dir / ".queue"
 
     @property
     def log(self) -> Path:
@@ -207,5 +222,9 @@ def _parse(found: dict[str, Any]) -> QueueState:
     raise ValueError("it has not the shape of a queue")
 
 
+MOST_NAME_BYTES = 255
+"""Of a folder's name, on all common file systems; a longer one cannot even be looked for."""
+
+
 def _is_folder_name(name: str) -> bool:
-    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+    return 0 < len(os.fsencode(name)) <= MOST_NAME_BYTES and Path(name).name == name != ".." and "\0" not in name

@@ -83,7 +83,8 @@ def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> Non
 
 def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool = False) -> Iterator[tuple[str, int]]:
     """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends.
-    `waiting`: the runs that waited before the worker was started; `only` them are followed, until all have ended."""
+    `waiting`: the runs that waited before the worker was started; `only` them are followed, until all have ended.
+    Raises EnvironmentProblem if the queue is held and its folder was removed."""
     known, current = list(waiting), None
     alive = True
     while alive and known:
@@ -138,8 +139,9 @@ def _ending(directory: RunDirectory) -> tuple[str, int]:
 
 
 def run_queue(runs_dir: Path) -> None:
-    """Work the queue until it is empty. TERM ends the worker; the current run goes on."""
-    queue = Queue(runs_dir)
+    """Work the queue until it is empty. TERM ends the worker; the current run goes on. Raises EnvironmentProblem if
+    another worker is alive, a file cannot be written, or the runs folder was removed."""
+    queue = Queue.held(runs_dir)
     own = identify_self()
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
@@ -162,18 +164,17 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
     earlier = queue.read().current
     if earlier is not None:
         # The worker that started this run is gone, but the run may still be running.
-        _wait_for_end(queue.run(earlier))
+        _wait_for_end(queue, earlier)
     while (directory := queue.take_next(own)) is not None:
         _log(f"{directory.name} starts")
         try:
             if brings_limits(directory.run_toml):
                 _log(f"{directory.name}: its limits and commands are left out, because you did not give them")
             code = start_engine(directory).wait()
-            status = summarise(directory).status
         except Exception as error:  # noqa: BLE001  (whatever it is, the runs behind this one must not wait for ever)
             _record_failed_start(directory, error)
             continue
-        _log(f"{directory.name} ended with {code}: {status}")
+        _log(f"{directory.name} ended with {code}: {summarise(queue.run(directory.name)).status}")
     left = len(queue.read().waiting)
     _log(f"the runs of the sweep have ended; {left} others wait for: tunedeck queue start" if left else "no run waits")
 
@@ -185,6 +186,8 @@ def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
     known = known or TunedeckError(f"{type(error).__name__}: {error}")
     text = f"the engine could not be started: {known.render()}"
     _log(f"{directory.name}: {text}")
+    if not directory.exists():  # it was removed or moved: nothing is made at its old place
+        return
     try:
         with lock_after_engine(directory), EventWriter(directory) as writer:
             writer.write("run_finished", status="failed", exit_code=known.exit_code, result=None, error=text)
@@ -192,8 +195,8 @@ def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
         _log(f"{directory.name}: its journal does not say so: {second}")
 
 
-def _wait_for_end(directory: RunDirectory) -> None:
-    while directory.exists() and summarise(directory).status == "running":
+def _wait_for_end(queue: Queue, name: str) -> None:
+    while queue.run(name).exists() and summarise(queue.run(name)).status == "running":
         time.sleep(POLL_SECONDS)
 
 

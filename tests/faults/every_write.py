@@ -4,6 +4,9 @@ A scenario is a few commands in a folder of their own. After the fault nothing t
 command ends with a traceback, an error names a fix, and when the user has done what is said, losses and weights equal
 those of the undisturbed scenario bit for bit.
 
+Changes of one call site do the same again: the same call on the same file of a run, reached by the same lines of
+Python. `--call-sites` tries one of each with each error, drawn by chance; without it every change fails in turn.
+
 Not a test module. Try: `python -P -m tests.faults.every_write --sample 20`
 """
 
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +43,14 @@ from tests import fork_server
 from tests.cli.small_recipes import write_profile, write_recipe
 from tests.conftest import FOLDERS
 from tests.events import read_events
-from tests.faults.failing_disk import FailingDisk, preload
+from tests.faults.failing_disk import CallSite, FailingDisk, preload
 from tests.torture_table import record
 from tests.trackers.look_alikes import PACKAGES, records_of_tensorboard
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
 PATIENCE_SECONDS = 900.0
+ATTEMPTS = 3
+"""To reach a call site: the n-th change is sometimes one of another."""
 
 say = partial(print, flush=True)
 
@@ -267,6 +272,7 @@ def main() -> int:
     """Cut every write of every scenario, print a table; 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", type=int, help="faults of each scenario, instead of every one")
+    parser.add_argument("--call-sites", action="store_true", help="of each call site and error one fault")
     parser.add_argument("--only", help="one scenario")
     parser.add_argument("--seed", type=int, default=20261124)
     asked = parser.parse_args()
@@ -278,12 +284,30 @@ def main() -> int:
         wrong = 0
         for scenario in SCENARIOS:
             if asked.only in (None, scenario.name):
-                wrong += cut(scenario, disk, Path(folder), asked.sample, random.Random(f"{asked.seed} {scenario.name}"))
+                wrong += cut(scenario, disk, Path(folder), asked)
         fork_server.close()
     return 1 if wrong else 0
 
 
-def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None, draw: random.Random) -> int:
+@dataclass(frozen=True)
+class Point:
+    """A fault: the change that it happens to, and its error. With a call site, it counts for that alone."""
+
+    number: int
+    error: str
+    site: CallSite | None = None
+
+
+def points(sites: dict[int, CallSite], asked: argparse.Namespace, draw: random.Random) -> list[Point]:
+    """Which faults are tried: all, a sample, or of each call site and error one, drawn by chance."""
+    if asked.call_sites:
+        numbers = {site: [number for number, each in sites.items() if each == site] for site in sites.values()}
+        return [Point(draw.choice(those), error, site) for site, those in numbers.items() for error in ERRORS]
+    every = [Point(number, error) for number in sites for error in ERRORS]
+    return every if asked.sample is None else draw.sample(every, min(asked.sample, len(every)))
+
+
+def cut(scenario: Scenario, disk: FailingDisk, folder: Path, asked: argparse.Namespace) -> int:
     """Cut the writes of one scenario; returns how often something was wrong."""
     prepared = folder / "prepared"  # put where it was made each time: its files name that place
     scenario.before(scenario.place(folder / "place"))
@@ -293,37 +317,57 @@ def cut(scenario: Scenario, disk: FailingDisk, folder: Path, sample: int | None,
         scenario.disturbed(whole)
     bad = [ended for ended in whole.ended if ended.code]
     assert not bad, bad
-    reference, count = result_of(whole), disk.count
+    reference, sites = result_of(whole), disk.call_sites()
+    assert len(sites) == disk.count
     shutil.rmtree(whole.folder)
-    cases = [(number, error) for number in range(1, count + 1) for error in ERRORS]
-    if sample is not None:
-        cases = draw.sample(cases, min(sample, len(cases)))
+    draw = random.Random(f"{asked.seed} {scenario.name}")
+    chosen = points(sites, asked, draw)
     tried: Counter[str] = Counter()
     lost: Counter[str] = Counter()
-    wrong = 0
+    reached: set[tuple[CallSite | None, str]] = set()
     began = time.monotonic()
-    for number, error in cases:
-        place = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
-        with disk.failing(place.runs, number, ERRORS[error]):
-            scenario.disturbed(place)
-        what = disk.what.replace(str(place.folder), "")
-        if not scenario.profile:  # a launcher of ranks needs its time to start them again
-            let_time_pass(place)
-        tried[error] += 1
-        found = complaints(place, scenario, error, reference)
-        wrong += bool(found)
-        lost[error] += bool(found)
-        for text in found:
-            say(f"  {scenario.name}, {error} at change {number} ({what}): {text}")
-        shutil.rmtree(place.folder, ignore_errors=True)
-    words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
-    verdict = f"{wrong} WRONG" if wrong else "nothing lost"
-    seconds = time.monotonic() - began
+    for point in chosen:
+        for number in again(point, sites, draw):
+            if point.site is not None and (point.site, point.error) in reached:
+                break
+            place = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
+            found = complaints_at(place, scenario, disk, Point(number, point.error), reference)
+            reached.add((disk.call_sites().get(number), point.error))
+            tried[point.error] += 1
+            lost[point.error] += bool(found)
+            for text in found:
+                say(f"  {scenario.name}, {point.error} at change {number} ({disk.what}): {text}")
+            shutil.rmtree(place.folder, ignore_errors=True)
+        if sum(tried.values()) % 50 == 0:
+            say(f"  {scenario.name}: {sum(tried.values())} faults, {time.monotonic() - began:.0f} s")
     shutil.rmtree(prepared)
     for error, times in sorted(tried.items()):
         record("writes", f"{scenario.name}: {error}", times, lost[error])
-    say(f"{scenario.name:<16} {len(cases):>6} of {count * len(ERRORS)} faults ({words})   {verdict}   {seconds:.0f} s")
-    return wrong
+    words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
+    verdict = f"{lost.total()} WRONG" if lost.total() else "nothing lost"
+    say(f"{scenario.name:<16} {tried.total():>6} of {len(sites) * len(ERRORS)} faults ({words})   {verdict}   "
+        f"{time.monotonic() - began:.0f} s")  # fmt: skip
+    if asked.call_sites:
+        met = sum((point.site, point.error) in reached for point in chosen)
+        say(f"{'':<16} {met:>6} of {len(chosen)} call sites and errors")
+    return lost.total()
+
+
+def again(point: Point, sites: dict[int, CallSite], draw: random.Random) -> Iterator[int]:
+    """The change of a point; for a call site others of it, too: how processes take turns moves the numbers a little."""
+    yield point.number
+    if point.site is not None:
+        others = [number for number, each in sites.items() if each == point.site]
+        yield from (draw.choice(others) for _ in range(ATTEMPTS - 1))
+
+
+def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Point, reference: Result) -> list[str]:
+    """What is wrong after one fault, in words."""
+    with disk.failing(place.runs, point.number, ERRORS[point.error]):
+        scenario.disturbed(place)
+    if not scenario.profile:  # a launcher of ranks needs its time to start them again
+        let_time_pass(place)
+    return complaints(place, scenario, point.error, reference)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 /* Preloaded into a process and all that it starts: makes the n-th change of a file below one folder fail, or kills the
    process right before it. The folder, n and the error stand in a shared page (tests/faults/failing_disk.py), which
-   also counts the changes of all processes. */
+   also counts the changes of all processes. A log, if one is named there, gets each change with Python's stack. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
@@ -21,7 +22,8 @@ struct control {
     unsigned long long count, number; /* changes so far; the one that fails, 0 for none */
     int error;                        /* 0 kills */
     int done;                         /* set by the process that it happened to */
-    char root[1024], what[1024];
+    int lasting;                      /* all after the n-th fail, too */
+    char root[1024], what[1024], log[1024];
 };
 
 static struct control *page;
@@ -39,10 +41,24 @@ __attribute__((constructor)) static void attach(void) {
 
 static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
 
+/* The call, and from which lines of Python it came: both functions are made to be called without the interpreter's lock. */
+static void note(unsigned long long number, const char *call, const char *path) {
+    void *(*thread)(void) = real("PyGILState_GetThisThreadState"), *state;
+    void (*dump)(int, void *) = real("_Py_DumpTraceback");
+    int before = errno, log = open(page->log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (log < 0) return;
+    flock(log, LOCK_EX);
+    dprintf(log, "%llu %s %s\n", number, call, path);
+    if (thread && dump && (state = thread())) dump(log, state);
+    close(log);
+    errno = before;
+}
+
 static int fails_at(const char *call, const char *path) {
     if (strncmp(path, page->root, strlen(page->root))) return 0;
     unsigned long long number = __atomic_add_fetch(&page->count, 1, __ATOMIC_SEQ_CST);
-    if (number != page->number) return 0;
+    if (page->log[0]) note(number, call, path);
+    if (page->lasting ? number < page->number : number != page->number) return 0;
     snprintf(page->what, sizeof page->what, "%s %s", call, path);
     page->done = getpid();
     if (!page->error) kill(getpid(), SIGKILL);

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("failing_disk.c")
@@ -22,27 +24,42 @@ class _Page(ctypes.Structure):
 
     _fields_ = (
         ("count", ctypes.c_ulonglong), ("number", ctypes.c_ulonglong), ("error", ctypes.c_int), ("done", ctypes.c_int),
-        ("root", ctypes.c_char * 1024), ("what", ctypes.c_char * 1024),
+        ("lasting", ctypes.c_int),
+        ("root", ctypes.c_char * 1024), ("what", ctypes.c_char * 1024), ("log", ctypes.c_char * 1024),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Where a change comes from: those of one call site differ in the run, the step and the time alone."""
+
+    call: str
+    file: str
+    """Below the folder, without the name of the run, numbers and what is drawn by chance."""
+    stack: str
+    """The lines of Python that led to the call, innermost first; empty in a thread or program without Python."""
 
 
 class FailingDisk:
     """The control page of all processes that were started since `preload`."""
 
-    def __init__(self, page: _Page) -> None:
+    def __init__(self, page: _Page, log: Path) -> None:
         self._page = page
+        self._log = log
 
     @contextmanager
-    def failing(self, root: Path, number: int, error: int) -> Iterator[None]:
-        """Inside the block, the `number`-th change of a file below `root` fails with `error`, or kills if that is 0.
-        With number 0, changes are only counted."""
+    def failing(self, root: Path, number: int, error: int, *, lasting: bool = False) -> Iterator[None]:
+        """Inside the block, the `number`-th change of a file below `root` fails with `error`, or kills if that is 0;
+        if it is `lasting`, so do all after it. With number 0, changes are only counted."""
         page = self._page
         page.count, page.number, page.error, page.done, page.what = 0, number, error, 0, b""
-        page.root = os.fsencode(root)
+        page.lasting = lasting
+        page.root, page.log = os.fsencode(root), os.fsencode(self._log)
+        self._log.unlink(missing_ok=True)
         try:
             yield
         finally:
-            page.root = b""
+            self._root, page.root, page.log = f"{root}/", b"", b""
 
     @property
     def count(self) -> int:
@@ -54,6 +71,18 @@ class FailingDisk:
         """The call that failed and its path; empty if there were fewer changes."""
         return os.fsdecode(self._page.what)
 
+    def call_sites(self) -> dict[int, CallSite]:
+        """The call site of each change in the last block, by its number."""
+        heads = re.split(r"^(\d+) (\w+) (.*)\n", self._log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+        parts = zip(*(heads[start::4] for start in range(4)), strict=True)
+        return {int(number): CallSite(call, _pattern(path.removeprefix(self._root)), stack)
+                for number, call, path, stack in parts}  # fmt: skip
+
+
+def _pattern(path: str) -> str:
+    text = re.sub(r"^\d+T\d+Z-[^/]+", "RUN", path)
+    return re.sub(r"[0-9a-f]{8,}|\d+|(?<=\.new-)[^/]*", "#", text)
+
 
 def preload(folder: Path) -> FailingDisk:
     """Let processes that this one starts from now on have the failing disk; its library is compiled into `folder`."""
@@ -63,4 +92,4 @@ def preload(folder: Path) -> FailingDisk:
     with control.open("r+b") as file:
         page = _Page.from_buffer(mmap.mmap(file.fileno(), 0))
     os.environ.update(LD_PRELOAD=str(library), FAILING_DISK=str(control))
-    return FailingDisk(page)
+    return FailingDisk(page, folder / "changes.log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -193,6 +194,8 @@ DAMAGED = {
     "no worker": '{"waiting": [], "current": null, "worker": [1]}',
     "no limit": '{"waiting": [], "current": null, "worker": null, "limited_to": "abc"}',
     "a path": '{"waiting": ["../elsewhere/run"], "current": null, "worker": null}',
+    "a name that no folder has": json.dumps({"waiting": ["x" * 256], "current": None, "worker": None}),
+    "half a character": '{"waiting": ["\\ud800"], "current": null, "worker": null}',
 }
 
 

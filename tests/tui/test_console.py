@@ -16,7 +16,7 @@ from tests.tui.conftest import SIZES, Opener
 from tests.tui.console_pilot import ConsolePilot
 from tests.tui.recorded_runs import make_run
 from tui import keys
-from tui.arguments import Flags, parse, theme_name
+from tui.arguments import Flags, parse, theme_name, without_flags
 from tui.screens.doctor import DoctorScreen
 from tui.screens.table import SCREENS
 from tui.theme import STATES, THEMES
@@ -67,6 +67,13 @@ def test_every_screen_opens_without_torch_or_typer_in_the_process() -> None:
 )
 def test_the_console_is_meant_where_only_its_own_flags_are_given(arguments: list[str], flags: Flags | None) -> None:
     assert parse(arguments) == flags
+
+
+def test_help_behind_flags_of_the_console_is_the_help() -> None:
+    assert without_flags(["-p", "demo", "--help"]) == ["--help"]
+    assert without_flags(["--ascii", "--version"]) == ["--version"]
+    for kept in (["--help"], ["train", "--help"], ["-p", "--help"], ["-p", "demo"], []):
+        assert without_flags(kept) == kept
 
 
 @pytest.mark.parametrize(
