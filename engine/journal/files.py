@@ -6,10 +6,12 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,6 +41,20 @@ def remove_drafts(path: Path) -> None:
     OSError."""
     for draft in path.parent.glob(f".{path.name}.*.tmp"):
         draft.unlink(missing_ok=True)
+
+
+ABANDONED_SECONDS = 60.0
+"""Age of a draft whose process must be gone: it is written and renamed at once."""
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+
+
+def remove_abandoned_drafts(folder: Path) -> None:
+    """Remove what killed processes left of `write_atomically` anywhere in a folder. What cannot be removed stays."""
+    for draft in folder.rglob(".*.tmp"):
+        with suppress(OSError):
+            if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > ABANDONED_SECONDS:
+                draft.unlink()
 
 
 MOST_BYTES = 64 << 20

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from engine.errors import EnvironmentProblem
 from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, open_regular, read_table, write_atomically
+from engine.journal.files import locked, open_regular, read_table, remove_abandoned_drafts, write_atomically
 
 STALE_SECONDS = 15.0
 """Silence after which a run is stale when its process does not exist on this machine and nobody holds its lock: three
@@ -124,9 +124,10 @@ def clear_engine(directory: RunDirectory) -> None:
 
 @contextmanager
 def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
-    """Claim the run for this process inside the block. Raises EnvironmentProblem if another process has claimed it. If
-    the process is killed inside the block, its recorded identity is left behind."""
+    """Claim the run for this process inside the block, and remove what killed ones left. Raises EnvironmentProblem if
+    another process has claimed it. If the process is killed inside the block, its recorded identity is left behind."""
     with _run_lock(directory):
+        remove_abandoned_drafts(directory.path)
         identity = identify_self()
         if not _is_recorded(directory, identity):
             record_engine(directory, identity)

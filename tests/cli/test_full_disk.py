@@ -43,12 +43,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path, tmp_path: Path) -> None:
-    ballast = small_disk / "ballast"
-    room = os.statvfs(small_disk)
-    # Room for the journal, none for a checkpoint of 3 MiB.
-    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - (2 << 20)))
-    asked: list[str | Path] = ["-p", write_profile(tmp_path), "-r", write_recipe(tmp_path)]
+STAGES = '\n[[stages]]\nname = "one"\n\n[[stages]]\nname = "two"\nfrom = "one"\n'
+
+
+@pytest.mark.parametrize("more", ["", STAGES], ids=["a run", "a stage"])
+def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path, tmp_path: Path, more: str) -> None:
+    ballast = fill(small_disk, left=2 << 20)  # room for the journal, none for a checkpoint of 3 MiB
+    asked: list[str | Path] = ["-p", write_profile(tmp_path), "-r", write_recipe(tmp_path, more=more)]
     command: list[str | Path] = [sys.executable, "-P", ENTRY_FILE, "train", *asked]
     with subprocess.Popen([*command, "--runs", small_disk / "runs", "--json"], stdout=subprocess.PIPE) as process:
         kinds = []
@@ -56,17 +57,32 @@ def test_a_full_disk_makes_the_run_wait_and_room_lets_it_go_on(small_disk: Path,
             event = json.loads(line)
             kinds.append(event["kind"])
             if event.get("code") == "disk_full":
-                assert not list(small_disk.glob("runs/*/checkpoints/*")), "nothing half-written is left"
+                assert not list(small_disk.glob("runs/**/checkpoints/*")), "nothing half-written is left"
                 ballast.unlink(missing_ok=True)
     assert process.returncode == 0
     assert kinds.index("warning") < kinds.index("checkpoint_saved")
-    assert len(list(small_disk.glob("runs/*/model/model.safetensors"))) == 1
+    assert len(list(small_disk.glob("runs/**/model/model.safetensors"))) == (2 if more else 1)
 
 
-def fill(disk: Path) -> Path:
-    """A file that leaves no room on `disk`."""
+def test_a_disk_that_fills_between_two_stages_makes_the_second_wait(small_disk: Path, tmp_path: Path) -> None:
+    asked: list[str | Path] = ["-p", write_profile(tmp_path), "-r", write_recipe(tmp_path, more=STAGES)]
+    command: list[str | Path] = [sys.executable, "-P", ENTRY_FILE, "train", *asked]
+    with subprocess.Popen([*command, "--runs", small_disk / "runs", "--json"], stdout=subprocess.PIPE) as process:
+        waited = []
+        for line in process.stdout or ():
+            event = json.loads(line)
+            if (event["kind"], event.get("name")) == ("stage_finished", "one"):
+                ballast = fill(small_disk, left=1 << 20)
+            if event.get("code") == "disk_full":
+                waited.append(event["stage"])
+                ballast.unlink(missing_ok=True)
+    assert (process.returncode, waited) == (0, ["two"])
+
+
+def fill(disk: Path, *, left: int = 0) -> Path:
+    """A file that leaves no room on `disk`, or so many bytes."""
     ballast, room = disk / "ballast", os.statvfs(disk)
-    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
+    ballast.write_bytes(bytes(room.f_bavail * room.f_frsize - left))
     return ballast
 
 

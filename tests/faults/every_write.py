@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import OLD_DRAFT_SECONDS, RunDirectory
+from engine.journal.files import ABANDONED_SECONDS
 from engine.journal.liveness import STALE_SECONDS
 from engine.journal.queue import Queue
 from engine.journal.stages import stage_directories
@@ -238,6 +239,13 @@ def let_time_pass(place: Place) -> None:
         os.utime(draft, (long_ago := time.time() - 2 * OLD_DRAFT_SECONDS, long_ago))
 
 
+def let_drafts_age(place: Place) -> None:
+    """Date back what a killed process was writing: the next engine of a run removes it after a minute."""
+    for draft in place.runs.rglob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            os.utime(draft, (long_ago := time.time() - 2 * ABANDONED_SECONDS, long_ago))
+
+
 def waits(place: Place, run: RunDirectory) -> bool:
     """Whether a run waits in the queue."""
     return run.name in Queue(place.runs).read().waiting
@@ -263,7 +271,9 @@ def complaints(place: Place, scenario: Scenario, error: str, reference: Result) 
 
 
 def debris(place: Place) -> list[str]:
-    """Drafts that nothing will ever remove."""
+    """Drafts that nothing will ever remove. Those of the queue go at its next change."""
+    if (place.runs / ".queue").exists():
+        Queue(place.runs).clear_worker()
     return [f"left behind: {path.relative_to(place.folder)}" for path in place.runs.rglob(".*")
             if path.name not in (".trash", ".queue") and not path.name.endswith(".lock")]  # fmt: skip
 
@@ -367,6 +377,7 @@ def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Po
         scenario.disturbed(place)
     if not scenario.profile:  # a launcher of ranks needs its time to start them again
         let_time_pass(place)
+    let_drafts_age(place)
     return complaints(place, scenario, point.error, reference)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from engine.errors import EnvironmentProblem
 from engine.journal import control
 from engine.journal.directory import RunDirectory, create_run_directory
+from engine.journal.files import ABANDONED_SECONDS
 from engine.journal.liveness import (
     claim,
     engine_process,
@@ -119,3 +121,15 @@ def test_a_folder_that_cannot_be_written_is_exit_6(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         create_run_directory(tmp_path / "file" / "runs", "x", "", {})
     assert caught.value.exit_code == 6
+
+
+def test_a_claim_removes_what_a_killed_process_was_writing_and_nothing_that_is_being_written(run: RunDirectory) -> None:
+    names = [".engine.json.0123456789ab.tmp", ".best.0123456789ab.tmp", ".mine.tmp", ".x.0123456789ab.tmp"]
+    files = [run.path / names[0], run.checkpoints / names[1], run.path / names[2], run.path / names[3]]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{")
+    for file in files[:3]:
+        os.utime(file, (long_ago := time.time() - 2 * ABANDONED_SECONDS, long_ago))
+    with claim(run):
+        assert [file.exists() for file in files] == [False, False, True, True]
