@@ -29,6 +29,7 @@ from engine.journal.event_text import format_bytes
 from engine.journal.files import read_table
 from engine.journal.index import list_runs, runs_folder
 from engine.journal.liveness import running_engine
+from engine.journal.stages import typed_name
 from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import set_adapter_dtype
 from engine.model.config import model_config_dict
@@ -62,7 +63,9 @@ def weights_of_run(place: RunDirectory, which: str | None, notify: Notify) -> Pa
     if whole is None:
         raise UsageError(
             f"{place.name} has neither a result nor a checkpoint yet",
-            fix=f"write one while it trains: tunedeck checkpoint {place.name}",
+            fix=f"write one while it trains: tunedeck checkpoint {typed_name(place)}"
+            if running_engine(place)
+            else f"train it further: tunedeck resume {typed_name(place).partition('/')[0]}",
         )
     notify(f"{place.name} has no result yet: its newest checkpoint, step {whole.step}, answers")
     return whole.weights

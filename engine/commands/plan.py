@@ -317,7 +317,7 @@ def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) 
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:
-        raise UsageError("there is no suggestion to write", fix="run fit without --write to see the plan")
+        raise UsageError("there is no suggestion to write", fix="run advise without --write to see the plan")
     changes = {key: after for key, (_, after) in chosen[0].changes.items()}
     write_new_file(target, rewrite_text("recipe", recipe, overrides, changes, target).encode(), force=False)
 

@@ -277,10 +277,11 @@ def resume(
     from engine.config.check.hardware_rules import require_launcher
     from engine.config.load import load_run_spec, override
     from engine.launch.environment import find_launcher_rank, require_launchable
-    from engine.launch.resume_run import prepare_resume
+    from engine.launch.resume_run import prepare_resume, refuse_stage
 
     overrides, profile, limits = options.overrides or (), options.profile, options.changed_limits()
     directory = find_run(run, options.runs)
+    refuse_stage(directory)
 
     def prepare() -> None:
         notices = prepare_resume(

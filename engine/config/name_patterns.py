@@ -13,6 +13,9 @@ from functools import lru_cache
 
 from engine.errors import UsageError
 
+BY_LAST_PARTS = ("method.targets", "method.exclude")
+"""Keys whose patterns may name the last parts of a module."""
+
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches `name`, or a module that contains it."""
@@ -25,9 +28,12 @@ def matches_end(pattern: str, name: str) -> bool:
 
 
 def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
-    """The error for a pattern of the recipe key `key` that matches none of `names`; it suggests a similar name."""
+    """The error for a pattern of the recipe key `key` that matches none of `names`; it suggests a similar one that
+    does."""
     words = list(dict.fromkeys([part for name in names for part in name.split(".") if not part.isdecimal()]))
     near = difflib.get_close_matches(pattern.replace("*", "").strip("."), [*words, *names], n=1, cutoff=0.6)
+    test = matches_end if key in BY_LAST_PARTS else matches
+    near = [word if any(test(word, name) for name in names) else f"**.{word}" for word in near]
     examples = near or list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:3]
     return UsageError(
         f"{key}: {pattern!r} matches no name in this model",

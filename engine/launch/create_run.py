@@ -244,7 +244,8 @@ def _does_not_fit(plan: Plan, spec: RunSpec) -> DoesNotFitError:
         label.removeprefix("shipped:") for label in (spec.provenance.profile_file, spec.provenance.recipe_file)
     )
     overrides = [part for text in spec.provenance.set_ for part in ("--set", text)]
-    advise = shlex.join(["tunedeck", "advise", "-p", profile, "-r", recipe, *overrides])
+    stage = ["--stage", spec.name.partition("/")[2]] if "/" in spec.name else []
+    advise = shlex.join(["tunedeck", "advise", "-p", profile, "-r", recipe, *stage, *overrides])
     return DoesNotFitError(
         f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
         f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",

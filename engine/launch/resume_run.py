@@ -24,7 +24,7 @@ from engine.journal.directory import RunDirectory, rewrite_spec
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
-from engine.journal.stages import stage_directories, stage_name
+from engine.journal.stages import stage_directories, stage_name, typed_name
 from engine.journal.summary import summarise
 from engine.launch.create_run import drop_untrusted_limits
 from engine.launch.destinations import allow_typed, notes_on_destinations
@@ -187,7 +187,7 @@ def prepare_resume(
     refuse_if_claimed(directory)
     _refuse_file_for_folder(directory)
     _refuse_other_runs_option(directory, from_step, from_stage)
-    _refuse_without_checkpoints(directory)
+    refuse_stage(directory)
     _require_checkpoint(directory, from_step)
     notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage)
     warning = record_start(directory)
@@ -219,16 +219,17 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
         )
 
 
-def _refuse_without_checkpoints(directory: RunDirectory) -> None:
-    """Raise UsageError for a stage whose checkpoints were removed: it could only be trained again from its start."""
+def refuse_stage(directory: RunDirectory) -> None:
+    """Raise UsageError for a stage, which goes on with its run alone."""
+    run, _, name = typed_name(directory).partition("/")
+    if not name:
+        return
     removed = removed_checkpoints(directory.checkpoints)
     if removed is not None:
-        run, name = directory.path.parent.parent.name, stage_name(directory)
-        raise UsageError(
-            removed.explain(name),
-            expected="a run or stage that has checkpoints",
-            fix=f"do it again from its start: tunedeck resume {run} --from-stage {name}",
-        )
+        again = f"do it again from its start: tunedeck resume {run} --from-stage {name}"
+        raise UsageError(removed.explain(name), expected="a run or stage that has checkpoints", fix=again)
+    further = f"tunedeck resume {run}; a change of the stage is --set stages.{name}.KEY=VALUE"
+    raise UsageError(f"{run}/{name} is a stage of a run, and runs are resumed", fix=further)
 
 
 def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
@@ -350,8 +351,20 @@ def _refuse_if_done(directory: RunDirectory) -> None:
         raise UsageError(
             f"run {directory.name} is done at step {summary.step}",
             expected="a run that is not finished, or more epochs or max_steps than it had",
-            fix=f"tunedeck resume {directory.name} --set train.max_steps={max(1, summary.step) * 2}",
+            fix=f"tunedeck resume {directory.name} {_more_of(directory, summary.step)}",
         )
+
+
+def _more_of(directory: RunDirectory, step: int) -> str:
+    """The option that makes a run longer which is done at `step`: twice what it had. Of several stages the last is
+    done again, because none can go on."""
+    recipe = load_run_spec(directory.run_toml).recipe
+    if recipe.stages:
+        return f"--from-stage {recipe.stages[-1].name}"
+    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    if steps is None or (epochs is not None and step < steps):
+        return f"--set train.epochs={2 * (epochs or 1):g}"
+    return f"--set train.max_steps={2 * steps}"
 
 
 def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any]) -> tuple[RunSpec, list[str]]:

@@ -144,11 +144,13 @@ def add_adapters(
     linears = linear_layers(model)
     experts = fused_experts(model)
     impossible = layers_without_adapter(model, linears)
+    whole = whole_modules(model, in_full)
     chosen = choose_targets(linears, experts, method, impossible, outside_text(model))
+    # peft puts no adapter on what it trains in full.
+    chosen = [name for name in chosen if not any(name == each or name.startswith(f"{each}.") for each in whole)]
     expert_names = [name for name in chosen if name in experts]
     if expert_names:
         _refuse_on_experts(method)
-    whole = whole_modules(model, in_full)
     rows = row_targets(model, token_ids, whole) if token_ids else {}
     config = LoraConfig(
         r=method.rank,
