@@ -59,6 +59,14 @@ def test_every_kind_of_file_gives_its_rows(tmp_path: Path, kind: str) -> None:
     assert read(open_rows(source(write(tmp_path, kind)), seed=0)) == ROWS
 
 
+def test_a_local_file_is_read_without_asking_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)  # offline it asks nobody
+    monkeypatch.setattr("datasets.load.get_session", lambda: asked.append("a session"))
+    assert read(open_rows(source(write(tmp_path, "jsonl")), seed=0)) == ROWS
+    assert asked == []
+
+
 def test_text_gives_one_row_per_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     assert read(open_rows(source(tmp_path / "a.txt", unit="line"), seed=0)) == [{"text": "one"}, {"text": "two"}]
