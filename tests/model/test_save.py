@@ -58,7 +58,7 @@ def test_an_adapter_on_fused_experts_opens_with_peft(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral", dtype=torch.float32)
     reopened = PeftModel.from_pretrained(base, tmp_path / "result")
     batch = batch_of()
-    assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+    assert torch.allclose(logits_of(reopened, batch), logits_of(loaded.model, batch), atol=1e-6), "peft adds weights"
 
 
 def test_the_head_trained_beside_lora_on_a_tied_model_opens_with_peft(tmp_path: Path) -> None:
@@ -72,13 +72,13 @@ def test_the_head_trained_beside_lora_on_a_tied_model_opens_with_peft(tmp_path: 
     assert torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
 
 
-def reopens_with_its_base(loaded: LoadedModel, folder: Path) -> bool:
+def reopens_with_its_base(loaded: LoadedModel, folder: Path, tolerance: float = 0.0) -> bool:
     """Whether the saved adapter on its saved base, opened with peft and transformers, gives the same logits as
     `loaded`."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     reopened = PeftModel.from_pretrained(base, folder)
     batch = batch_of()
-    return torch.equal(logits_of(reopened, batch), logits_of(loaded.model, batch))
+    return torch.allclose(logits_of(reopened, batch), logits_of(loaded.model, batch), rtol=0.0, atol=tolerance)
 
 
 def test_a_base_that_exists_nowhere_else_is_saved_beside_its_adapter(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_base_that_exists_nowhere_else_is_saved_without_the_wrapping_of_adapte
     loaded = load(run_spec(str(tmp_path / "mixtral"), method={"targets": targets}, init="random"))
     disturb(loaded)
     loaded.save(tmp_path / "result")
-    assert reopens_with_its_base(loaded, tmp_path / "result")
+    assert reopens_with_its_base(loaded, tmp_path / "result", tolerance=1e-6)
 
 
 @pytest.mark.parametrize("method", [{"kind": "full"}, {}, {"dora": True}, {"also_train": ["model.embed_tokens"]}])

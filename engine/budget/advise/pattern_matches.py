@@ -70,11 +70,7 @@ def parameter_names(arch: Architecture) -> tuple[str, ...]:
 def adaptable_names(arch: Architecture) -> tuple[str, ...]:
     """Names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
     linears = [prefix + one.module for prefix, one in _parameters(arch) if one.linear and one.name != HEAD]
-    fused = [
-        prefix + one.name
-        for prefix, one in _parameters(arch)
-        if len(one.shape) == 3 and "experts" in one.name.split(".")
-    ]
+    fused = [prefix + one.name for prefix, one in _parameters(arch) if one.of_experts]
     return (*linears, *fused)
 
 

@@ -16,15 +16,30 @@ from engine.budget.architecture.vision_encoder import VisionEncoder
 
 
 class Parameter:
-    """`linear` marks the weight of a linear layer, which can get an adapter."""
+    """`linear` marks the weight of a linear layer, which can get an adapter. The weights of all experts of a layer are
+    one parameter [experts, outputs, inputs], or [experts, inputs, outputs] with `inputs_first`."""
 
-    __slots__ = ("elements", "linear", "name", "shape")
+    __slots__ = ("elements", "inputs_first", "linear", "name", "shape")
 
-    def __init__(self, name: str, shape: tuple[int, ...], linear: bool = False) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], linear: bool = False, inputs_first: bool = False) -> None:
         self.name = name
         self.shape = shape
         self.linear = linear
+        self.inputs_first = inputs_first
         self.elements = prod(shape)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether these are the weights of all experts, which can get an adapter for each."""
+        return len(self.shape) == 3 and "experts" in self.name.split(".")
+
+    def adapter_shapes(self, rank: int) -> list[tuple[int, int]]:
+        """Of A and B, which peft keeps for all experts in one matrix each."""
+        *experts, outputs, inputs = self.shape
+        if self.inputs_first:
+            outputs, inputs = inputs, outputs
+        ranks = rank * prod(experts)
+        return [(ranks, inputs), (outputs, ranks)]
 
     @property
     def module(self) -> str:
@@ -134,9 +149,9 @@ def _expert_parameters(arch: Architecture) -> list[Parameter]:
         return [
             Parameter("mlp.router.weight", (count, hidden)),
             Parameter("mlp.router.bias", (count,)),
-            Parameter("mlp.experts.gate_up_proj", (count, hidden, 2 * width)),
+            Parameter("mlp.experts.gate_up_proj", (count, hidden, 2 * width), inputs_first=True),
             Parameter("mlp.experts.gate_up_proj_bias", (count, 2 * width)),
-            Parameter("mlp.experts.down_proj", (count, width, hidden)),
+            Parameter("mlp.experts.down_proj", (count, width, hidden), inputs_first=True),
             Parameter("mlp.experts.down_proj_bias", (count, hidden)),
         ]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from engine.budget.architecture.facts import Architecture
@@ -38,9 +39,10 @@ def trained_weights(arch: Architecture, kind: LayerKind) -> float:
 
 
 def adapter_weights(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> float:
-    """Weights of a layer's adapters."""
+    """Weights of a layer's adapters, as far as a token uses them."""
     parameters = layer_parameters(arch, kind.trainable.dense)
-    return float(sum(config.rank * sum(each.shape) for each in parameters if each.name in kind.trainable.adapted))
+    adapted = [each for each in parameters if each.name in kind.trainable.adapted]
+    return sum(_used_share(arch, each) * sum(map(prod, each.adapter_shapes(config.rank))) for each in adapted)
 
 
 def used_weights(arch: Architecture, parameter: Parameter) -> float:
@@ -48,6 +50,8 @@ def used_weights(arch: Architecture, parameter: Parameter) -> float:
     vector."""
     if len(parameter.shape) < 2 or parameter.name.endswith("bias"):
         return 0.0
-    if len(parameter.shape) == 3 and arch.experts is not None:
-        return parameter.elements * arch.experts.per_token / arch.experts.count
-    return float(parameter.elements)
+    return parameter.elements * _used_share(arch, parameter)
+
+
+def _used_share(arch: Architecture, parameter: Parameter) -> float:
+    return arch.experts.per_token / arch.experts.count if parameter.of_experts and arch.experts is not None else 1.0

@@ -226,8 +226,7 @@ def _values(parameter: Parameter, config: MemoryConfig, trained: bool, adapted: 
     if trained and config.lora:  # peft trains a copy and keeps the original
         yield parameter.shape, config.dtype, True, False
     if adapted:
-        outputs, inputs = parameter.shape
-        shapes = [(config.rank, inputs), (outputs, config.rank), *([(outputs,)] if config.dora else [])]
+        shapes = [*parameter.adapter_shapes(config.rank), *([parameter.shape[:1]] if config.dora else [])]
         yield from ((shape, config.adapter_dtype or "", True, True) for shape in shapes)
 
 

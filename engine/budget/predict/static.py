@@ -228,7 +228,7 @@ def trained_shapes(arch: Architecture, config: MemoryConfig) -> set[Trained]:
         beside = frozenset[str]().union(*[trainable.adapted for trainable in found])
         full += [p.shape for p in parts if p.name in trained]
         adapted += [p for p in parts if p.name in beside]
-    sides: list[tuple[int, ...]] = [(side, config.rank) for p in adapted for side in p.shape]
+    sides: list[tuple[int, ...]] = [shape for p in adapted for shape in p.adapter_shapes(config.rank)]
     sides += [(config.token_rows, arch.hidden)] * len(tables_with_rows(arch, config))
     return {(shape, config.dtype) for shape in full} | {(shape, config.adapter_dtype or "") for shape in sides}
 
@@ -268,8 +268,7 @@ def _nf4_bytes(elements: int) -> int:
 
 def _adapter_shapes(parameter: Parameter, config: MemoryConfig) -> list[tuple[int, ...]]:
     """A [rank, inputs], B [outputs, rank] and, for DoRA, the magnitude [outputs]."""
-    (outputs, inputs), rank = parameter.shape, config.rank
-    return [(rank, inputs), (outputs, rank), (outputs,)] if config.dora else [(rank, inputs), (outputs, rank)]
+    return [*parameter.adapter_shapes(config.rank), *([parameter.shape[:1]] if config.dora else [])]
 
 
 def state_bytes(shape: tuple[int, ...], dtype: str, config: MemoryConfig) -> int:

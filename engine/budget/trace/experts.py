@@ -4,7 +4,11 @@ multiplied in groups, so memory does not depend on the routing."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from engine.budget.architecture.facts import Architecture, Experts
+from engine.budget.architecture.parameters import Parameter
+from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (
     FLOAT,
@@ -22,15 +26,44 @@ from engine.budget.trace.operations import (
     scale,
     softmax,
 )
-from engine.budget.trace.polynomial import TOKEN, BytesPolynomial
+from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
+
+RANK_STEP = 8
+"""Ranks of adapters on experts are filled up to a multiple of this (`engine.model.adapted_experts`)."""
+
+
+class ExpertAdapter(NamedTuple):
+    """The adapters of all experts on one weight: A [experts · rank, inputs] and B [outputs, experts · rank]."""
+
+    experts: int
+    rank: int
+    inputs: int
+    outputs: int
+    itemsize: int
+    """Bytes per value of A and B."""
+
+    @classmethod
+    def of(cls, parameter: Parameter, rank: int, itemsize: int) -> ExpertAdapter:
+        (_, inputs), (outputs, _) = parameter.adapter_shapes(rank)
+        return cls(parameter.shape[0], rank, inputs, outputs, itemsize)
+
+    @property
+    def filled(self) -> int:
+        return -(-self.rank // RANK_STEP) * RANK_STEP
 
 
 def mixture(
-    trace: MemoryTrace, arch: Architecture, experts: Experts, x: TracedTensor, gradients: dict[str, int]
+    trace: MemoryTrace,
+    arch: Architecture,
+    experts: Experts,
+    x: TracedTensor,
+    gradients: dict[str, int],
+    adapters: dict[str, ExpertAdapter],
 ) -> TracedTensor:
-    """`gradients`: bytes of the gradient of each trained parameter of the layer, by name."""
+    """`gradients`: bytes of the gradient of each trained parameter of the layer, by name; `adapters` by the name of
+    their weight."""
     logits, scores, indices = _router(trace, arch, experts, x, gradients)
-    output = _grouped_experts(trace, arch, experts, x, scores, gradients)
+    output = _grouped_experts(trace, arch, experts, x, scores, gradients, adapters)
     del logits, indices  # local variables of the caller refer to them while the experts run
     return output
 
@@ -82,9 +115,10 @@ def _grouped_experts(
     x: TracedTensor,
     scores: TracedTensor,
     gradients: dict[str, int],
+    adapters: dict[str, ExpertAdapter],
 ) -> TracedTensor:
     """`grouped_mm_experts_forward`: the copies of each token are gathered by expert, pass the experts' layers, are
-    multiplied by `scores` and summed per token. `gradients` as in `mixture`."""
+    multiplied by `scores` and summed per token. `gradients` and `adapters` as in `mixture`."""
     rows, biased = experts.per_token * TOKEN, arch.layout == "gpt_oss"
     width, hidden = rows * experts.intermediate, rows * arch.hidden
     expert_ids, permutation = trace.new(rows, INDEX), trace.new(rows, INDEX)
@@ -92,10 +126,16 @@ def _grouped_experts(
     sample_weights = gather(trace, scores, permutation, rows)
     histogram_input = trace.allocate(rows * FLOAT)
     biases = _biases(trace, expert_ids, 2 * width, x, gradients.get("mlp.experts.gate_up_proj_bias", 0), biased)
-    output = _grouped(trace, selected, 2 * width, gradients.get("mlp.experts.gate_up_proj", 0), biases)
+    adapter, weight = adapters.get("mlp.experts.gate_up_proj"), gradients.get("mlp.experts.gate_up_proj", 0)
+    output = _grouped(trace, selected, 2 * width, weight, biases)
+    output = _with_adapter(trace, output, selected, rows, adapter) if adapter else output
     output = _gpt_oss_gate(trace, output) if arch.layout == "gpt_oss" else _gate(trace, output)
     biases = _biases(trace, expert_ids, hidden, x, gradients.get("mlp.experts.down_proj_bias", 0), biased)
-    output = _grouped(trace, output, hidden, gradients.get("mlp.experts.down_proj", 0), biases)
+    adapter, weight = adapters.get("mlp.experts.down_proj"), gradients.get("mlp.experts.down_proj", 0)
+    joined = output
+    output = _grouped(trace, joined, hidden, weight, biases)
+    output = _with_adapter(trace, output, joined, rows, adapter) if adapter else output
+    del joined
     weighted = multiply(trace, output, sample_weights)
     inverse = trace.new(rows, INDEX)
     counting = trace.allocate(rows * INDEX)
@@ -137,6 +177,60 @@ def _grouped(
 
     saved = trace.save(x if weight else None, None) if x.node is not None or weight else None
     return trace.result(elements, x.itemsize, [x, biases] if biases else [x], back, saved, trains=bool(weight))
+
+
+def _with_adapter(
+    trace: MemoryTrace, output: TracedTensor, x: TracedTensor, rows: BytesPolynomial, adapter: ExpertAdapter
+) -> TracedTensor:
+    """Add (x · Aᵀ) · Bᵀ to the output of a grouped product, in place (`engine.model.adapted_experts`)."""
+    a, b = (
+        _factor(trace, adapter, adapter.inputs, x.itemsize),
+        _factor(trace, adapter, adapter.outputs, x.itemsize, True),
+    )
+    low_rank = scale(trace, _product(trace, x, a, adapter.filled * rows))
+    added = _product(trace, low_rank, b, output.elements)
+    return trace.on_tape(TracedTensor(output.storage, output.elements, output.itemsize), [output, added], _to_both)
+
+
+def _to_both(gradient: Storage) -> list[Storage | None]:
+    return [gradient, gradient]
+
+
+def _factor(
+    trace: MemoryTrace, adapter: ExpertAdapter, width: int, itemsize: int, copied: bool = False
+) -> TracedTensor:
+    """A or B in the dtype of the input, filled up to whole rows; B is also `copied` into the order of the experts."""
+    count = adapter.experts * adapter.rank * width
+    size, filled = round_to_blocks(count * adapter.itemsize), adapter.experts * adapter.filled * width
+    widened, fills = itemsize != adapter.itemsize, adapter.filled != adapter.rank
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        ordered = trace.allocate(count * itemsize * BYTE) if copied or fills else None
+        gradient_of_leaf = trace.allocate(size * BYTE) if widened else ordered or gradient
+        del ordered
+        trace.adopt_gradient(gradient_of_leaf)
+        return []
+
+    narrowed = trace.allocate(count * itemsize * BYTE) if widened else None
+    if fills or copied:
+        made = trace.result(filled * BYTE, itemsize, [], back, trains=True)
+    else:
+        made = TracedTensor(narrowed or trace.allocate(NO_BYTES), filled * BYTE, itemsize)
+        made = trace.on_tape(made, [], back, trains=True)
+    del narrowed
+    return made
+
+
+def _product(trace: MemoryTrace, x: TracedTensor, weight: TracedTensor, elements: BytesPolynomial) -> TracedTensor:
+    """A grouped product with a weight that learns."""
+    size, weight_size, wanted = x.size, weight.size, x.node is not None
+
+    def back(gradient: Storage) -> list[Storage | None]:
+        grad_x = trace.allocate(size) if wanted else None
+        return [grad_x, trace.allocate(weight_size)]
+
+    saved = trace.save(x, weight if wanted else None)
+    return trace.result(elements, x.itemsize, [x, weight], back, saved)
 
 
 def _gate(trace: MemoryTrace, gate_up: TracedTensor) -> TracedTensor:

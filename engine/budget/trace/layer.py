@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import layer_parameters
 from engine.budget.trace.attention import attend, rotary
-from engine.budget.trace.experts import mixture
+from engine.budget.trace.experts import ExpertAdapter, mixture
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Node, Storage, TracedTensor
 from engine.budget.trace.operations import (
@@ -115,7 +115,7 @@ class Layer(Weights):
     def feed_forward(self, x: TracedTensor) -> TracedTensor:
         """A mixture of experts, or a dense block, which may be computed in pieces of the sequence."""
         if self.arch.experts is not None and not self.trainable.dense:
-            return mixture(self.trace, self.arch, self.arch.experts, x, self._trained_bytes())
+            return mixture(self.trace, self.arch, self.arch.experts, x, self._trained_bytes(), self._expert_adapters())
         if self.config.mlp_tiles > 1:
             return tiled(self.trace, x, self.config.mlp_tiles, self._dense_on, trains=self._feed_forward_learns)
         return self.dense(x)
@@ -190,6 +190,11 @@ class Layer(Weights):
         hidden = self.linear("mlp.c_fc", x)
         hidden = new_gelu(self.trace, hidden) if self.arch.activation == "gelu_new" else activation(self.trace, hidden)
         return self.linear("mlp.c_proj", hidden)
+
+    def _expert_adapters(self) -> dict[str, ExpertAdapter]:
+        rank, itemsize = self.config.rank, self.config.adapter_bytes
+        adapted = [each for each in self.parameters.values() if each.of_experts and each.name in self.trainable.adapted]
+        return {each.name: ExpertAdapter.of(each, rank, itemsize) for each in adapted}
 
     def _trained_bytes(self) -> dict[str, int]:
         """Bytes of each trained parameter's gradient, by name."""

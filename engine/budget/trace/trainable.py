@@ -77,7 +77,8 @@ def _trainable(prefix: str, parameters: Sequence[Parameter], patterns: Patterns)
     if not patterns.lora:
         return Trainable(trained)
     linear = _adapted(prefix, [p for p in parameters if p.linear], patterns)
-    return Trainable(trained, frozenset([p.name for p in linear]) - trained)
+    experts = _adapted_experts(prefix, [p.name for p in parameters if p.of_experts], patterns)
+    return Trainable(trained, frozenset([*(p.name for p in linear), *experts]) - trained)
 
 
 @lru_cache(maxsize=256)
@@ -138,6 +139,14 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
         spared = _named(patterns.exclude)
         linear = [p for p in linear if not spared(prefix + p.module)]
     return linear
+
+
+def _adapted_experts(prefix: str, names: list[str], patterns: Patterns) -> list[str]:
+    """The weights of all experts that `targets` names and `exclude` does not: "all-linear" leaves them out."""
+    if isinstance(patterns.targets, str):
+        return []
+    named, spared = _named(patterns.targets), _named(patterns.exclude) if patterns.exclude else lambda _: None
+    return [name for name in names if named(prefix + name) and not spared(prefix + name)]
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
