@@ -147,6 +147,11 @@ class Queue:
             state.worker = worker
             return self.run(state.current)
 
+    def was_left_by(self, pid: int) -> bool:
+        """Whether a worker that is gone did not take itself off the queue, as one that was stopped or is done does."""
+        worker = self._load().worker
+        return worker is not None and worker.pid == pid
+
     def clear_worker(self) -> None:
         """Waiting runs stay in the queue."""
         with self._transaction() as state:

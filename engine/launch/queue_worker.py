@@ -82,9 +82,10 @@ def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> Non
 
 
 def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool = False) -> Iterator[tuple[str, int]]:
-    """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends.
-    `waiting`: the runs that waited before the worker was started; `only` them are followed, until all have ended.
-    Raises EnvironmentProblem if the queue is held and its folder was removed."""
+    """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends;
+    (sentence, 1) at last if that was killed or could not go on. `waiting`: the runs that waited before the worker was
+    started; `only` them are followed, until all have ended. Raises EnvironmentProblem if the queue is held and its
+    folder was removed."""
     known, current = list(waiting), None
     alive = True
     while alive and known:
@@ -107,6 +108,12 @@ def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool =
         current = state.current
         if alive:
             time.sleep(POLL_SECONDS)
+    if known and not alive and queue.was_left_by(pid):
+        found = TunedeckError(
+            f"process {pid}, which worked the queue, ended before its runs did; left: {', '.join(known)}",
+            fix=f"see why: {queue.log}; start the queue again: tunedeck queue start",
+        )
+        yield found.render(), found.exit_code
 
 
 def _start_text(name: str) -> str:

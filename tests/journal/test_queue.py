@@ -234,6 +234,24 @@ def test_a_run_that_could_not_be_started_is_told_however_fast_it_was(three: tupl
     assert told == [f"{name}: failed at step 0: no such file" for name in names[:2]]
 
 
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
+def test_a_worker_that_was_killed_is_told_and_one_that_was_stopped_is_not(
+    three: tuple[Queue, list[str]], killed: bool
+) -> None:
+    queue, names = three
+    worker = subprocess.Popen(["sleep", "60"])
+    identity = identify(worker.pid)
+    assert identity is not None
+    queue.register_worker(identity)
+    if not killed:
+        queue.clear_worker()
+    worker.kill()
+    worker.wait()
+    told = list(queue_worker.follow_queue(queue, worker.pid, names))
+    assert [code for _, code in told] == ([1] if killed else [])
+    assert all(f"process {worker.pid}" in text and "tunedeck queue start" in text for text, _ in told)
+
+
 def test_a_run_whose_engine_is_gone_without_a_word_is_no_running_one(three: tuple[Queue, list[str]]) -> None:
     """Its engine could not open a file of the run; the others were removed from the queue, or started by hand."""
     queue, names = three
