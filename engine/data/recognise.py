@@ -141,7 +141,7 @@ def recognise(
         wanted = {"pairs": ("preference",), "unpaired": UNPAIRED_FORMATS, None: set(NEEDS) - {"preference"}}[judged]
         fitting = {name: fields for name, fields in fitting.items() if name in wanted} or fitting
     if len(fitting) != 1:
-        raise _unclear(columns, source, list(fitting))
+        raise _unclear(columns, source, list(fitting), judged)
     ((name, fields),) = fitting.items()
     _check_template(name, source)
     chat = has_template and (name != "alpaca" or source.template != "none")
@@ -241,7 +241,15 @@ def _last(columns: Sequence[str], source: Source, mapped: dict[str, str]) -> dic
     return {}
 
 
-def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> DataError:
+EXAMPLES: dict[Judged, str] = {
+    None: 'prompt = "question", completion = "answer"',
+    "pairs": 'chosen = "better", rejected = "worse"',
+    "unpaired": 'completion = "answer", label = "good"',
+}
+"""Names of columns that a source might give, by what is learned from its rows."""
+
+
+def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str], judged: Judged = None) -> DataError:
     needs = "; ".join(f"{name}: {' + '.join(fields)}" for name, fields in NEEDS.items())
     needs = NEEDS_BY_NAME.get(source.format, needs)
     found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
@@ -252,10 +260,10 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str]) -> 
             fix=f'say which: format = "{fitting[0]}"',
         )
     wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
-    return DataError(f"{found}, and fit {wanted}", expected=needs, fix=_columns_to_name(columns, source))
+    return DataError(f"{found}, and fit {wanted}", expected=needs, fix=_columns_to_name(columns, source, judged))
 
 
-def _columns_to_name(columns: Sequence[str], source: Source) -> str:
+def _columns_to_name(columns: Sequence[str], source: Source, judged: Judged) -> str:
     """The setting that names the source's columns, if their own names are known but for upper case, or there is one."""
     known = {alias: ours for ours, others in ALIASES.items() for alias in (ours, *others)}
     known |= {name: name for needs in NEEDS.values() for name in needs if name not in known}
@@ -264,7 +272,7 @@ def _columns_to_name(columns: Sequence[str], source: Source) -> str:
         (name,) = columns
         return f'name it in the source, such as columns = {{text = "{name}"}}, or what is nested in it: "{name}.answer"'
     if not any(set(needs) <= set(meant) for needs in NEEDS.values()):
-        named = 'name the columns in the source, such as columns = {prompt = "question", completion = "answer"}'
+        named = f"name the columns in the source, such as columns = {{{EXAMPLES[judged]}}}"
         if (source.path or "").lower().endswith((".csv", ".tsv")):
             return f"{named}; if the file's first line is a row, put a line with the names of the columns before it"
         return f'{named}; what is nested has dots, such as "{columns[-1]}.answer"' if columns else named

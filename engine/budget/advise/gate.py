@@ -95,20 +95,20 @@ def _refuse_reference(spec: RunSpec) -> None:
     the run or stage starts from."""
     found = spec.recipe
     asked = (
-        [(found, [])]
+        [(found, [], "")]
         if not found.stages
         else [
-            (stage_recipe(found, stage), list(weights_chain(found, stage))[1:2])
+            (stage_recipe(found, stage), list(weights_chain(found, stage))[1:2], stage.name)
             for _, stage in enabled_stages(found)
             if stage.kind == "train"
         ]
     )
-    for recipe, before in asked:
+    for recipe, before, name in asked:
         if not recipe.learns_preferences or recipe.preference.reference != "adapter_off":
             continue
         continued = [stage_recipe(found, stage).method.kind == "lora" for stage in before if stage.kind == "train"]
         if any(continued) if before else continues_adapter(recipe.model):
-            raise no_adapter_to_switch_off(CONTINUED)
+            raise no_adapter_to_switch_off(CONTINUED, name)
 
 
 def _refuse_unusable(facts: ModelFacts) -> None:

@@ -55,12 +55,14 @@ def reference_is_there(recipe: Recipe) -> Problems:
         yield Problem(("preference", "reference"), f'"adapter_off" with {found}', '"precomputed" or "auto" is allowed')
 
 
-def no_adapter_to_switch_off(found: str) -> UsageError:
-    """For what only the files of a model tell: its reference is not the model without the adapter."""
+def no_adapter_to_switch_off(found: str, stage: str = "") -> UsageError:
+    """For what only the files of a model tell: its reference is not the model without the adapter. `stage`: its name in
+    a recipe with stages."""
+    table = f"stages.{stage}." if stage else ""
     return UsageError(
         f'preference.reference = "adapter_off" with {found}',
         expected="a model that is the one at the start once its adapter is off",
-        fix="add --set preference.reference=precomputed",
+        fix=f"add --set {table}preference.reference=precomputed",
     )
 
 

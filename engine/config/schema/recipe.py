@@ -180,8 +180,8 @@ class Train(Table):
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
     """How the loss is computed; auto never holds a tensor of tokens x vocabulary."""
     compile: bool = False
-    """torch.compile the decoder layers in training. They are compiled before the first step, which can take minutes,
-    and used if they then equal the layers as they are (proof compile)."""
+    """torch.compile the decoder layers in training. They are compiled before the first step, and used if they then
+    equal the layers as they are: the proof compile, which says how long it took."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
     deterministic version is refused, with its name."""

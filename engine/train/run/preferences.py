@@ -79,7 +79,8 @@ def _stores_reference(setup: TrainingSetup) -> bool:
     # model.id may be an adapter, as the result of an earlier run or stage is.
     continued = find_starting_weights(setup.spec.recipe.model).adapter is not None
     if asked.needs_reference and asked.reference == "adapter_off" and (not whole or continued):
-        raise no_adapter_to_switch_off(CONTINUED if whole else "more than the adapter trained")
+        stage = setup.spec.name.partition("/")[2]
+        raise no_adapter_to_switch_off(CONTINUED if whole else "more than the adapter trained", stage)
     return asked.reference == "precomputed" or not whole or continued
 
 
