@@ -262,6 +262,14 @@ def nested(table: Any, *keys: str) -> Any:
     return table
 
 
+def names_held_out_data(directory: RunDirectory) -> bool:
+    """Whether the recipe of a run, or of one of its stages, names held-out data or a share of them."""
+    spec = read_spec(directory)
+    recipes = [nested(spec, "recipe"), *(nested(spec, "recipe", "stages") or ())]
+    keys = ("data", "validation"), ("data", "valid_fraction"), ("evaluate", "sources")
+    return any(nested(recipe, *key) for recipe in recipes for key in keys)
+
+
 OLD_DRAFT_SECONDS = 24 * 3600
 """Age of a run directory in the making whose process must be gone: it is filled in milliseconds, from a file in
 minutes."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 from engine.config.schema.data import Evaluate
 from engine.errors import UsageError
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RunDirectory, names_held_out_data
 from engine.journal.evaluations import Evaluation, read_evaluations, values_of
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "train_loss", "seconds", "peak_bytes"})
@@ -237,6 +237,10 @@ def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain],
     return f"{text} (95 % interval {best.low:.4g} to {best.high:.4g} over {count} samples{unclear})"
 
 
+HELD_OUT = """ --set 'data.validation=[{name="held", path="FILE"}]'"""
+"""The option of `tunedeck eval` that names data to score on."""
+
+
 def _nothing_to_compare(
     directories: Sequence[RunDirectory], found: Sequence[Sequence[Evaluation]], metric: str, against: str
 ) -> UsageError:
@@ -247,16 +251,17 @@ def _nothing_to_compare(
     lacks_base = base and not any(each.step == 0 and metric in each.metrics for one in found for each in one)
     if unscored or lacks_base:
         lacking = ["the base", *unscored] if lacks_base else unscored
+        data = "" if "/" in metric or all(map(names_held_out_data, directories)) else HELD_OUT
         return UsageError(
             f"{metric} of {' and '.join(lacking)} is not known",
             expected=f"one of: {', '.join(names)}" if names and metric not in names else "scores of both",
-            fix=f"tunedeck eval {runs if base else ' '.join(unscored)}{base}{_asked_for(metric)}",
+            fix=f"tunedeck eval {runs if base else ' '.join(unscored)}{base}{_asked_for(metric)}{data}",
         )
     return UsageError(
         f"{metric} of {against} and of another run is not known on the same samples: their validation data differ, "
         "perhaps by train.seed alone",
         expected="scores on the same samples",
-        fix=f"""tunedeck eval {runs}{base} --set 'data.validation=[{{name="held", path="FILE"}}]'""",
+        fix=f"tunedeck eval {runs}{base}{HELD_OUT}",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.journal.directory import RunDirectory, nested, read_spec
+from engine.journal.directory import RunDirectory, names_held_out_data
 from engine.journal.event_text import (
     clean,
     describe_phase,
@@ -249,14 +249,6 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
     return rows
 
 
-def _can_be_scored(summary: RunSummary) -> bool:
-    """Whether its recipe, or that of a stage, names held-out data or a share of them."""
-    spec = read_spec(RunDirectory(Path(summary.path)))
-    recipes = [nested(spec, "recipe"), *(nested(spec, "recipe", "stages") or ())]
-    keys = ("data", "validation"), ("data", "valid_fraction"), ("evaluate", "sources")
-    return any(nested(recipe, *key) for recipe in recipes for key in keys)
-
-
 def next_steps(summary: RunSummary, *, shown: bool = False) -> Rows:
     """The commands to type next. `shown`: without the one that shows the run. A stage is resumed with its run; the log
     of a staged run that failed is that of its failed stage."""
@@ -265,7 +257,10 @@ def next_steps(summary: RunSummary, *, shown: bool = False) -> Rows:
     failed = next((clean(row["name"]) for row in summary.stages if row.get("status") in ("failed", "oom")), "")
     read = f"{run}/{failed}" if failed and not stage else named
     commands = {
-        "done": [f"tunedeck show {named}", *([f"tunedeck eval {named}"] if _can_be_scored(summary) else [])],
+        "done": [
+            f"tunedeck show {named}",
+            *([f"tunedeck eval {named}"] if names_held_out_data(RunDirectory(Path(summary.path))) else []),
+        ],
         "paused": [f"tunedeck resume {run}"],
         "stopped": [f"tunedeck resume {run}", f"tunedeck show {named}"],
         "oom": [f"tunedeck show {read} --oom"],

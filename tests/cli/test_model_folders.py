@@ -198,6 +198,8 @@ def test_a_config_alone_is_planned_and_not_trained(tunedeck: Tunedeck, tmp_path:
     for who in ("train", "queue"):
         assert found[who][1] == 2 and "no weights in" in found[who][0] and 'model.init = "random"' in found[who][0]
     assert not (tmp_path / "runs").exists()
+    rehearsed = tunedeck("queue", "add", "-p", "here.toml", "-r", "mine.toml", "--set", "model.init=random")
+    assert rehearsed.code == 0, rehearsed.err
 
 
 def test_sentencepiece_alone_needs_what_reads_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def test_a_judge_decides_between_answers_and_those_of_the_data(tunedeck: Tunedec
 
     few = tunedeck("eval", "judged", "--verdicts", write_rows(tmp_path / "few.jsonl", judged[:2]))
     assert few.code == DataError.exit_code and "3 of 4 pairs have no verdict" in few.err and "--limit 1" in few.err
+    again = shlex.split(few.err.partition("fewer answers: tunedeck ")[2])
+    assert tunedeck(*(word.replace("FILE", "fewer.jsonl") for word in again)).code == 0
+    fewer = write_rows(tmp_path / "fv.jsonl", [{**row, "winner": "a"} for row in read_rows(tmp_path / "fewer.jsonl")])
+    assert tunedeck("eval", "judged", "--verdicts", fewer).code == 0
     strange = write_rows(tmp_path / "strange.jsonl", [*judged, {"id": "0" * 12 + "-ab", "winner": "a"}])
     extra = tunedeck("eval", "judged", "--verdicts", strange)
     assert extra.code == DataError.exit_code and "1 of 9 verdicts are on no pair" in extra.err

@@ -126,7 +126,8 @@ ROWS = {
         table, DATA + at("data.sources.main.path", "rows.csv") + at("data.sources.main.unit", "document")
     ),
     "data/preferences:other_objective: add --set method.objective=dpo --set": Row(
-        rows_of(*LABELLED), DATA + ROWS_PATH + at("data.sources.main.format", "unpaired-preference"), answer="4 sequences"
+        rows_of(*LABELLED), DATA + ROWS_PATH + at("data.sources.main.format", "unpaired-preference"),
+        answer="4 sequences",
     ),
     "data/recognise:_unclear: {_columns": Row(
         rows_of(*BETTER), DATA + ROWS_PATH + at("method.objective", "dpo"),

@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.journal.gate import failures, parse_condition
+from engine.journal.score_groups import HELD_OUT
 from tests.cli.conftest import Tunedeck, tunedeck
 from tests.journal.test_compare import finished, scored
 
@@ -70,11 +71,14 @@ def test_scores_that_are_not_there_or_of_other_samples_are_told_apart(tmp_path: 
     scored(a, 10, [1.0] * 40, metric="exact_match")
     with pytest.raises(UsageError, match=f"exact_match of {b.name} is not known") as error:
         failures([a, b], asked, a.name)
-    assert error.value.fix == f"""tunedeck eval {b.name} --set 'evaluate.metrics=["exact_match"]'"""
+    assert error.value.fix == f"""tunedeck eval {b.name} --set 'evaluate.metrics=["exact_match"]'""" + HELD_OUT
     scored(b, 10, [1.0] * 30, metric="exact_match")
     with pytest.raises(UsageError, match="validation data differ") as error:
         failures([a, b], asked, a.name)
     assert "--set 'data.validation=" in str(error.value.fix)
     with pytest.raises(UsageError, match="exact_match of the base is not known") as error:
         failures([a, b], asked, "base")
-    assert error.value.fix == f"""tunedeck eval {a.name} {b.name} --base --set 'evaluate.metrics=["exact_match"]'"""
+    assert (
+        error.value.fix
+        == f"""tunedeck eval {a.name} {b.name} --base --set 'evaluate.metrics=["exact_match"]'{HELD_OUT}"""
+    )

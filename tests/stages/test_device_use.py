@@ -84,6 +84,9 @@ def test_a_process_of_this_run_that_stays_is_named_with_what_ends_it(
         wait_until_released(SPEC, run)
     assert caught.value.exit_code == 6
     assert caught.value.fix == f"end them with: kill -9 {engine.pid}, then: tunedeck resume run"
+    subprocess.run(["kill", "-9", str(engine.pid)], check=True)
+    engine.wait()
+    assert wait_until_released(SPEC, run).used_bytes == 0
 
 
 def test_a_process_of_somebody_else_is_told_and_not_waited_for(tmp_path: Path, holds: Holds, start: Start) -> None:

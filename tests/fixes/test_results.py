@@ -1,0 +1,164 @@
+"""Fixes about the results of a finished run, such as weights, merges, scores and archives."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.load import load_run_spec
+from engine.config.schema.finish import Finish
+from engine.config.schema.recipe import Model
+from engine.errors import TunedeckError
+from engine.evaluate.run import with_overrides
+from engine.journal.archive import export_run
+from engine.journal.directory import RunDirectory
+from engine.launch.destinations import webhook_url
+from engine.model.reference import find_run_weights, find_starting_weights
+from tests.cli.conftest import Tunedeck
+from tests.cli.test_fixes import own_files
+from tests.fixes.conftest import Given
+from tests.fixes.rows import Row, text_of, walk, was_given
+from tests.handover.test_push import base_of, finished, made
+
+__all__ = ["finished", "made"]
+
+WALKED = (
+    "model/reference:find_run_weights", "model/reference:_result", "model/reference:_checkpoint: name a step",
+    "model/reference:_checkpoint: correct it", "model/reference:find_starting_weights: set model.init",
+    "model/reference:find_starting_weights: remove one", "model/reference:base_of_adapter",
+    "model/reference:_adapter_config", "model/reference:_local", "evaluate/run:with_overrides",
+    "export/merge:merge: name another folder", "export/merge:merge: leave out --onto", "journal/archive:import_run",
+    "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
+    "launch/destinations:webhook_url",
+)  # fmt: skip
+"""The fix texts that the tests below execute."""
+
+
+PLAIN = {"revision": None, "adapter": None, "init": "pretrained"}
+
+ROWS = {
+    "journal/directory:create_run_directory": Row(
+        own_files, "queue add -p mine -r r.toml --runs d/rows.jsonl/x", "queue add -p mine -r r.toml --runs other"
+    ),
+}
+
+
+@pytest.mark.parametrize(("key", "row"), ROWS.items(), ids=ROWS)
+def test_what_a_fix_says_is_right(key: str, row: Row, tunedeck: Tunedeck, tmp_path: Path, given: Given) -> None:
+    walk(key, row, tunedeck, tmp_path, given)
+
+
+def test_weights_are_named_as_the_fixes_say(finished: RunDirectory, given: Given) -> None:
+    run = f"run:{finished.path}"
+
+    def refused(text: str, key: str) -> str:
+        with pytest.raises(TunedeckError) as caught:
+            find_run_weights(text)
+        assert was_given(text_of(key), given), given
+        return caught.value.fix
+
+    steps = refused(f"{run}@7", "model/reference:find_run_weights").partition(": ")[2].split(", ")
+    assert {find_run_weights(f"{run}@{step}").parent.parent for step in steps} == {finished.checkpoints}
+    refused(f"{run}@best", "model/reference:_checkpoint: name a step")
+    refused(f"{run}@x", "model/reference:_checkpoint: correct it")
+    assert find_run_weights(run) == finished.adapter
+    shutil.rmtree(finished.adapter)
+    named = refused(run, "model/reference:_result").removeprefix("name one, such as ")
+    assert find_run_weights(named).is_dir()
+
+
+def test_an_adapter_is_put_on_its_base_as_the_fixes_say(finished: RunDirectory, tmp_path: Path, given: Given) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(finished.adapter, folder)
+    base = base_of(finished)
+    file = folder / "adapter_config.json"
+    whole = json.loads(file.read_text()) | {"base_model_name_or_path": base}
+    file.write_text(json.dumps(whole))
+
+    def refused(key: str, **model: Any) -> str:
+        with pytest.raises(TunedeckError) as caught:
+            find_starting_weights(
+                Model.model_construct(**{"revision": None, "adapter": None, "init": "pretrained", **model})
+            )
+        assert was_given(text_of(key), given), given
+        return caught.value.fix
+
+    refused("model/reference:find_starting_weights: set model.init", id=str(folder), init="random")
+    assert find_starting_weights(Model(id=str(folder), init="pretrained")).base == base
+    refused("model/reference:find_starting_weights: remove one", id=str(folder), adapter=str(folder))
+    assert find_starting_weights(Model(id=base, adapter=str(folder))).adapter == str(folder)
+    file.write_text(json.dumps({**whole, "base_model_name_or_path": None}))
+    fix = refused("model/reference:base_of_adapter", id=str(folder))
+    assert fix == f"set model.id to the base, and model.adapter to {folder}"
+    assert find_starting_weights(Model(id=base, adapter=str(folder))).base == base
+    file.write_text("{")
+    refused("model/reference:_adapter_config", id=str(folder))
+    file.write_text(json.dumps(whole))  # copied again
+    assert find_starting_weights(Model(id=str(folder))).base == base
+    refused("model/reference:_local", id="./nowhere")
+
+
+def test_settings_that_scoring_cannot_change_are_left_out(finished: RunDirectory, given: Given) -> None:
+    spec = load_run_spec(finished.run_toml, own=True)
+    with pytest.raises(TunedeckError):
+        with_overrides(spec, ["train.epochs=1", "generate.max_new_tokens=3"])
+    assert was_given(text_of("evaluate/run:with_overrides"), given)
+    assert with_overrides(spec, ["generate.max_new_tokens=3"]).recipe.generate.max_new_tokens == 3
+
+
+def test_a_merge_goes_where_there_is_nothing(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given
+) -> None:
+    (tmp_path / "there").mkdir()
+    assert tunedeck("merge", finished.name, "--out", "there").code == 2
+    assert was_given(text_of("export/merge:merge: name another folder"), given)
+    assert tunedeck("merge", finished.name, "--out", "other", "--onto", "dequantized").code == 2
+    assert was_given(text_of("export/merge:merge: leave out --onto"), given), given
+    assert tunedeck("merge", finished.name, "--out", "other").code == 0
+
+
+def test_an_archive_is_written_again_and_unpacked_where_there_is_room(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given
+) -> None:
+    archive = tmp_path / "run.zip"
+    archive.write_bytes(b"cut")
+    assert tunedeck("import", archive, "--runs", "taken").code == 2
+    assert was_given(text_of("journal/archive:_refusal"), given), given
+    archive.unlink()
+    export_run(finished, archive, weights=False)
+    (tmp_path / "file").write_text("")
+    assert tunedeck("import", archive, "--runs", "file/runs").code == 6
+    assert was_given(text_of("journal/archive:import_run"), given), given
+    assert tunedeck("import", archive, "--runs", "taken").code == 0
+    assert finished.name in tunedeck("runs", "--runs", "taken").out
+
+
+def test_runs_without_scores_are_scored_by_the_command_that_is_named(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given
+) -> None:
+    other = finished.path.with_name(f"{finished.name}-2")
+    (finished.path / "evaluations.jsonl").unlink(missing_ok=True)
+    shutil.copytree(finished.path, other)
+    compared = ("compare", finished.name, other.name, "--metric", "loss")
+    refused = tunedeck(*compared)
+    assert was_given(text_of("journal/score_groups:_nothing_to_compare: tunedeck eval {(runs"), given), refused.err
+    command = shlex.split(refused.err.partition("fix: tunedeck ")[2])
+    samples = load_run_spec(finished.run_toml, own=True).recipe.data.sources[0].path
+    answer = tunedeck(*(word.replace("FILE", str(samples)) for word in command), "--limit", "4")
+    assert answer.code == 0, answer.err
+    assert tunedeck(*compared).code == 0
+
+
+def test_a_webhook_is_told_once_its_variable_is_set(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOOK", raising=False)
+    with pytest.raises(TunedeckError) as caught:
+        webhook_url(Finish(webhook="$HOOK"))
+    assert was_given(text_of("launch/destinations:webhook_url"), given)
+    name, _, start = caught.value.fix.removeprefix("export ").partition("=")
+    monkeypatch.setenv(name, start.replace("…", "127.0.0.1/told"))
+    assert webhook_url(Finish(webhook="$HOOK")) == "https://127.0.0.1/told"
