@@ -55,11 +55,15 @@ def engine_ends(
         process.kill()
 
 
-def wait_for_step(place: RunDirectory, step: int, limit_seconds: float = LIMIT_SECONDS) -> None:
+def wait_for(holds: Callable[[], bool], limit_seconds: float = LIMIT_SECONDS) -> None:
     deadline = time.monotonic() + limit_seconds
-    while not any(event["step"] >= step for event in of_kind(events(place), "step")):
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_for_step(place: RunDirectory, step: int, limit_seconds: float = LIMIT_SECONDS) -> None:
+    wait_for(lambda: any(event["step"] >= step for event in of_kind(events(place), "step")), limit_seconds)
 
 
 def wait_for_lines(place: RunDirectory, count: int) -> None:

@@ -29,12 +29,18 @@ from tests.distributed.supervised import (
     first_process,
     rank_process,
     restarts,
+    wait_for,
     wait_for_lines,
+    wait_for_step,
     with_ranks,
 )
+from tests.small_disk import fill, small_disk
 from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 BLOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+LEFT_BYTES = 64 << 10
+"""For journals and logs, not for a checkpoint."""
+
 LINES = 28
 """Of the journal, that a run under the supervisor has written well before its end."""
 
@@ -114,6 +120,26 @@ def test_a_broken_device_costs_a_restart_of_all_and_nothing_else(
     (reason,) = restarts(place)
     assert "rank 1 reports a device that only a new process can use again" in reason
     assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
+
+
+def test_a_rank_killed_while_all_wait_for_room_is_what_the_run_tells(
+    folder: Path, curve: dict[int, float], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path, mebibytes=256) as disk:
+        place = new_run(disk, with_ranks(folder, 2, VOTE_SECONDS))
+
+        def strike() -> None:
+            wait_for_step(place, 1)
+            ballast = fill(disk, left=LEFT_BYTES)
+            wait_for(lambda: any(event["code"] == "disk_full" for event in of_kind(events(place), "warning")))
+            rank_process(place, 1).send_signal(signal.SIGKILL)
+            wait_for(lambda: bool(restarts(place)))
+            ballast.unlink()
+
+        assert engine_ends(place, meanwhile=strike) == 0
+        assert ["rank 1" in text for text in restarts(place)] == [True]
+        assert "asked to end" not in place.events.read_text()
+        assert losses(events(place)) == pytest.approx(curve, rel=1e-5)
 
 
 PATIENCE_SECONDS = 15.0
