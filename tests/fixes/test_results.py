@@ -35,6 +35,7 @@ WALKED = (
     "export/merge:merge: name another folder", "export/merge:merge: leave out --onto", "journal/archive:import_run",
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
     "launch/destinations:webhook_url",
+    "evaluate/run:_data_to_score_on", "journal/score_groups:_nothing_to_compare: tunedeck eval {runs}",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
 
@@ -144,14 +145,28 @@ def test_runs_without_scores_are_scored_by_the_command_that_is_named(
     other = finished.path.with_name(f"{finished.name}-2")
     (finished.path / "evaluations.jsonl").unlink(missing_ok=True)
     shutil.copytree(finished.path, other)
+    assert tunedeck("eval", finished.name).code == 5
+    assert was_given(text_of("evaluate/run:_data_to_score_on"), given), given
     compared = ("compare", finished.name, other.name, "--metric", "loss")
     refused = tunedeck(*compared)
     assert was_given(text_of("journal/score_groups:_nothing_to_compare: tunedeck eval {(runs"), given), refused.err
     command = shlex.split(refused.err.partition("fix: tunedeck ")[2])
     samples = load_run_spec(finished.run_toml, own=True).recipe.data.sources[0].path
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(Path(str(samples)).read_text().splitlines(keepends=True)[:20]))
     answer = tunedeck(*(word.replace("FILE", str(samples)) for word in command), "--limit", "4")
     assert answer.code == 0, answer.err
     assert tunedeck(*compared).code == 0
+    gains = (*compared, "--against", finished.name)
+    for run, data in ((other, few), (finished.path, samples)):
+        (run / "evaluations.jsonl").unlink()
+        option = f'data.validation=[{{name="x", path="{data}"}}]'
+        assert tunedeck("eval", run.name, "--set", option).code == 0
+    refused = tunedeck(*gains)
+    assert was_given(text_of("journal/score_groups:_nothing_to_compare: tunedeck eval {runs}"), given), refused.err
+    command = shlex.split(refused.err.partition("fix: tunedeck ")[2])
+    assert tunedeck(*(word.replace("FILE", str(samples)) for word in command)).code == 0
+    assert tunedeck(*gains).code == 0
 
 
 def test_a_webhook_is_told_once_its_variable_is_set(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,21 @@ def adapter(folder: Path) -> None:
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
 
 
+def not_parquet(folder: Path) -> None:
+    own_files(folder)
+    (folder / "rows.parquet").write_text(GOOD_DATA)
+
+
+def named_by_its_format(folder: Path) -> None:
+    (folder / "rows.parquet").rename(folder / "rows.jsonl")
+
+
+def file_as_queue(folder: Path) -> None:
+    own_files(folder)
+    (folder / "runs").mkdir()
+    (folder / "runs" / ".queue").write_text("")
+
+
 def two_machines(folder: Path) -> None:
     own_files(folder)
     write_profile(
@@ -179,6 +194,15 @@ ROWS = {
         DATA + ROWS_PATH + at("data.sources.main.format", "text"),
     ),
     "data/dataset_files:_open_local: put at least": Row(rows_of(), DATA + ROWS_PATH, DATA + ROWS_PATH, mend),
+    "data/dataset_files:_unreadable: check that the file": Row(
+        not_parquet, DATA + at("data.sources.main.path", "rows.parquet"), DATA + ROWS_PATH, named_by_its_format
+    ),
+    "journal/queue:_not_written": Row(
+        file_as_queue, "queue add -p mine -r r.toml", "queue add -p mine -r r.toml --runs other"
+    ),
+    "budget/architecture/families:own_code": Row(
+        own_code, PLAN + MODEL, PLAN.replace("plan", "queue add") + MODEL + " --trust-remote-code"
+    ),
     "data/order:hold_out": Row(
         rows_of({"prompt": "1", "completion": "2"}), DATA + ROWS_PATH + at("data.valid_fraction", "0.5"),
         DATA + ROWS_PATH + at("data.valid_fraction", "0.5"), more_rows,
