@@ -49,11 +49,11 @@ ABANDONED_SECONDS = 60.0
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 
 
-def remove_abandoned_drafts(folder: Path) -> None:
+def remove_abandoned_drafts(folder: Path, older_than_seconds: float = ABANDONED_SECONDS) -> None:
     """Remove what killed processes left of `write_atomically` anywhere in a folder. What cannot be removed stays."""
     for draft in folder.rglob(".*.tmp"):
         with suppress(OSError):
-            if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > ABANDONED_SECONDS:
+            if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > older_than_seconds:
                 draft.unlink()
 
 

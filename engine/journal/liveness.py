@@ -128,13 +128,15 @@ def claim(directory: RunDirectory) -> Iterator[ProcessIdentity]:
     another process has claimed it. If the process is killed inside the block, its recorded identity is left behind."""
     with _run_lock(directory):
         remove_abandoned_drafts(directory.path)
-        identity = identify_self()
+        began, identity = time.time(), identify_self()
         if not _is_recorded(directory, identity):
             record_engine(directory, identity)
         try:
             yield identity
         finally:
             clear_engine(directory)
+            # What was there before and is there still: who started this engine was killed while he recorded it.
+            remove_abandoned_drafts(directory.path, time.time() - began)
 
 
 def _is_recorded(directory: RunDirectory, identity: ProcessIdentity) -> bool:

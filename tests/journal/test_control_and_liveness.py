@@ -133,3 +133,5 @@ def test_a_claim_removes_what_a_killed_process_was_writing_and_nothing_that_is_b
         os.utime(file, (long_ago := time.time() - 2 * ABANDONED_SECONDS, long_ago))
     with claim(run):
         assert [file.exists() for file in files] == [False, False, True, True]
+        files[1].write_text("{")  # while the engine works
+    assert [file.exists() for file in files] == [False, True, True, False]
