@@ -60,6 +60,7 @@ WAYS: dict[str, Way] = {
     "lora, dropout": Way("bfloat16", {**LORA, "dropout": 0.1}, SAVING),
     "lora, rslora": Way("bfloat16", {**LORA, "rslora": True}, SAVING),
     "dora": Way("bfloat16", {**LORA, "dora": True}, SAVING),
+    "dora, dropout": Way("bfloat16", {**LORA, "dora": True, "dropout": 0.1}, SAVING),
     "dora fp32, kept": Way("float32", {**LORA, "dora": True}, KEEPING),
     "lora + head": Way("bfloat16", {**LORA, "also_train": ["lm_head"]}, SAVING),
     "full": Way("bfloat16", FULL, SAVING),

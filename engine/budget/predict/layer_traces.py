@@ -32,7 +32,7 @@ def layer_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> 
     """Trace the forward pass of one layer. One that backward does not reach saves nothing; a checkpointed one its
     input."""
     if not kind.learns:
-        return inference_forward(arch, layer_config(config), kind)
+        return inference_forward(arch, layer_config(config), kind, holds_input=kind.recomputed)
     config = layer_config(_of_kind(config, kind))
     return _layer_step(arch, config, _layer_view(config, kind)).forward
 
@@ -58,10 +58,13 @@ def _settled_backward(arch: Architecture, config: MemoryConfig, kind: LayerKind,
     return maxima(_layer_step(arch, config, kind).backward, accumulating)
 
 
-def inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    """Trace the forward pass of one layer without gradients, dropout or sequence parallelism."""
+def inference_forward(
+    arch: Architecture, config: MemoryConfig, kind: LayerKind, *, holds_input: bool = False
+) -> ForwardTrace:
+    """Trace the forward pass of one layer without gradients, dropout or sequence parallelism. `holds_input`: gradient
+    checkpointing keeps the input until the layer is done, though nothing in it learns."""
     config = inference_config(layer_config(config))
-    return _inference_forward(arch, config, _layer_view(config, kind._replace(follows=False)))
+    return _inference_forward(arch, config, _layer_view(config, kind._replace(follows=False)), holds_input)
 
 
 class LayerStep(NamedTuple):
@@ -106,12 +109,14 @@ class LayerPass:
         trace.backward()
         return LayerStep(forward, highest(trace.take_peaks()))
 
-    def forward(self, *, learning: bool) -> ForwardTrace:
+    def forward(self, *, learning: bool, holds_input: bool = False) -> ForwardTrace:
         """Trace the forward pass of a layer that saves nothing: without gradients, or (`learning`) checkpointed."""
         config = self.config
         trace = MemoryTrace(metered=config.metered, autocast=config.autocast, learning=learning, keeps_saved=False)
         arguments, run = [layer_input(trace, self.width, config, self.follows)], self.layer_on(trace)
+        held = arguments[0] if holds_input else None
         run(arguments.pop())
+        del held
         peaks = highest(trace.take_peaks())
         return ForwardTrace(peaks, NO_BYTES, sum([weight.size for weight in trace.casts], NO_BYTES))
 
@@ -126,8 +131,8 @@ def _layer_step(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> La
 
 
 @lru_cache(maxsize=256)
-def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> ForwardTrace:
-    return _layer_pass(arch, config, kind).forward(learning=False)
+def _inference_forward(arch: Architecture, config: MemoryConfig, kind: LayerKind, holds_input: bool) -> ForwardTrace:
+    return _layer_pass(arch, config, kind).forward(learning=False, holds_input=holds_input)
 
 
 @lru_cache(maxsize=256)

@@ -280,7 +280,7 @@ def _with_vision(
 def embeddings_held(arch: Architecture, config: MemoryConfig, first: LayerKind | None) -> BytesPolynomial:
     """Bytes of the embedding's output, to which a local variable of the model's forward refers until all layers are
     done. Zero if the layer `first` saves it for backward, where it is already counted; None without gradients."""
-    saved = first is not None and (first.recomputed or (first.follows and config.base_bytes == FLOAT))
+    saved = first is not None and first.learns and (first.recomputed or (first.follows and config.base_bytes == FLOAT))
     summed = arch.positions is not None  # layers get the sum with positions; local variables refer to both summands
     size = arch.hidden * config.base_bytes
     if summed and config.packed:

@@ -133,6 +133,11 @@ class MemoryConfig:
         return DTYPE_BYTES[self.adapter_dtype] if self.adapter_dtype else 0
 
     @property
+    def casts_adapters(self) -> bool:
+        """Adapters have another dtype than hidden states, and are cast to it for each use."""
+        return self.adapter_dtype is not None and self.adapter_dtype != self.dtype
+
+    @property
     def trains_in_bfloat16(self) -> bool:
         """Whether any weight is trained in bf16: adapters, or weights themselves."""
         in_full = not self.lora or bool(self.patterns.also_train)

@@ -14,7 +14,7 @@ from engine.budget.architecture.parameters import Parameter
 from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
-from engine.budget.trace.operations import add, cast, copy, dropped, half_linear, linear, scale, scale_by_weight
+from engine.budget.trace.operations import add, copy, dropped, half_linear, linear, scale, scale_by_weight
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
 from engine.budget.trace.trainable import Trainable
 
@@ -45,7 +45,7 @@ def plain_lora(trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x:
     adapter_input = dropped(trace, config, x) if config.dropout else x
     itemsize, rank = x.itemsize, -(-config.rank // layer.merged) * TOKEN
     sides = [config.rank * width for width in (layer.inputs, layer.outputs)]
-    casts = [count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES for count in sides]
+    casts = [count * itemsize * BYTE if config.casts_adapters else NO_BYTES for count in sides]
     gradients = [round_to_blocks(count * config.adapter_bytes) * BYTE for count in sides]
     size, whole_size, rank_size = x.size, layer.unpacked * BYTE, rank * itemsize
     x_wanted, dropout = x.node is not None, config.dropout
@@ -102,7 +102,7 @@ class SharedProduct:
         """The gradient of the low-rank product, once a layer's backward has begun it."""
         joined, size = rank * inputs * x.itemsize * BYTE, x.size
         gradients = round_to_blocks(rank * inputs * config.adapter_bytes) * BYTE
-        x_wanted, casts, begun = x.node is not None, config.adapter_bytes != x.itemsize, self._begun
+        x_wanted, casts, begun = x.node is not None, config.casts_adapters, self._begun
 
         def backward(gradient: Storage) -> list[Storage | None]:
             grad_low_rank = begun.pop()
@@ -125,7 +125,7 @@ class SharedProduct:
         trace, config, itemsize = self.trace, self.config, self.x.itemsize
         self.waiting.remove(module)
         count = config.rank * layer.outputs
-        cast_size = count * itemsize * BYTE if config.adapter_bytes != itemsize else NO_BYTES
+        cast_size = count * itemsize * BYTE if config.casts_adapters else NO_BYTES
         gradient_size = round_to_blocks(count * config.adapter_bytes) * BYTE
         size, low_rank_size, whole_size = self.x.size, self._low_rank.size, layer.unpacked * BYTE
         x_wanted, begun = self.x.node is not None, self._begun
@@ -160,8 +160,10 @@ def dora(
     dtype of base and adapter, then cast to the base's."""
     itemsize = handed[0].itemsize
     result = copy(trace, handed.pop()) if config.quantized else handed.pop()
-    x = cast(trace, x, config.adapter_bytes)
-    return cast(trace, _dora(trace, config, layer, x, result), itemsize)
+    if config.casts_adapters:
+        x = trace.unary(x, x.elements, config.adapter_bytes)
+    update = _dora(trace, config, layer, [x], result)
+    return trace.unary(update, update.elements, itemsize) if config.casts_adapters else update
 
 
 def _low_rank(
@@ -176,28 +178,37 @@ def _low_rank(
 
 
 def _dora(
-    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, x: TracedTensor, result: TracedTensor
+    trace: MemoryTrace, config: MemoryConfig, layer: AdaptedLayer, given: list[TracedTensor], result: TracedTensor
 ) -> TracedTensor:
-    """`DoraLinearLayer.forward`: result + (m - 1) · result + m · B(A(x)) · scaling, where m is the magnitude divided by
+    """`DoraLinearLayer.forward`: result + (m - 1) · base + m · B(A(x)) · scaling, where m is the magnitude divided by
     the norm of W + B·A, which has no gradient. B·A, the identity it is computed from, and a copy of W in the adapter's
-    dtype stay allocated until the function returns."""
+    dtype stay allocated until the function returns. `base` is the result, with dropout the product of W's copy with
+    what dropout left of x. The one element of `given` is x."""
     itemsize, base_result = config.adapter_bytes, result
-    whole = layer.outputs * layer.inputs * itemsize * BYTE
+    x = dropped(trace, config, given.pop()) if config.dropout else given.pop()
+    whole = layer.outputs * layer.inputs * BYTE
     held = [trace.allocate(inputs * layer.inputs * itemsize * BYTE) for inputs in (layer.inputs, config.rank)]
-    held.append(trace.allocate(whole))
-    if config.base_bytes != itemsize or config.quantized:
-        held.append(trace.allocate(whole))
-    summed = [trace.allocate(whole), trace.allocate(whole)]
+    held.append(trace.allocate(itemsize * whole))
+    weight = trace.new(whole, itemsize) if config.casts_adapters or config.quantized else None
+    summed = [trace.allocate(itemsize * whole), trace.allocate(itemsize * whole)]
     del summed
     vector = round_to_blocks(layer.outputs * itemsize)
-    low_rank = _low_rank(trace, config, layer, [dropped(trace, config, x) if config.dropout else x])
-    if layer.biased:
+    low_rank = _low_rank(trace, config, layer, [x])
+    if config.dropout:
+        base_result = _product_with_copy(trace, x, weight, -(-layer.outputs // layer.merged))
+    elif layer.biased:
         base_result = copy(trace, base_result)
     left = scale_by_weight(trace, base_result, vector, True, itemsize)
     right = scale(trace, scale_by_weight(trace, low_rank, vector, True, itemsize))
     update = add(trace, left, right)
-    del left, right, low_rank, base_result, held
+    del left, right, low_rank, base_result, held, weight
     return add(trace, result, update)
+
+
+def _product_with_copy(trace: MemoryTrace, x: TracedTensor, weight: TracedTensor | None, outputs: int) -> TracedTensor:
+    """The product of x with a frozen weight, of which backward needs this copy; None: the weight itself."""
+    saved = trace.save(weight) if x.node is not None else None
+    return trace.unary(x, outputs * TOKEN, x.itemsize, saved)
 
 
 class Weights:
