@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
-from engine.errors import NotSimulatedError, TunedeckError
+from engine.errors import NotSimulatedError, TunedeckError, UsageError
 from engine.export.merge import merge
 from engine.journal.directory import RunDirectory
 from engine.launch.create_run import create_run
@@ -40,6 +41,7 @@ from engine.train.step.transaction import StepTransaction
 from tests.model.samples import batch_of, cpu, logits_of, name_base
 from tests.train.run_helpers import Event, Workshop, make_spec, of_kind, train, write_samples
 
+METHODS = ("lora", "full")
 STEPS, ROWS = 2, 4
 LONGEST = 44
 """Bytes of a prompt and its answer, at most: each has up to half."""
@@ -69,13 +71,15 @@ def spec_of(model: Path, method: str, samples: Path, *, device: str = "metered",
     return make_spec(samples, **options, **tables)
 
 
-def refusal(config: Mapping[str, Any], folder: Path, samples: Path, *, packing: bool = False) -> str | None:
-    """What `recipes check`, `plan` and `train` say of a model with this config, which they refuse before a run folder
-    exists; None if they let it in. `folder` is written to."""
+def refusal(
+    config: Mapping[str, Any], folder: Path, samples: Path, *, method: str = "lora", packing: bool = False
+) -> str | None:
+    """What `recipes check`, `plan` and `train` say of a model with this config and a method, which they refuse before a
+    run folder exists; None if they let it in. `folder` is written to."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     named = {"id": str(folder), "init": "random", "tokenizer": "builtin:bytes"}
-    said = problems_of_run(make_spec(samples, model=named, method={"kind": "lora"}, data={"packing": packing}))
+    said = problems_of_run(make_spec(samples, model=named, method={"kind": method}, data={"packing": packing}))
     return "; ".join(said).replace(str(folder), "the model") if said else None
 
 
@@ -96,12 +100,17 @@ def write_tiny(config: PreTrainedConfig, folder: Path) -> Path:
 
 class Trial:
     """The cells of one model type, in a folder of its own. Those in `cells` are there already; `keep` is called with
-    all after each new one."""
+    all after each new one. `given`: a config in place of `tiny_config`'s."""
 
     def __init__(
-        self, model_type: str, folder: Path, cells: Mapping[str, Cell], keep: Callable[[Mapping[str, Cell]], None]
+        self,
+        model_type: str,
+        folder: Path,
+        cells: Mapping[str, Cell],
+        keep: Callable[[Mapping[str, Cell]], None],
+        given: PreTrainedConfig | None = None,
     ) -> None:
-        self.model_type, self.folder, self._keep = model_type, folder, keep
+        self.model_type, self.folder, self._keep, self._given = model_type, folder, keep, given
         self.cells = {name: cell for name, cell in cells.items() if "failed" not in cell}
         self.samples = write_samples(folder / "samples.jsonl", count=STEPS * ROWS, longest=LONGEST)
         self.loaded: dict[str, LoadedModel] = {}
@@ -124,7 +133,8 @@ class Trial:
         }  # fmt: skip
         if any(name not in self.cells for name in steps):
             for name, attempt in steps.items():
-                self._try(name, attempt)
+                if "refused" not in self.cells.get(name, {}):
+                    self._try(name, attempt)
         if measure and {"lora", "full"} <= {name for name, cell in self.cells.items() if "failed" not in cell}:
             for name, attempt in runs.items():
                 if name not in self.cells:
@@ -134,13 +144,14 @@ class Trial:
     def _admitted(self) -> bool:
         """Ask the gate, and write a tiny model of what it lets in; False if there is none."""
         try:
-            self.config = tiny_config(self.model_type)
+            self.config = self._given or tiny_config(self.model_type)
         except Exception as error:  # noqa: BLE001  (any class of transformers runs here)
             refused = refusal({"model_type": self.model_type}, self.folder / "config", self.samples)
             self._set("gate", {"refused": refused} if refused else {"failed": f"no tiny config: {_said(error)}"})
             return False
-        refused = refusal(self.config.to_dict(), self.folder / "config", self.samples)
-        if refused is not None:
+        said = [refusal(self.config.to_dict(), self.folder / "config", self.samples, method=each) for each in METHODS]
+        refused, in_full = said
+        if refused is not None and in_full is not None:
             self._set("gate", {"refused": refused})
             return False
         try:
@@ -149,6 +160,9 @@ class Trial:
             self._set("gate", {"failed": f"no tiny model: {_said(error)}"})
             return False
         self._set("gate", {"class": load_class(self.model)})
+        for method, sentence in zip(METHODS, said, strict=True):
+            if sentence is not None:
+                self._set(method, {"refused": sentence})
         return True
 
     def _set(self, name: str, cell: Cell) -> None:
@@ -182,7 +196,7 @@ class Trial:
             )
         if method == "full":
             self._require_all_weights(alone)
-            _require_values(alone, result)
+            self._try("values", lambda: _require_values(alone, result))
         self.loaded[method] = loaded
         return {"losses": [step.loss for step in steps], "logit_difference": self._difference(alone, loaded.model)}
 
@@ -192,6 +206,11 @@ class Trial:
             return None
         folder, adapter = self.folder / "merged", self.folder / "lora-result"
         name_base(adapter, self.model)
+        if self.loaded["lora"].coverage.shared:
+            with suppress(UsageError):
+                merge(adapter, folder, lambda text: None)
+                raise Problem("adapters on layers that share a weight were merged")
+            return {"refused": "layers share a weight"}
         merge(adapter, folder, lambda text: None)
         alone = opened(folder)
         self._require_all_weights(alone)
@@ -199,10 +218,10 @@ class Trial:
 
     def _split(self) -> Cell | None:
         """The loss of a padded micro-batch beside those of its rows alone: nothing may depend on how a step is cut."""
-        if "lora" not in self.loaded:
+        if not self.loaded:
             return None
         options: Any = {"implementation": "chunked", "label_smoothing": 0.0, "chunk_tokens": None, "device": cpu()}
-        loaded, batch = self.loaded["lora"], batch_of()
+        loaded, batch = next(iter(self.loaded.values())), batch_of()
         loss = make_loss(loaded, **options)
         with eval_mode(loaded.model):
             together = float(loss(batch))
@@ -213,19 +232,22 @@ class Trial:
         return {"loss_difference": difference}
 
     def _packing(self) -> Cell | None:
-        if "lora" not in self.loaded:
+        if not self.loaded:
             return None
-        refused = refusal(self.config.to_dict(), self.folder / "config", self.samples, packing=True)
+        method = next(iter(self.loaded))
+        refused = refusal(self.config.to_dict(), self.folder / "config", self.samples, method=method, packing=True)
         if refused is not None:
             return {"refused": refused}
         try:
-            require_separation(self.loaded["lora"])
+            require_separation(self.loaded[method])
         except TunedeckError as error:
             return {"refused": _said(error)}
         return {"apart": True}
 
-    def _planned(self, method: str) -> Cell:
+    def _planned(self, method: str) -> Cell | None:
         """The predicted peak of a run beside the measured one."""
+        if "refused" in self.cells[method]:
+            return None
         spec = spec_of(self.model, method, self.samples)
         plan = planned(spec)
         place, events = finished(spec, self.folder / f"{method}-run")
@@ -273,14 +295,15 @@ class Trial:
             raise Problem(f"{len(theirs.keys() ^ ours.keys())} tensors of the base or of the result are missing")
 
 
-def _require_values(alone: torch.nn.Module, folder: Path) -> None:
-    """Raise Problem if transformers opens a weight with other values than `folder` has."""
+def _require_values(alone: torch.nn.Module, folder: Path) -> Cell | None:
+    """Raise Problem if transformers opens a weight with other values than `folder` has; else there is no cell."""
     saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     weights = alone.state_dict()
     changed = sorted(name for name in saved.keys() & weights.keys() if not torch.equal(saved[name], weights[name]))
     if changed:
         rows = (saved[changed[0]] != weights[changed[0]]).reshape(len(saved[changed[0]]), -1).any(1).nonzero()
         raise Problem(f"transformers opens {changed[0]} with other values than the file has, in row {int(rows[0])}")
+    return None
 
 
 def _row(batch: Batch, number: int) -> Batch:
@@ -343,7 +366,8 @@ def cells_of(
     keep: Callable[[Mapping[str, Cell]], None] = lambda cells: None,
     *,
     measure: bool = True,
+    given: PreTrainedConfig | None = None,
 ) -> dict[str, Cell]:
     """The cells of a type; see `Trial`."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Trial(model_type, folder, cells or {}, keep).run(measure=measure)
+    return Trial(model_type, folder, cells or {}, keep, given).run(measure=measure)

@@ -101,6 +101,12 @@ CHANGES: dict[str, Config] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "ernie4_5_vl_moe": {"text_config": {**_axes(3, 3, 2)["text_config"], "moe_intermediate_size": [96, 64]}},
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3", "do_pooling": True, "global_pool": "avg", "hidden_size": WIDTH,
+            "model_args": {"inference_mode": True, "layers": [1] * 5, "embed_dims": [32] * 5},
+        },
+    },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 32},
     "gemma3": {"mm_tokens_per_image": 49},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
@@ -115,10 +121,20 @@ CHANGES: dict[str, Config] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"full_attn_idxs": [1], **_CONVOLUTIONS}, "lfm2_moe": _CONVOLUTIONS,
     "lfm2_vl": {"text_config": {"full_attn_idxs": [1], **_CONVOLUTIONS}},
+    "longcat_flash": {"zero_expert_num": 2},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl": _axes(4, 6, 6),
     "paligemma": {"text_config": {"num_key_value_heads": KEY_HEADS}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": WIDTH, "depth": 2, "num_heads": HEADS, "img_size": [56, 56], "ref_feat_shape": [4, 4],
+                "global_pool": "", "init_values": 0.1, "use_post_transformer_norm": False,
+            },
+        },
+    },
     "qwen2_5_omni_thinker": _axes(2, 3, 3) | _VISION_START, "qwen2_5_vl": _axes(2, 3, 3), "qwen2_vl": _axes(2, 3, 3),
     "qwen3_omni_moe_thinker": _VISION_START,
     "qwen4_exp": {"text_config": _INDEXER}, "qwen4_exp_text": _INDEXER,

@@ -57,7 +57,8 @@ them.
 - **cut**: the loss of a padded micro-batch beside those of its rows alone, relative.
 - **adapter, full, merged**: largest difference between the engine's logits and those of the adapter opened by peft, of
   the fully tuned model, and of the adapter merged with `tunedeck merge`, opened by transformers in the base's class
-  with every tensor of the base; as a share of the largest logit.
+  with every tensor of the base; as a share of the largest logit. *refused*: adapters on layers that share a weight are
+  not merged, as `merge` and the run's first lines say.
 """
 
 TABLE = """
@@ -90,7 +91,7 @@ def write_page(document: Mapping[str, Any], page: Path = PAGE) -> None:
         f"| {name} | {cell} | {said} |\n" for name in sorted(failures) for cell, said in _failures(failures[name])
     )
     text += "\n## Refused\n\n`recipes check`, `plan` and `train` say the same.\n\n| what is said | types |\n|---|---|\n"
-    text += _by_reason((name, str(cells["gate"]["refused"])) for name, cells in groups["refused"].items())
+    text += _by_reason((name, refusal_of(cells)) for name, cells in groups["refused"].items())
     text += "\n## Not tried\n\n| why there is no tiny model | types |\n|---|---|\n"
     text += _by_reason((name, str(cells["gate"]["failed"])) for name, cells in groups["untried"].items())
     if groups["waiting"]:
@@ -100,17 +101,23 @@ def write_page(document: Mapping[str, Any], page: Path = PAGE) -> None:
 
 def group_of(cells: Cells) -> str:
     """Where a type belongs: "good", "partly" (trained, but a cell is wrong), "late" (not trained, found after a run
-    folder existed), "refused" (before), "untried", or "waiting"."""
+    folder existed), "refused" (before; with one method, or always), "untried", or "waiting"."""
     if not cells:
         return "waiting"
     gate = cells.get("gate", {})
-    if "refused" in gate:
+    methods = [cells.get(method, {}) for method in ("lora", "full")]
+    if "refused" in gate or (any("refused" in each for each in methods) and any("losses" in each for each in methods)):
         return "refused"
     if str(gate.get("failed", "")).startswith(NO_CONFIG):
         return "untried"
     if any("losses" not in cells.get(method, {}) for method in ("lora", "full")):
         return "late"
     return "partly" if _failures(cells) else "good"
+
+
+def refusal_of(cells: Cells) -> str:
+    """What is said of a type that is refused."""
+    return str(next(cells[name]["refused"] for name in ("gate", "lora", "full") if "refused" in cells[name]))
 
 
 def _failures(cells: Cells) -> list[tuple[str, str]]:
@@ -143,7 +150,7 @@ def _plan(cell: Mapping[str, Any]) -> str:
 
 
 def _other(cell: Mapping[str, Any]) -> str:
-    return "**failed**" if "failed" in cell else "not yet"
+    return "**failed**" if "failed" in cell else "refused" if "refused" in cell else "not yet"
 
 
 def _difference(cell: Mapping[str, Any], key: str) -> str:

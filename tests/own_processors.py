@@ -107,10 +107,16 @@ def _smolvlm(ids: dict[str, int]) -> dict[str, Any]:
 
 
 def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
+    """All parts of Gemma 4 E4B: an encoder of audio, inputs of each layer, and layers that share keys and values."""
     return {
         "text_config": {
-            **TEXT, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
-            "global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            **TEXT, "sliding_window": 64, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+        },
+        "audio_config": {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24,
+            "subsampling_conv_channels": [8, 4],
         },
         "vision_config": {
             **VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 16, "position_embedding_size": 64,

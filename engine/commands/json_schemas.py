@@ -39,7 +39,7 @@ PLAN = (
     " host_capacity_bytes:whole? phases:table micro_batch:whole accumulation:whole tokens_per_micro_batch:whole"
     " length:whole basis:text target_tokens:whole generate_adds_bytes:whole generation_rows:whole remedies:table"
     " learning_rate:number? layers:whole recomputed_layers:whole? time:table? ranks:whole parallel:text network:table?"
-    " image_tokens:whole predicted_only:flag predictor:text simulated_seconds:number?"
+    " image_tokens:whole predicted_only:flag predictor:text simulated_seconds:number? assumed:text?"
 )
 TIME = "step_seconds:number tokens_per_second:number hours:number? cost:number? parts:figures basis:text"
 STAGE = "name:text kind:text verdict:text? peak_bytes:whole? host_bytes:whole disk_bytes:whole plan:table?"

@@ -145,6 +145,8 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
         lines.append(f"the figures are from a simulation of the step, which took {planned.simulated_seconds:g} s")
     if planned.why_whole:
         lines.append(f"all layers were simulated, as none could stand for those like it ({planned.why_whole})")
+    if planned.assumed:
+        lines.append(planned.assumed)
     if "generate" in planned.prediction.phases:
         lines.append(generate_sentence(planned, used))
     if planned.host:

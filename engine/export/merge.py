@@ -17,7 +17,7 @@ import psutil
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,7 +29,7 @@ from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.export.logits import compare_bases, compare_logits, logits_on_prompts
-from engine.model.adapters import router_modules
+from engine.model.adapters import NOT_MERGED, router_modules, shared_weights
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
 from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
@@ -116,6 +116,7 @@ class _Source:
         model = _base(self.base, self.revision, self.config_at, self.trust_remote_code, four_bit=four_bit)
         grow_for(model, self.adapter)
         wrapped = PeftModel.from_pretrained(model, str(self.adapter))
+        refuse_shared(wrapped, self.base)
         before = logits_on_prompts(wrapped, tokenizer)
         notify("merging")
         return merge_rounded_once(wrapped), before
@@ -146,6 +147,21 @@ def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
         seen = before if bases.dequantized else other_before
         kept, rounded = (other, after) if bases.dequantized else (after, other)
         notify(compare_bases(seen, kept, rounded))
+
+
+def refuse_shared(model: PeftModel, base: str) -> None:
+    """Raise UsageError if adapters are on layers of the model that share a weight."""
+    layers = {
+        name.removeprefix("base_model.model."): module.get_base_layer()
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    }
+    shared = shared_weights({name: layer for name, layer in layers.items() if isinstance(layer, nn.Module)})
+    if shared:
+        raise UsageError(
+            f"layers of {base} share a weight ({shared[0]} and others); {NOT_MERGED}",
+            fix="open the adapter with peft instead, or train without adapters on these layers (method.exclude)",
+        )
 
 
 def merge_rounded_once(model: PeftModel) -> PreTrainedModel:

@@ -107,6 +107,8 @@ class Coverage:
     """Modules (LoRA) or parameters (full) that are trained in full."""
     impossible: dict[str, str] = field(default_factory=dict)
     """Why linear layers cannot have an adapter, by name."""
+    shared: list[str] = field(default_factory=list)
+    """Those with an adapter whose weight is also that of another one with an adapter."""
 
     def text(self) -> str:
         """Lines that say which layers have adapters, which modules are trained in full, and which are left out."""
@@ -132,7 +134,20 @@ def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
     for reason in dict.fromkeys(coverage.impossible.values()) if method.targets == "all-linear" else ():
         names = Counter(_layer_type(name) for name, each in coverage.impossible.items() if each == reason)
         found.append(f"{_line('no adapters on', names)}: {reason}")
+    if coverage.shared:
+        names = Counter(map(_layer_type, coverage.shared))
+        found.append(f"{_line('the result cannot be merged; layers that share a weight', names)}; {NOT_MERGED}")
     return [sentence for sentence in found if sentence]
+
+
+NOT_MERGED = "each has an adapter of its own, and one weight cannot take both"
+
+
+def shared_weights(linears: Mapping[str, nn.Module]) -> list[str]:
+    """The names of those linear layers whose weight is also that of another one of them, such as Zamba's, whose blocks
+    of attention are one."""
+    counts = Counter(id(module.weight) for module in linears.values())
+    return [name for name, module in linears.items() if counts[id(module.weight)] > 1]
 
 
 def add_adapters(
@@ -306,7 +321,9 @@ def coverage_of(
     wrapped = _adapted_modules(model)
     modules = {name for name in linears if name in wrapped}
     owners = set(model.targeted_parameter_names)
-    report = Coverage(in_full=list(in_full))
+    report = Coverage(
+        in_full=list(in_full), shared=shared_weights({name: linears[name] for name in linears if name in modules})
+    )
     for name in linears:
         (report.adapted if name in modules else report.left_out)[_layer_type(name)] += 1
     for name in experts:

@@ -30,6 +30,7 @@ from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
 from engine.model.dropout_kernel import RowKey, drop_into, using
 from engine.simulate.fake_tensors import FastFakeMode
+from engine.simulate.settled import Assumed, everywhere, settled
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
@@ -97,6 +98,10 @@ class SimulatedDevice(MeteredDevice):
         log, tracker.log = tracker.log or [tracker.allocated_bytes], [tracker.allocated_bytes]
         return log
 
+    def settle(self, assumed: Assumed | None, experts: int) -> None:
+        """Assume from now on what sizes that depend on values are (`engine.simulate.settled`)."""
+        self._operations.assumed, self._operations.experts = assumed, experts
+
     @contextmanager
     def unequal_rows(self) -> Iterator[None]:
         """Inside the block, the test that transformers makes of an attention mask, `mask.all()`, is False, so that rows
@@ -125,13 +130,15 @@ class _Operations(TorchDispatchMode):
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
     windows into which images are divided, and the windows are computed from the integer grid of each image. With
     images, new integer tensors are real, and so is what is computed of pixels alone: a model looks for the places of
-    images, and for images that are padding.
+    images, and for images that are padding. So they are where routers send tokens as `engine.simulate.settled` assumes.
     """
 
     def __init__(self, like_cuda: bool, uncounted: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._like_cuda, self._uncounted = like_cuda, uncounted
         self.with_images = False
+        self.assumed: Assumed | None = None
+        self.experts = 0
         self.truth = True
         """What `item()` of a fake boolean tensor returns."""
 
@@ -149,8 +156,10 @@ class _Operations(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func in INDEXING and any(each is not None and each.dtype == torch.bool for each in args[1]):
             with self._uncounted():
-                args = (args[0], [place for each in args[1] for place in _places(each)], *args[2:])
+                args = (args[0], [place for each in args[1] for place in self._places(each)], *args[2:])
             return func(*args, **kwargs)
+        if self.assumed == "routing" and (result := settled(func, args, kwargs, self.experts)) is not None:
+            return result
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.truth if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -162,24 +171,26 @@ class _Operations(TorchDispatchMode):
             return result
         return func(*args, **kwargs)
 
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Replace a mask, among the indices of a tensor, by the places that it selects, if these are known."""
+        if index is None or index.dtype != torch.bool:
+            return [index]
+        if isinstance(index, FakeTensor):
+            return list(everywhere(index)) if self.assumed else [index]
+        with unset_fake_temporarily():
+            return list(index.nonzero(as_tuple=True))
+
     def _makes_integers(self, func: Any, options: dict[str, Any]) -> bool:
         """Whether an operation without tensors among its inputs makes a real one."""
         whole = options.get("dtype") in (torch.int64, torch.int32)
+        with_values = self.with_images or self.assumed == "routing"
         return func is torch.ops.aten.arange.default or (
-            self.with_images and (func in COUNTING or (whole and func in MAKING))
+            with_values and (func in COUNTING or (whole and func in MAKING))
         )
 
     def _is_real(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor are computed."""
         return _is_real_integer(tensor) or (self.with_images and not isinstance(tensor, FakeTensor))
-
-
-def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Replace a mask with values, among the indices of a tensor, by the places that it selects."""
-    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
-        return [index]
-    with unset_fake_temporarily():
-        return list(index.nonzero(as_tuple=True))
 
 
 def _attention_scratch(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ from engine.simulate.batch import StepShape, batch_of
 from engine.simulate.device import SimulatedDevice, simulated_dropout
 from engine.simulate.images import RowImages
 from engine.simulate.recorders import EMBEDDING, GENERATE, PhaseRecorder
+from engine.simulate.settled import Assumed, experts_of
 from engine.train.step.optimizer import guarded_optimizer
 from engine.train.step.optimizer_state import state_tensors
 
@@ -54,10 +55,14 @@ def simulated_run(
     record: MakeRecorder[Recorder],
     facts: dict[str, Any] | None = None,
     row_images: RowImages | None = None,
+    assumed: Assumed | None = None,
 ) -> Iterator[SimulatedRun[Recorder]]:
     """Create the model of a run, from the config `facts` if given, with its loss and optimizer; yields what drives
-    them. Each row begins with `row_images`. Inside the block, all tensors are simulated."""
+    them. Each row begins with `row_images`. Inside the block, all tensors are simulated; `assumed`: of sizes that
+    depend on values."""
     device = SimulatedDevice.of(spec.profile.device)
+    if assumed is not None:
+        device.settle(assumed, experts_of(facts or find_config(spec.recipe.model.id, spec.recipe.model.revision)))
     loaded = on_meta(spec, device, facts)
     fuse_modules(loaded, spec)  # not below: it computes with values
     tile_mlps(loaded, spec.recipe)

@@ -25,9 +25,10 @@ from engine.config.files.caches import SequenceBounds
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError, UsageError
-from engine.simulate.curves import LayerStack, _document, simulate_curves
+from engine.simulate.curves import _document, simulate_curves
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.driver import on_meta, simulated_run
+from engine.simulate.layers import LayerStack
 from engine.simulate.plan import exact_plan
 from engine.simulate.recorders import PhaseLog
 from engine.simulate.step import simulate_step
@@ -197,7 +198,7 @@ def test_some_layers_of_a_kind_stand_for_all(
     assert str(few) == str(every)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(2, 65), (3, 100), (1, 400)])
+@pytest.mark.parametrize(("rows", "length"), [(4, 20), (3, 64), (2, 65), (3, 100), (1, 400)])
 def test_layers_that_pad_to_a_chunk_are_planned_at_any_length(rows: int, length: int, linear: RunSpec) -> None:
     """Qwen3.5's linear attention pads to 64 tokens."""
     predictor, found = find_predictor(linear), simulate_step(linear, rows=rows, length=length)

@@ -17,6 +17,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
 
+from benchmarks.type_cell import write_tiny
+from benchmarks.type_configs import tiny_config
 from engine.commands.export import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.export.logits import compare_logits
@@ -263,3 +265,17 @@ def test_the_result_ends_answers_where_the_chat_template_does(tmp_path: Path, ki
     assert opened.generation_config.eos_token_id == [257, end]
     # transformers' own defaults stop at the end of a turn.
     assert generated(opened, {1: end}) == 2 and generated(opened, {}) == 6
+
+
+def test_adapters_on_layers_that_share_a_weight_are_not_merged(tmp_path: Path) -> None:
+    """Zamba's blocks of attention have one set of weights: what is added to it at one place is added at all."""
+    base = write_tiny(tiny_config("zamba"), tmp_path / "base")
+    loaded = load(run_spec(str(base)))
+    assert any("the result cannot be merged; layers that share a weight" in each for each in loaded.notices)
+    loaded.save(tmp_path / "adapter")
+    name_base(tmp_path / "adapter", base)
+    with pytest.raises(UsageError, match=r"share a weight .*one weight cannot take both"):
+        merge(tmp_path / "adapter", tmp_path / "merged", lambda text: None)
+    assert not (tmp_path / "merged").exists()
+    loaded = load(run_spec(str(base), method={"exclude": ["shared_transf.**"]}))
+    assert not any("cannot be merged" in each for each in loaded.notices)

@@ -13,10 +13,13 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto import modeling_auto as auto
 from typer.testing import CliRunner
 
+from benchmarks.type_cell import opened, write_tiny
+from benchmarks.type_configs import tiny_config
 from engine.budget.advise.preflight import notes_on_model
 from engine.budget.architecture.classes import MAPPINGS, _is_encoder_decoder, _table
 from engine.budget.architecture.families import (
@@ -253,3 +256,18 @@ def test_a_family_of_transformers_needs_no_code_of_its_own() -> None:
     published = {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
     assert not needs_own_code(published)
     assert needs_own_code({**published, "model_type": "internlm2"})
+
+
+def test_a_type_that_is_opened_with_zeros_for_its_padding_is_not_trained_in_full(tmp_path: Path) -> None:
+    """transformers marks the row of another tensor as filled from the file, so it fills it with zeros again."""
+    model = write_tiny(tiny_config("youtu"), tmp_path / "youtu")
+    weights, name = load_file(model / "model.safetensors"), "model.embed_tokens.weight"
+    weights[name] = torch.ones_like(weights[name])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    found = opened(model).state_dict()[name]
+    assert not found[IDS["pad_token_id"]].any() and found[0].all()
+    facts = {"model_type": "youtu", "pad_token_id": 258}
+    with pytest.raises(UsageError, match="opens with zeros for the padding token"):
+        refuse_family(facts, run_spec("owner/name", method={"kind": "full"}).recipe)
+    refuse_family(facts, run_spec("owner/name").recipe)
+    refuse_family({"model_type": "youtu"}, run_spec("owner/name", method={"kind": "full"}).recipe)

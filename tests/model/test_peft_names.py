@@ -9,12 +9,15 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from benchmarks.type_cell import opened, write_tiny
+from benchmarks.type_cell import opened, refusal, write_tiny
 from benchmarks.type_configs import tiny_config
+from engine.budget.architecture.families import RENAMED_BY_PEFT
 from engine.errors import UsageError
 from engine.model.adapters import add_adapters, layers_without_adapter, linear_layers
 from engine.model.config import auto_class
+from engine.model.peft_names import not_found_again
 from tests.model.samples import batch_of, disturb, load, logits_of, name_base, run_spec
+from tests.train.run_helpers import write_samples
 
 
 def shown(model_type: str) -> PreTrainedModel:
@@ -48,3 +51,15 @@ def test_a_model_of_which_peft_finds_nothing_again_is_refused() -> None:
     with pytest.raises(UsageError, match="no layer of text can have an adapter: peft renames it") as refused:
         add_adapters(model, run_spec("owner/name").recipe.method)
     assert 'method.kind = "full"' in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("model_type", sorted(RENAMED_BY_PEFT))
+def test_a_model_of_which_peft_finds_nothing_again_is_refused_by_its_config(tmp_path: Path, model_type: str) -> None:
+    model = shown(model_type)
+    text = [name for name in linear_layers(model) if "language_model" in name]
+    assert text and not_found_again(model, text) == set(text)
+    samples = write_samples(tmp_path / "samples.jsonl", count=2)
+    config = tiny_config(model_type).to_dict()
+    said = refusal(config, tmp_path / "config", samples)
+    assert said is not None and "whose layers peft renames" in said and 'set method.kind = "full"' in said
+    assert refusal(config, tmp_path / "config", samples, method="full") is None

@@ -76,6 +76,8 @@ class Plan:
     """Duration of the simulation that the prediction is based on; None for a closed form."""
     why_whole: str | None = None
     """Why it ran all layers, where one of a kind could not stand for others."""
+    assumed: str | None = None
+    """What it assumed of sizes that depend on values, as a sentence; None of nothing."""
 
     @property
     def predictor(self) -> Literal["closed_form", "simulated"]:
@@ -163,6 +165,7 @@ class Plan:
             "predicted_only": self.ranks > 1,
             "predictor": self.predictor,
             "simulated_seconds": self.simulated_seconds,
+            "assumed": self.assumed,
         }
 
 
@@ -211,6 +214,7 @@ def make_plan(spec: RunSpec, *, known: SequenceBounds | None = None, facts: Mode
         network=network_traffic(arch, predictor.config, predictor.layout, machines) if arch is not None else None,
         simulated_seconds=predictor.seconds if isinstance(predictor, SimulatedPredictor) else None,
         why_whole=predictor.why_whole if isinstance(predictor, SimulatedPredictor) else None,
+        assumed=predictor.assumed if isinstance(predictor, SimulatedPredictor) else None,
     )
 
 

@@ -31,6 +31,7 @@ NOT_FROM_TEXT = {
     "evolla": "takes no text alone: it needs a protein in every sample",
     "gemma4_assistant": DRAFTS,
     "gemma4_unified_assistant": DRAFTS,
+    "blt": "cuts each text into patches by what a second model in it predicts",
     "cpmant": "lets tokens see those behind them",
     "paligemma": "lets the tokens of a prompt see those behind them",
 }

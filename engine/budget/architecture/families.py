@@ -235,6 +235,14 @@ PEFT_EXPERT_FAMILIES = {
 """Model types of which peft does so (`utils/transformers_weight_conversion.py`): it turns such a target into one on the
 fused experts, so layers of the same name outside the experts cannot have an adapter."""
 
+RENAMED_BY_PEFT = frozenset({"deepseek_ocr2", "unlimited_ocr"})
+"""Model types of which peft renames every layer of text when it opens an adapter, as transformers renames the weights
+of an older checkpoint (`conversion_mapping.py`), and so loses all of it."""
+
+PADDING_RESET = frozenset({"youtu"})
+"""Model types that transformers opens with zeros for the padding token, whatever their files have
+(`_init_weights` in `modeling_youtu.py`)."""
+
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Config keys with the number of experts of a layer."""
 
@@ -254,7 +262,10 @@ def refuse_family(facts: Mapping[str, Any], recipe: Recipe) -> None:
             expected="a causal language model, which predicts each token from those before it",
             fix="choose another model.id",
         )
+    if recipe.method.kind == "full":
+        _refuse_reset(facts, recipe)
     if recipe.method.kind == "lora":
+        _refuse_renamed(str(facts.get("model_type", "")), recipe)
         _refuse_targets(str(text_of(facts).get("model_type", "")), recipe.method)
 
 
@@ -268,6 +279,25 @@ def why_not_causal(facts: Mapping[str, Any]) -> str | None:
     if model_type in PERMUTED:
         return f"predicts tokens in a permuted order ({model_type})"
     return None
+
+
+def _refuse_reset(facts: Mapping[str, Any], recipe: Recipe) -> None:
+    model_type, padding = str(facts.get("model_type", "")), facts.get("pad_token_id")
+    if model_type in PADDING_RESET and padding is not None:
+        raise UsageError(
+            f"{recipe.model.id} is a {model_type!r} model, which transformers opens with zeros for the padding token "
+            f"({padding}), whatever was trained",
+            fix='set method.kind = "lora", or take pad_token_id out of its config.json',
+        )
+
+
+def _refuse_renamed(model_type: str, recipe: Recipe) -> None:
+    if model_type in RENAMED_BY_PEFT:
+        raise UsageError(
+            f"{recipe.model.id} is a {model_type!r} model, whose layers peft renames when it opens an adapter, so that "
+            "none of them can have one",
+            fix='set method.kind = "full", or choose another model.id',
+        )
 
 
 def _refuse_targets(model_type: str, method: Method) -> None:

@@ -34,7 +34,7 @@ from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError
 
-FORMAT = 8
+FORMAT = 9
 """Version of the stored files; a change makes older files unused."""
 UNITS = (
     "one", "rows", "length", "tokens", "rows x length^2", "length^2", "images", "images^2", "targets", "chunk",
@@ -49,7 +49,11 @@ TRAIN_KEYS = {
     "state_dtype",
 }  # fmt: skip
 
-
+ASSUMED = {
+    "masks": "sizes that depend on the tokens are at the most that they can be: no token is left out",
+    "routing": "sizes that depend on a router are at the most that they can be: all tokens go to the same experts",
+}
+"""What a plan says of the assumptions of `engine.simulate.settled`."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
 
 
@@ -219,6 +223,8 @@ class SimulatedPredictor:
         """How long the simulation took."""
         self.why_whole: str | None = document["why_whole"]
         """Why one layer of a kind could not stand for others, so that all were run; None where it could."""
+        self.assumed: str | None = ASSUMED.get(document["assumed"])
+        """What was assumed of sizes that depend on values, as a sentence; None of nothing."""
         self._static: dict[str, int] = document["static"]
         self._document = document
         self._profile = spec.profile
@@ -297,7 +303,8 @@ class SimulatedPredictor:
 
     def _peaks(self, name: str, micro_batch: MicroBatchShape) -> dict[str, int]:
         """The peak of each phase of a pass, in bytes. Layers with a state pad a sequence to whole periods; the pass was
-        simulated at whole ones, and at those that lack all tokens but one, between which padding is proportional."""
+        simulated at whole ones, at those that lack all tokens but one, between which padding is proportional, and
+        within one."""
         rows, length, *_ = micro_batch
         targets = micro_batch.targets
         if targets is None:
@@ -306,9 +313,10 @@ class SimulatedPredictor:
         images = rows if self.image_tokens else 0  # every row as the largest: smaller images are not told apart yet
         units = units_of(rows, length, targets, min(targets, self.config.chunk_tokens), images)
         period = int(self._document["period"])
-        lacking = -length % period / max(1, period - 1)
+        short = length <= period and name in self._document["short"]
+        lacking = 0.0 if short else -length % period / max(1, period - 1)
         found = {}
-        for phase, curve in self._document["passes"][name].items():
+        for phase, curve in self._document["short" if short else "passes"][name].items():
             found[phase] = max(_value(size, units) for size in curve["sizes"])
             if lacking:
                 padded = max(_value(size, units) for size in self._document["padded"][name][phase]["sizes"])
