@@ -22,7 +22,7 @@ from engine.journal.queue import Queue, QueueState
 from engine.journal.summary import RunSummary
 from engine.launch.queue_worker import start_queue_worker
 from tui.keys import bindings
-from tui.run.listing import RunEntry, RunList
+from tui.run.listing import RunEntry, RunList, changed_settings, short_name
 from tui.run.table import TableColumn, run_row, table_heading
 from tui.screens.base import BaseScreen
 from tui.widgets.row_list import RowList
@@ -48,13 +48,14 @@ class QueueScreen(BaseScreen):
         self._to_remove = ""
         """Name of the run that a second press of the key removes."""
         self._columns = (
+            TableColumn("run", 0, 0, lambda entry, _: short_name(entry.directory)),
             TableColumn("place", 5, 0, self._position, right=True),
-            TableColumn("run", 0, 0, lambda entry, _: entry.directory.name),
             TableColumn("step", 13, 70, lambda _, summary: f"{summary.step:,}" if summary.step else "", right=True),
             TableColumn("loss", 8, 80, _loss, right=True),
-            TableColumn("profile", 10, 90, lambda _, summary: summary.profile),
-            TableColumn("recipe", 14, 110, lambda _, summary: summary.recipe),
-            TableColumn("model", 22, 130, lambda _, summary: summary.model),
+            TableColumn("changes", 22, 80, lambda _, summary: changed_settings(summary.overrides)),
+            TableColumn("profile", 10, 110, lambda _, summary: summary.profile),
+            TableColumn("recipe", 14, 120, lambda _, summary: summary.recipe),
+            TableColumn("model", 22, 140, lambda _, summary: summary.model),
         )
 
     def compose_body(self) -> ComposeResult:

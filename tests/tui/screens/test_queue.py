@@ -37,14 +37,23 @@ async def test_what_waits_is_listed_in_order(console: Opener, runs: Path, size: 
     async with console(*size) as pilot:
         await open_queue(pilot)
         await pilot.sees("first", "second", "the queue is not started")
-        assert pilot.text.index("-first") < pilot.text.index("-second")
+        assert pilot.text.index("first") < pilot.text.index("second")
+
+
+async def test_runs_of_one_recipe_are_told_apart_by_what_was_changed(console: Opener, runs: Path) -> None:
+    for seed in (3, 4):
+        changed = SPEC.format(name="demo") + f'[provenance]\nset = ["train.seed={seed}"]\n'
+        Queue(runs).add(create_run_directory(runs, "demo", changed, {}))
+    async with console(80, 24) as pilot:
+        await open_queue(pilot)
+        await pilot.sees("seed=3", "seed=4")
 
 
 async def test_runs_are_moved_by_keys_and_the_cursor_goes_along(console: Opener, runs: Path) -> None:
     a, b, c = queued(runs, "a", "b", "c")
     async with console() as pilot:
         await open_queue(pilot)
-        await pilot.sees(a, b, c)
+        await pilot.sees("queued   a", "queued   b", "queued   c")
         await pilot.press("J", "J")
         assert Queue(runs).read().waiting == [b, c, a]
         await pilot.press("J")
@@ -57,7 +66,7 @@ async def test_removing_takes_two_presses_and_keeps_the_folder_in_the_trash(cons
     a, b = queued(runs, "a", "b")
     async with console() as pilot:
         await open_queue(pilot)
-        await pilot.sees(a, b)
+        await pilot.sees("queued   a", "queued   b")
         await pilot.press("x")
         await pilot.sees("x again removes")
         assert Queue(runs).read().waiting == [a, b]
@@ -86,7 +95,7 @@ async def test_the_queue_is_worked_on_by_a_process_of_its_own(console: Opener, r
     (name,) = queued(runs, "broken")
     async with console(120, 36) as pilot:
         await open_queue(pilot)
-        await pilot.sees(name)
+        await pilot.sees(name[17:])
         await pilot.press("s")
         # The spec above is none that an engine accepts: the queue worker notes it and goes on to the end.
         await pilot.until(lambda: "ended with" in Queue(runs).log.read_text("utf-8"))
