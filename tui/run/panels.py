@@ -279,7 +279,10 @@ def event_lines(line: FeedLine, width: int) -> list[Content]:
 def log_lines(line: LogLine, width: int) -> list[Content]:
     """Return one line of the engine's log as lines of at most `width` cells."""
     styled = Content.styled(line.text, LEVEL_STYLES[line.level])
-    return [Content.assemble(" ", part) for part in styled.fold(max(10, width - 1))]
+    size = max(10, width - 1)
+    # Wrapping takes ten times as long as a line that fits needs.
+    parts = styled.wrap(size) if styled.cell_length > size else [styled]
+    return [Content.assemble(" ", part) for part in parts]
 
 
 def _clock(time: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tui.run.line_kinds import EVENT_KINDS, LOG_LEVELS, next_kind
-from tui.run.log_tail import READ_BYTES, LogTail, level_of
+from tui.run.log_tail import READ_BYTES, LogLine, LogTail, level_of
+from tui.run.panels import log_lines
 from tui.run.watch import FeedLine
 
 
@@ -82,3 +83,14 @@ def test_the_kinds_go_round_and_a_failed_end_is_a_problem() -> None:
     assert is_problem is not None
     ends = [FeedLine("", "run_finished", text) for text in ("failed: no disk", "done", "oom: no remedy")]
     assert [is_problem(end) for end in ends] == [True, False, True]
+
+
+@pytest.mark.parametrize("width", [20, 40, 72])
+def test_a_line_of_the_log_is_broken_between_words_and_keeps_its_indentation(width: int) -> None:
+    """Regression: the gradient norm was "t" at the end of a line and "he" at the beginning of the next."""
+    text = '  File "x.py", line 3: the gradient norm of step 22 is 17.76, 5 times the usual'
+    lines = [line.plain for line in log_lines(LogLine(text, "info"), width)]
+    assert all(len(line) <= width for line in lines)
+    assert " ".join(line.strip() for line in lines) == text.strip()
+    assert lines[0].startswith("   File")
+    assert [len(line.plain) for line in log_lines(LogLine("x" * 35, "info"), 13)] == [13, 13, 12]
