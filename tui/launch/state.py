@@ -92,6 +92,7 @@ class LaunchState:
         """Read the profile and recipe files again. If `settings` (a dict of profile, recipe and overrides) are given,
         they become the choice; otherwise the present choice is kept, or at first a default is made."""
         self._read_files()
+        self._advice = None  # a run that has ended meanwhile may have taught the pace
         if settings is not None:
             self.remember()
         default = self.choice if self.choice.profile else self._first_choice(settings)

@@ -232,6 +232,14 @@ def test_applied_advice_makes_it_fit_and_can_be_taken_back(launch: LaunchState) 
     assert launch.choice == DEMO
 
 
+def test_advice_is_computed_anew_when_launch_is_opened_again(launch: LaunchState) -> None:
+    """Regression: after a run had taught the pace, the fixes kept what they cost before it."""
+    assert launch.advice(compute=True) is not None
+    launch.begin()
+    assert launch.advice() is None
+    assert launch.advice(compute=True) is not None
+
+
 def test_a_changed_recipe_is_saved_with_its_comments_and_becomes_the_choice(launch: LaunchState) -> None:
     launch.change(Choice("24gb", "lora", {"train.batch_size": "8", "device.reserve_gib": "2.0"}))
     assert launch.changed_kinds == ["recipe", "profile"]
