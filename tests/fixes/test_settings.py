@@ -248,3 +248,19 @@ def test_a_variable_that_a_fix_names_is_what_was_missing(
     answer = tunedeck("train", "-p", "mine", "-r", "r.toml")
     assert not was_given(text_of(key), given)
     assert answer.code == 0 or given[0][0].startswith("launch/environment:"), "the next thing, if any"
+
+
+FOLDERS = {"data/store:_not_writable": "TUNEDECK_CACHE"}
+
+
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_folder_that_can_be_written_is_named_by_the_variable(
+    key: str, tunedeck: Tunedeck, tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_files(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(FOLDERS[key], str(tmp_path / "file" / "below"))
+    assert tunedeck(*DATA.split()).code == 6
+    assert was_given(text_of(key), given), given
+    monkeypatch.setenv(FOLDERS[key], str(tmp_path / "folder"))
+    assert tunedeck(*DATA.split()).code == 0
