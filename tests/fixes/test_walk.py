@@ -21,8 +21,8 @@ WALKED = {
     text_of(key).key
     for key in (
         *test_commands.ROWS, *test_settings.ROWS, *test_settings.ENVIRONMENTS, *test_settings.FOLDERS,
-        *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER, *test_results.ROWS,
-        *test_results.WALKED,
+        *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER,
+        *test_results.ROWS, *test_results.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
