@@ -82,8 +82,13 @@ WAYS_WITH_VISION_ENCODER: dict[str, dict[str, Any]] = {
     "full, decoder only": {"method": {"kind": "full", "train_only": ["model.language_model"]}},
     "LoRA on decoder and vision encoder": {"method": {"rank": 16, "targets": ["**.[0-9]*.**"]}},
 }
+WAYS_WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "LoRA on experts": {"method": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}},
+}
 FOR_VISION = ("LoRA", "DoRA", "full", "LoRA, everything kept", *WAYS_WITH_VISION_ENCODER)
-FOR_EXPERTS = ("LoRA on attention", "LoRA", "LoRA, bf16 adapters", "full", "LoRA, plain loss")
+FOR_EXPERTS = (
+    "LoRA on attention", "LoRA", "LoRA, bf16 adapters", "full", "LoRA, plain loss", *WAYS_WITH_EXPERTS,
+)  # fmt: skip
 TARGETS = {"dense": (0.5, 2.0), "experts": (2.0, 5.0), "vision": (2.0, 5.0)}
 """Target for the median and the worst error in percent, by kind of model."""
 
@@ -113,7 +118,7 @@ def cells() -> Iterator[Cell]:
     """Yield all cells, each with a random shape.
 
     Each dense model is combined with 6 training methods, chosen so that each method occurs at least 4 times; each
-    mixture of experts with 5; each vision-language model with 6 on images, and with LoRA on text.
+    mixture of experts with 6; each vision-language model with 6 on images, and with LoRA on text.
     """
     drawn = random.Random(20)
     ways = list(WAYS)
@@ -139,9 +144,9 @@ def _shape(drawn: random.Random) -> tuple[int, int]:
 
 def spec_of(cell: Cell) -> RunSpec:
     """The run spec of a cell, for a device large enough for every cell."""
-    way = (WAYS | WAYS_WITH_VISION_ENCODER)[cell.way]
+    way = (WAYS | WAYS_WITH_VISION_ENCODER | WAYS_WITH_EXPERTS)[cell.way]
     images = {"image_max_pixels": cell.image_tokens * PIXELS_PER_TOKEN} if cell.image_tokens else {}
-    data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": 8192, **images}
+    data = {"sources": [{"name": "main", "path": "none.jsonl"}], "max_length": cell.length, **images}
     recipe = {
         "name": "cell",
         "model": {"id": cell.model, "init": "random", "dtype": "bfloat16"},
