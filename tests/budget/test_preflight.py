@@ -77,6 +77,13 @@ def test_images_for_a_model_that_cannot_see_are_warned_of() -> None:
     assert "no vision encoder" in warned(spec_of("lora", "model.id=Qwen/Qwen2.5-7B", VISION[1]))
 
 
+def test_weights_trained_in_float16_beside_adapters_are_warned_of() -> None:
+    sets = ["model.id=Qwen/Qwen2.5-7B", "model.dtype=float16"]
+    assert "trained in float16" in warned(spec_of("lora", *sets, "method.also_train=['lm_head']"))
+    assert not warned(spec_of("lora", *sets))
+    assert not warned(spec_of("lora", sets[0], "method.also_train=['lm_head']"))
+
+
 def test_offload_from_host_memory_to_itself_is_warned_of() -> None:
     sets = ["model.id=Qwen/Qwen2.5-7B", "train.optimizer_offload=true"]
     host = spec_of("lora", *sets, "device.kind=cpu", profile="demo")

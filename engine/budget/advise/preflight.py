@@ -47,6 +47,7 @@ def warnings_of(
     found = [*_experts_stay_wide(arch, spec), *_images(arch, spec), *_offload(facts, spec), *_generation(arch, spec)]
     found += _host_memory(facts, spec)
     found += _nothing_to_round(arch, spec)
+    found += _trained_in_float16(arch, spec)
     found += _nothing_to_tile(arch, spec)
     found += _attention_dropout(arch, spec)
     found += _shards(spec, torch_version or installed("torch"))
@@ -216,6 +217,16 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
                 f'{key} = "{value}" changes nothing here: it is about weights that are trained in bfloat16, and these '
                 f"are trained in {learning}; leave it out"
             )
+
+
+def _trained_in_float16(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Weights that are trained in full beside LoRA have the base's dtype."""
+    config = memory_config_of(arch, spec)
+    if config.lora and config.dtype == "float16" and config.patterns.also_train:
+        yield (
+            "what is trained in full beside LoRA (method.also_train, a router) is trained in float16, where an update "
+            'below 1/2048 of a weight is lost: set model.dtype = "float32", or "bfloat16" where the device has it'
+        )
 
 
 def _nothing_to_tile(arch: Architecture, spec: RunSpec) -> Iterator[str]:
