@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixes import test_chat_and_data, test_commands, test_endings, test_engine, test_results, test_settings
+from tests.fixes import (
+    test_chat_and_data,
+    test_commands,
+    test_endings,
+    test_engine,
+    test_models_and_rows,
+    test_results,
+    test_settings,
+)
 from tests.fixes.rows import TEXTS, text_of
 from tests.fixes.walk import ROOT
 
@@ -22,7 +30,7 @@ WALKED = {
     for key in (
         *test_commands.ROWS, *test_settings.ROWS, *test_settings.ENVIRONMENTS, *test_settings.FOLDERS,
         *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER,
-        *test_results.ROWS, *test_results.WALKED,
+        *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
