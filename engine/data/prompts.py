@@ -66,7 +66,8 @@ class PromptTokens:
             # A system turn that the template leaves out goes into the first user turn, as in training.
             if folded is None or given is folded or contains(text, shown[0]["content"]):
                 return text
-        raise DataError(str(refused), fix="leave the system prompt out, or use --plain") from refused
+        fix = "leave the system prompt out, or use --plain" if folded is not None else "use --plain"
+        raise DataError(str(refused), fix=fix) from refused
 
     def ids(self, messages: list[Message]) -> list[int]:
         """With the tokens of images. Raises DataError for an image that cannot be read, or that the model does not

@@ -167,7 +167,10 @@ def task_options(asked: Evaluate, *, has_template: bool, plain: bool = False) ->
     """Options of lm-evaluation-harness's `simple_evaluate`. `plain`: the run was trained outside the chat template,
     which "auto" then leaves out. Raises UsageError if evaluate.harness_template is "on" and the tokenizer has none."""
     if asked.harness_template == "on" and not has_template:
-        raise UsageError("evaluate.harness_template: the tokenizer has no chat template", fix='set it to "off"')
+        raise UsageError(
+            'evaluate.harness_template = "on", and the tokenizer has no chat template',
+            fix="--set evaluate.harness_template=off",
+        )
     template = has_template and (asked.harness_template == "on" or (asked.harness_template == "auto" and not plain))
     return {
         "tasks": list(asked.harness), "num_fewshot": asked.harness_fewshot, "limit": asked.limit,

@@ -17,6 +17,7 @@ from tests.fixes import (
     test_endings,
     test_engine,
     test_models_and_rows,
+    test_prompts_and_tokens,
     test_results,
     test_settings,
 )
@@ -31,6 +32,7 @@ WALKED = {
         *test_commands.ROWS, *test_settings.ROWS, *test_settings.ENVIRONMENTS, *test_settings.FOLDERS,
         *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER,
         *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS,
+        *test_prompts_and_tokens.ROWS, *test_prompts_and_tokens.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
