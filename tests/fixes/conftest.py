@@ -25,17 +25,17 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
-    found: Given = []
+    places: Given = []
     make = errors.TunedeckError.__init__
 
-    def recorded(self: errors.TunedeckError, text: str, *, expected: str = "", fix: str = "") -> None:
-        make(self, text, expected=expected, fix=fix)
+    def recorded(self: errors.TunedeckError, found: str, *, expected: str = "", fix: str = "") -> None:
+        make(self, found, expected=expected, fix=fix)
         frame = sys._getframe(1)
         while frame.f_code.co_filename == errors.__file__ and frame.f_code.co_name == "__init__" and frame.f_back:
             frame = frame.f_back
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT):
-            found.append((f"{place_of(path)}:{frame.f_code.co_name}", fix))
+            places.append((f"{place_of(path)}:{frame.f_code.co_name}", fix))
 
     monkeypatch.setattr(errors.TunedeckError, "__init__", recorded)
-    return found
+    return places

@@ -16,6 +16,7 @@ from tests.fixes import (
     test_commands,
     test_endings,
     test_engine,
+    test_loading,
     test_models_and_rows,
     test_prompts_and_tokens,
     test_results,
@@ -33,6 +34,7 @@ WALKED = {
         *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER,
         *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS,
         *test_prompts_and_tokens.ROWS, *test_prompts_and_tokens.WALKED,
+        *test_loading.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
