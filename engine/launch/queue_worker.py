@@ -74,10 +74,15 @@ def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> Non
             return
         time.sleep(START_POLL_SECONDS)
     worker = queue.read().worker
-    if process.returncode:
-        who = f"process {worker.pid} on {worker.host} already works it" if worker else f"why: {queue.log}"
+    if process.returncode and worker is not None:
         raise EnvironmentProblem(
-            f"the queue of {queue.runs_dir} was not started: {who}", fix="see what it does: tunedeck queue list"
+            f"the queue of {queue.runs_dir} was not started: process {worker.pid} on {worker.host} already works it",
+            fix="see what it does: tunedeck queue list",
+        )
+    if process.returncode:
+        raise EnvironmentProblem(
+            f"the queue of {queue.runs_dir} was not started: its process ended with {process.returncode}",
+            fix=f"see why: {queue.log}; then start it again: tunedeck queue start",
         )
 
 

@@ -19,6 +19,7 @@ from tests.fixes import (
     test_loading,
     test_models_and_rows,
     test_prompts_and_tokens,
+    test_queues_and_resumes,
     test_results,
     test_settings,
 )
@@ -35,6 +36,7 @@ WALKED = {
         *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS,
         *test_prompts_and_tokens.ROWS, *test_prompts_and_tokens.WALKED,
         *test_loading.WALKED,
+        *test_queues_and_resumes.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
