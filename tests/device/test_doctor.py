@@ -112,7 +112,16 @@ def test_gpus_proves_what_a_run_relies_on_on_a_profile_s_device(app: typer.Typer
     assert {finding["topic"] for finding in findings} == {"metered 0, demo"}
     assert {"ok"} == {finding["state"] for finding in findings}
     proofs = [finding["text"].partition(":")[0] for finding in findings]
-    assert proofs == ["allocator", "oom_in_backward", "attention", "loss", "optimizer", "copies", "host_syncs"]
+    assert proofs == [
+        "allocator",
+        "oom_in_backward",
+        "attention",
+        "loss",
+        "optimizer",
+        "copies",
+        "host_syncs",
+        "tiled_mlp",
+    ]
 
 
 def test_gpus_proves_what_four_ranks_rely_on(app: typer.Typer, tmp_path: Path) -> None:

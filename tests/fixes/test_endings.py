@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -82,14 +83,14 @@ def test_an_engine_that_dies_under_its_command_is_resumed_by_what_it_says(
     assert answer.code == 130 and "stopped" in answer.out, answer.err
 
 
-def killed_once_it_trains(sleep: object) -> object:
+def killed_once_it_trains(sleep: Any) -> Any:
     """As the kernel does without free memory, from beside the command that follows the engine."""
 
-    def doing(child: object, received: object) -> None:
+    def doing(child: Any, received: Any) -> None:
         (run,) = map(RunDirectory, Path(os.environ["TUNEDECK_RUNS"]).iterdir())
         if summarise(run).step > 0:
-            os.kill(child.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        sleep(child, received)  # type: ignore[operator]
+            os.kill(child.pid, signal.SIGKILL)
+        sleep(child, received)
 
     return doing
 

@@ -34,7 +34,8 @@ def test_each_proof_has_a_line_and_is_made_once_for_a_machine_and_its_versions(
     assert code == again == 0
     lines = {event["name"]: event for event in of_kind(first, "proof")}
     assert [event["name"] for event in of_kind(first, "proof")] == [
-        "allocator", "oom_in_backward", "attention", "loss", "adapter", "optimizer", "copies", "host_syncs"
+        "allocator", "oom_in_backward", "attention", "loss", "adapter", "optimizer", "copies",
+        "host_syncs", "tiled_mlp",
     ]  # fmt: skip
     assert all(event["passed"] and not event["cached"] and event["detail"] for event in lines.values())
     assert {event["name"] for event in of_kind(second, "proof") if not event["cached"]} == EVERY_RUN
