@@ -58,7 +58,14 @@ class OwnProcessor(ImageProcessor):
         token = getattr(processor, "image_token", None)
         ids = [] if token is None else processor.tokenizer(token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
-            raise _refused(processor, f"marks the place of an image with {token!r}, which is not one token")
+            reason = f"marks the place of an image with {token!r}, which is not one token"
+            if token is None:
+                raise _refused(processor, reason)
+            raise UsageError(
+                f"{type(processor).__name__} {reason} of this tokenizer",
+                expected="the tokenizer that the model was published with",
+                fix="remove model.tokenizer, or train on text: remove the sources with images",
+            )
         found = cls(processor, "whole", int(ids[0]), 1, 1, files=files)
         try:
             return found._tried()

@@ -85,9 +85,11 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return len(chosen[:shared].rstrip(" "))
 
 
-def other_objective(source: Source, rows: SourceRows, fields: dict[str, str], judged: str | None) -> DataError:
+def other_objective(
+    source: Source, rows: SourceRows, fields: dict[str, str], judged: str | None, table: str = "data.sources"
+) -> DataError:
     """For rows of preferences without their objective (`judged` None), or rows that an objective cannot learn from.
-    `fields` maps our columns to the source's."""
+    `fields` maps our columns to the source's, `table` holds the source."""
     found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
     if judged == "pairs":
         return DataError(
@@ -111,8 +113,14 @@ def other_objective(source: Source, rows: SourceRows, fields: dict[str, str], ju
     column, kind = f'messages = "{fields["chosen"]}"', "chat"
     if "prompt" in fields:
         column, kind = f'prompt = "{fields["prompt"]}", completion = "{fields["chosen"]}"', "prompt-completion"
-    imitate = [f"data.sources.{source.name}.columns={{{column}}}", f"data.sources.{source.name}.format={kind}"]
+    imitate = [f"{table}.{source.name}.columns={{{column}}}", f"{table}.{source.name}.format={kind}"]
     options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
+    if table == "evaluate.sources":
+        return DataError(
+            f"{found}: preferences, and the model is scored on answers",
+            expected="prompts with completions, or conversations",
+            fix=f"to score it on the chosen answers, add {options}",
+        )
     return DataError(
         f'{found}: preferences, and method.objective = "sft" imitates answers',
         expected='method.objective = "dpo"',

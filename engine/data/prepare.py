@@ -61,6 +61,9 @@ FIRST_VERSION_NOTICE = (
     "chat template, text files line by line"
 )
 
+TABLES = {"train": "data.sources", "validation": "data.validation", "evaluation": "evaluate.sources"}
+"""Where the sources of a part stand in the recipe."""
+
 PROGRESS_SECONDS = 5.0
 
 Notify = Callable[[str], None]
@@ -203,7 +206,8 @@ def _prepare_sources(
     """Read cached tokens, or tokenise first. `part` is "train", "validation" or "evaluation", for messages."""
     recipe, workers = spec.recipe, spec.recipe.data.workers
     judged = judged_by(recipe)
-    opened = [_open(source, tokeniser, recipe.train.seed, judged) for source in sources]
+    table = TABLES[part]
+    opened = [_open(source, tokeniser, recipe.train.seed, judged, table) for source in sources]
     fingerprints = [
         hash_text(
             each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
@@ -315,7 +319,7 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
         count.dropped_at = {reason: each.rows.places(rows) for reason, rows in count.dropped_rows.items()}
 
 
-def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _Opened:
+def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged, table: str) -> _Opened:
     if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
     rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
@@ -325,12 +329,12 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged) -> _O
     try:
         made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
     except DataError as error:
-        fix = _fix_of_single_row(rows, source) or error.fix
+        fix = _fix_of_single_row(rows, source) or error.fix.replace("data.sources.", f"{table}.")
         raise DataError(error.found, expected=error.expected, fix=fix) from None
     allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:
-        raise other_objective(source, rows, made.fields, judged)
+        raise other_objective(source, rows, made.fields, judged, table)
     return _Opened(source, rows, made)
 
 

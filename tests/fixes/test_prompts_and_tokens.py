@@ -223,8 +223,10 @@ def test_what_a_template_refuses_is_asked_without_what_it_refuses(given: Given) 
     assert caught.value.fix == "use --plain" and text(long, plain=True) == "hi"
 
 
-def test_a_processor_has_its_own_tokenizer_again(tmp_path: Path, given: Given) -> None:
-    folder = write_own(tmp_path / "model", "internvl")
+@pytest.mark.parametrize("family", ["internvl", "qwen3_vl"])
+def test_a_processor_has_its_own_tokenizer_again(family: str, tmp_path: Path, given: Given) -> None:
+    """Regression: where the other tokenizer has no token for an image, the fix was to choose another model."""
+    folder = write_own(tmp_path / "model", family)
     other = run_spec(str(folder), model={"tokenizer": "builtin:bytes", "init": "pretrained"})
     with pytest.raises(TunedeckError):
         _chat_images(other, load_tokenizer(other.recipe.model))

@@ -21,6 +21,7 @@ from engine.launch.destinations import webhook_url
 from engine.model.reference import find_run_weights, find_starting_weights
 from tests.cli.conftest import Tunedeck
 from tests.cli.test_fixes import own_files
+from tests.export.test_assemble import assembled, dense
 from tests.fixes.conftest import Given
 from tests.fixes.rows import Row, text_of, walk, was_given
 from tests.handover.test_push import base_of, finished, made
@@ -35,6 +36,8 @@ WALKED = (
     "export/merge:merge: name another folder", "export/merge:merge: leave out --onto", "journal/archive:import_run",
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
     "launch/destinations:webhook_url",
+    "export/merge:_require_space: make room", "export/assemble:_checked_config: set finish.merge",
+    "export/assemble:_checked_config: change `from`", "data/preferences:other_objective: to score it",
     "evaluate/run:_data_to_score_on", "journal/score_groups:_nothing_to_compare: tunedeck eval {runs}",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
@@ -177,3 +180,44 @@ def test_a_webhook_is_told_once_its_variable_is_set(given: Given, monkeypatch: p
     name, _, start = caught.value.fix.removeprefix("export ").partition("=")
     monkeypatch.setenv(name, start.replace("…", "127.0.0.1/told"))
     assert webhook_url(Finish(webhook="$HOOK")) == "https://127.0.0.1/told"
+
+
+def test_a_merge_goes_to_a_disk_with_room(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+    (tmp_path / "full").mkdir()
+
+    def disk(folder: Path) -> Any:
+        return usage(folder)._replace(free=0 if Path(folder).resolve() == tmp_path / "full" else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk)
+    assert tunedeck("merge", finished.name, "--out", "full/merged").code == 6
+    assert was_given(text_of("export/merge:_require_space: make room"), given), given
+    assert tunedeck("merge", finished.name, "--out", "merged").code == 0
+
+
+def test_pairs_are_scored_as_their_chosen_answers(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given
+) -> None:
+    """Regression: the fix named `data.sources` and method.objective, which the scoring of a run does not take."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1 plus 1", "chosen": "2", "rejected": "3"}\n' * 4)
+    source = 'name="pairs", path="pairs.jsonl"'
+    refused = tunedeck("eval", finished.name, "--set", f"evaluate.sources=[{{{source}}}]")
+    assert was_given(text_of("data/preferences:other_objective: to score it"), given), given
+    command = shlex.split(refused.err.partition("answers, add ")[2])
+    assert tunedeck("eval", finished.name, "--set", f"evaluate.sources=[{{{source}}}]", *command).code == 0
+
+
+def test_full_models_are_assembled_once_the_adapter_is_merged(tmp_path: Path, given: Given) -> None:
+    one, two = (dense(tmp_path / name, "llama", seed) for seed, name in enumerate(("a", "b")))
+    (two / "adapter_config.json").write_text("{}")
+    with pytest.raises(TunedeckError):
+        assembled(tmp_path / "mixture", [one, two])
+    assert was_given(text_of("export/assemble:_checked_config: set finish.merge"), given)
+    (two / "adapter_config.json").unlink()  # a merged model has none
+    other = dense(tmp_path / "c", "llama", 2, hidden_size=64)
+    with pytest.raises(TunedeckError):
+        assembled(tmp_path / "mixture", [one, other])
+    assert was_given(text_of("export/assemble:_checked_config: change `from`"), given)
+    assert assembled(tmp_path / "mixture", [one, two]).is_dir()
