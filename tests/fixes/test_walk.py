@@ -22,6 +22,7 @@ from tests.fixes import (
     test_queues_and_resumes,
     test_results,
     test_settings,
+    test_sweeps_and_shares,
 )
 from tests.fixes.rows import TEXTS, text_of
 from tests.fixes.walk import ROOT
@@ -37,6 +38,7 @@ WALKED = {
         *test_prompts_and_tokens.ROWS, *test_prompts_and_tokens.WALKED,
         *test_loading.WALKED,
         *test_queues_and_resumes.WALKED,
+        *test_sweeps_and_shares.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
