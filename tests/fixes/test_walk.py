@@ -34,7 +34,7 @@ WALKED = {
     for key in (
         *test_commands.ROWS, *test_settings.ROWS, *test_settings.ENVIRONMENTS, *test_settings.FOLDERS,
         *test_engine.CASES, *test_endings.WALKED, *test_chat_and_data.ROWS, *test_chat_and_data.UNDER_LAUNCHER,
-        *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS,
+        *test_results.ROWS, *test_results.WALKED, *test_models_and_rows.ROWS, *test_models_and_rows.WALKED,
         *test_prompts_and_tokens.ROWS, *test_prompts_and_tokens.WALKED,
         *test_loading.WALKED,
         *test_queues_and_resumes.WALKED,
