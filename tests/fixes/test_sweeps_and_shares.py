@@ -1,4 +1,4 @@
-"""Fixes of sweeps of which a part does not fit, and of layers that share a weight."""
+"""Fixes of sweeps of which a part does not fit, of layers that share a weight, and of host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from engine.config.schema.recipe import Method
 from engine.errors import TunedeckError
 from engine.export.merge import merge_rounded_once, refuse_shared
 from engine.model.adapters import add_adapters
+from engine.train.step.computation import BatchLoader
 from tests.cli.conftest import Tunedeck
 from tests.cli.test_fixes import own_files
 from tests.cli.test_gate import LLAMA
 from tests.fixes.conftest import Given
 from tests.fixes.rows import text_of, was_given
 from tests.model.samples import load, run_spec, write_model
+from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
-WALKED = ("launch/create_run:queue_sweep", "export/merge:refuse_shared")
+WALKED = ("launch/create_run:queue_sweep", "export/merge:refuse_shared", "train/step/failures:memory_exhausted: close")
 """The fix texts that the tests below execute."""
 
 
@@ -55,3 +57,19 @@ def test_layers_that_share_a_weight_are_left_out_and_merged(tmp_path: Path, give
             with pytest.raises(TunedeckError):
                 refuse_shared(wrapped, folder)
             assert was_given(text_of(WALKED[1]), given)
+
+
+def test_a_run_that_host_memory_ended_goes_on_when_others_have_left_it_some(
+    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = write_samples(tmp_path / "rows.jsonl", count=16)
+    place = new_run(tmp_path / "runs", make_spec(samples, train={"max_steps": 2, "batch_size": 2}))
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("as while other programs hold the memory of the machine")
+
+    with monkeypatch.context() as others:
+        others.setattr(BatchLoader, "batches", full)
+        assert train(place)[0] == 4
+    assert was_given(text_of(WALKED[2]), given), given
+    assert train(place, resume=True)[0] == 0
