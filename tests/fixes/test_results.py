@@ -9,22 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config.load import load_run_spec
 from engine.config.schema.finish import Finish
 from engine.config.schema.recipe import Model
+from engine.data.prepare import prepare_data
+from engine.device import open_device
 from engine.errors import TunedeckError
 from engine.evaluate.run import with_overrides
+from engine.export.assemble import _layer_means
 from engine.journal.archive import export_run
 from engine.journal.directory import RunDirectory
 from engine.launch.destinations import webhook_url
+from engine.model.load import load_model
 from engine.model.reference import find_run_weights, find_starting_weights
+from engine.model.tokenizer import load_tokenizer
 from tests.cli.conftest import Tunedeck
 from tests.cli.test_fixes import own_files
 from tests.export.test_assemble import assembled, dense
 from tests.fixes.conftest import Given
 from tests.fixes.rows import Row, text_of, walk, was_given
 from tests.handover.test_push import base_of, finished, made
+from tests.train.run_helpers import make_spec
 
 __all__ = ["finished", "made"]
 
@@ -37,7 +44,8 @@ WALKED = (
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
     "launch/destinations:webhook_url",
     "export/merge:_require_space: make room", "export/assemble:_checked_config: set finish.merge",
-    "export/assemble:_checked_config: change `from`", "data/preferences:other_objective: to score it",
+    "export/assemble:_checked_config: change `from`", "export/assemble:_layer_means",
+    "data/preferences:other_objective: to score it",
     "evaluate/run:_data_to_score_on", "journal/score_groups:_nothing_to_compare: tunedeck eval {runs}",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
@@ -221,3 +229,27 @@ def test_full_models_are_assembled_once_the_adapter_is_merged(tmp_path: Path, gi
         assembled(tmp_path / "mixture", [one, other])
     assert was_given(text_of("export/assemble:_checked_config: change `from`"), given)
     assert assembled(tmp_path / "mixture", [one, two]).is_dir()
+
+
+def test_hidden_states_are_collected_of_shorter_samples(
+    tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = tmp_path / "rows.jsonl"
+    samples.write_text(json.dumps({"text": "a text of many letters"}) + "\n")
+    specs = {length: make_spec(samples, data={"max_length": length, "over_length": "truncate"}) for length in (64, 8)}
+    tokenizer, device = load_tokenizer(specs[8].recipe.model), open_device(specs[8])
+    with device.activate():
+        loaded = load_model(specs[8], device, tokenizer)
+        (layer, *_) = loaded.base.get_decoder().layers
+        forward = layer.forward
+
+        def limited(hidden_BSH: Any, *rest: Any, **options: Any) -> Any:
+            if hidden_BSH.shape[1] > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return forward(hidden_BSH, *rest, **options)
+
+        monkeypatch.setattr(layer, "forward", limited)
+        with pytest.raises(TunedeckError):
+            _layer_means(loaded, prepare_data(specs[64], tokenizer).train)
+        assert was_given(text_of("export/assemble:_layer_means"), given)
+        assert _layer_means(loaded, prepare_data(specs[8], tokenizer).train).isfinite().all()
