@@ -80,7 +80,7 @@ def _lines(number: int, suggestion: Suggestion, width: int) -> list[Content]:
     )
     styles = (left, *[""] * (len(figures) - 2), result)
     first = Content.assemble(
-        (f"{number} ", "bold $info"), change, " " * (room - change.cell_length),
+        (f"{number} ", "$muted"), change, " " * (room - change.cell_length),
         *zip(figures, styles, strict=True),
     )  # fmt: skip
     return [first, *(Content.assemble("  ", line) for line in more)]

@@ -53,7 +53,7 @@ class TabContents:
         advice = self._state.advice()
         if self._state.evaluated.plan is None:
             self._fixes = []
-            return Content.styled("no plan, no advice", "$muted").wrap(width)
+            return Content.styled("no advice: there is no plan of what is written", "$muted").wrap(width)
         if advice is not None:
             self._fixes = fix_lines(advice, width)
         return [line.content for line in self._fixes]

@@ -99,12 +99,13 @@ class LaunchView(Vertical):
         """The rows of the list of profiles or recipes."""
         return self.query_one("#picker-rows", RowList)
 
-    def open_picker(self, kind: str, chosen: int) -> None:
-        """Show the list of profiles (`kind` PROFILE) or recipes (RECIPE) in place of the panes, with the cursor on the
-        row `chosen`."""
+    def open_picker(self, kind: str, chosen: int, count: int) -> None:
+        """Show the list of the `count` profiles (`kind` PROFILE) or recipes (RECIPE) in place of the panes, with the
+        cursor on the row `chosen`. The rows are empty until `show_picker`; keys move the cursor through them at
+        once."""
         self.picked = kind
         self.set_class(True, "-picking")
-        self.picker.show([Content("")] * (chosen + 1))
+        self.picker.show([Content("")] * count)
         self.picker.cursor = chosen
         self.screen.set_focus(self.picker)
 

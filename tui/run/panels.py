@@ -40,6 +40,9 @@ NEXT_KEYS = {
     "oom": "o opens the out-of-memory report; r tries again",
 }
 """What can be done with a run that is not running, by state."""
+NOT_FINITE = "not finite"
+"""Words of the error of a run that diverged, which would do so again from its last checkpoint."""
+CHANGE_SETTINGS = "n opens Launch to change its settings"
 
 FEED_STYLES = {
     "backoff": "$caution", "warning": "$caution", "eval": "$mark", "run_finished": "bold", "resumed": "$info",
@@ -105,7 +108,9 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         if summary.status == "stale":
             error = "the engine ended and recorded no reason"
         why = f"  {error}" if error else ""
-        return Content.assemble((f" {NEXT_KEYS[summary.status]}", "bold"), (why, "$bad"))
+        again = summary.status != "failed" or NOT_FINITE not in error
+        next_key = NEXT_KEYS[summary.status] if again else CHANGE_SETTINGS
+        return Content.assemble((f" {next_key}", "bold"), (why, "$bad"))
     if summary.stopping:
         return Content.styled(" stops after this step, with a checkpoint; x again: stop at once", "$caution")
     if summary.phase == SUSPENDED:

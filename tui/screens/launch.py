@@ -358,6 +358,7 @@ class LaunchScreen(DataKeys):
     def do_undo(self) -> None:
         """Return to the choice before the last change."""
         self.state.undo()
+        self.show_message("taken back")
         self._show()
 
     def do_restore(self) -> None:

@@ -51,7 +51,8 @@ class PickerKeys(CreationKeys):
             self.close_picker(keep=True)
         if picked != kind:
             self.state.begin_pick()
-            self.view.open_picker(kind, self.state.positions[kind == RECIPE])
+            entries = self.state.profiles if kind == PROFILE else self.state.recipes
+            self.view.open_picker(kind, self.state.positions[kind == RECIPE], len(entries))
             self.call_after_refresh(self.show_choice)
 
     def close_picker(self, *, keep: bool) -> None:

@@ -107,6 +107,13 @@ async def test_a_run_that_does_not_run_says_what_can_be_done(
         await pilot.sees(*words)
 
 
+async def test_a_run_that_diverged_is_not_told_to_try_the_same_again(console: Opener, runs: Path) -> None:
+    make_run(runs, status="failed", error="the gradients of step 3 are not finite")
+    async with console() as pilot:
+        await open_run(pilot)
+        await pilot.sees("✗ failed", "n opens Launch to change its settings")
+
+
 async def test_a_key_that_can_do_nothing_says_why(console: Opener, runs: Path) -> None:
     make_run(runs, status="paused")
     async with console() as pilot:
