@@ -122,6 +122,7 @@ def test_a_base_in_4_bits_is_none_where_bitsandbytes_does_not_compute(
         load(run_spec(folder, quantize="nf4"))
     refused_as("model/load:_nf4_config: set model.quantize", given)
     del sys.modules["bitsandbytes"]  # monkeypatch would put it back afterwards
+    sys.path.remove(str(tmp_path / "site"))
     load(run_spec(folder, quantize="none"))
 
 
