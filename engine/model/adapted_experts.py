@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
+from engine.budget.trace.experts import RANK_STEP
+
 GROUPED, PRODUCT = "grouped_mm", "_grouped_linear"
 """transformers' name of experts that are computed in groups, and of the function that multiplies one weight of all."""
-RANK_STEP = 8
-"""Kernels of grouped products want rows of 16 bytes: ranks are filled up with zeros to a multiple of this."""
 
 
 def compute_in_groups(model: nn.Module) -> None:

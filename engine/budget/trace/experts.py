@@ -29,7 +29,8 @@ from engine.budget.trace.operations import (
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, TOKEN, BytesPolynomial
 
 RANK_STEP = 8
-"""Ranks of adapters on experts are filled up to a multiple of this (`engine.model.adapted_experts`)."""
+"""Kernels of grouped products want rows of 16 bytes: ranks of adapters on experts are filled up with zeros to a
+multiple of this (`engine.model.adapted_experts`)."""
 
 
 class ExpertAdapter(NamedTuple):
