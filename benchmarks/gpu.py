@@ -24,8 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_runs import ROOT, Result, SuiteDevice, kill_engines_in
-from benchmarks.gpu_suites import SUITES, Measurement, measurements_of
+from benchmarks.gpu_runs import ROOT, Measurement, Result, SuiteDevice, kill_engines_in
+from benchmarks.gpu_suites import SUITES, measurements_of
 from engine.device.nvml import driver_version
 from engine.journal.files import write_atomically
 

@@ -33,6 +33,10 @@ from engine.launch.process import engine_environment, log_tail, start_engine
 Result = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 4
+MIXTURE = "Qwen/Qwen3-30B-A3B"
+EXPERTS = {"rank": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]}
+RECOMPUTING = {"gradient_checkpointing": True}
+"""Keys of [train] of measurements that search a limit: by default, layers are recomputed until the plan fits."""
 POLL_SECONDS = 0.1
 SMALL_LENGTH = 256
 """Most tokens of a sequence on the metered device."""
@@ -181,6 +185,15 @@ class DriverMemory:
 
     def _readings(self) -> list[GpuReading]:
         return self._read(self._uuids) if self._uuids else []
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement of a suite. `run` is called with the device and an empty folder, and returns a dict that contains
+    at least `ok` and the summary `said`."""
+
+    name: str
+    run: Callable[[SuiteDevice, Path], Result]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-from benchmarks.gpu_runs import Result, SuiteDevice, TrainingCase
+from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingCase
 from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
@@ -96,8 +97,9 @@ def ours(spec: RunSpec, step_done: StepDone) -> None:
 
 
 @contextmanager
-def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], None]]:
-    """Set up the engine, and yield the function that runs the step of the given number, counted from 1."""
+def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], int]]:
+    """Set up the engine, and yield the function that runs the step of the given number, counted from 1, and returns the
+    largest number of bytes that it allocated."""
     with tempfile.TemporaryDirectory() as folder, EventWriter(RunDirectory(Path(folder))) as writer:
         journal = Journal(writer)
         device = open_device(spec, beside=True)
@@ -106,10 +108,11 @@ def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], None]]:
             prove(setup, journal)
             transaction = StepTransaction(setup.context)
 
-            def one_step(step: int) -> None:
+            def one_step(step: int) -> int:
                 set_learning_rates(setup.context.optimizer, setup.schedule.factor(step))
                 transaction.run(step, setup.order.step(step))
                 device.synchronize()
+                return device.memory().peak_bytes
 
             yield one_step
 
@@ -232,6 +235,35 @@ def profiled(device: SuiteDevice, folder: Path, *, checkpointing: bool, kernels:
         "kernels": found_kernels[:80],
         "said": f"{speed:.0f} tokens/s; {whole:.0f} ms in kernels, the longest {longest['name'][:40]}: "
         f"{longest['milliseconds']:.0f} ms",
+    }
+
+
+def experts(device: SuiteDevice, folder: Path) -> Result:
+    """Train adapters on the experts of a mixture as the engine computes them, then as peft does: seconds of a step,
+    and the largest number of bytes allocated in one."""
+    from engine.model.adapted_experts import compute_in_groups
+
+    method = {"rank": RANK} if device.is_small else EXPERTS  # the small model has no experts
+    case = TrainingCase(MIXTURE, method, 2, 2048, {"learning_rate": 1e-4}, layers=8)
+    found: dict[str, Any] = {}
+    for name, choice in (("engine", compute_in_groups), ("peft", lambda model: None)):
+        seconds: list[float] = []
+        with (
+            patch("engine.model.load.compute_in_groups", choice),
+            engine_steps(case.spec(device, folder, max_steps=STEPS)) as one_step,
+        ):
+            for step in range(1, WARM_UP + FIXED):
+                began = time.perf_counter()
+                peak_bytes = one_step(step)
+                seconds.append(round(time.perf_counter() - began, 4))
+        found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes}
+    times = {name: statistics.median(each["step_seconds"][WARM_UP:]) for name, each in found.items()}
+    peaks = {name: each["peak_bytes"] / 2**30 for name, each in found.items()}
+    return {
+        "ok": True,
+        **found,
+        "said": f"{1000 * times['engine']:.0f} ms and {peaks['engine']:.2f} GiB, by peft {1000 * times['peft']:.0f} ms "
+        f"and {peaks['peft']:.2f} GiB",
     }
 
 
