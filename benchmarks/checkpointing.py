@@ -30,7 +30,7 @@ from engine.budget.predict.step_time import StepTime
 from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run.setup import set_up
 from engine.train.step.context import TrainingSetup

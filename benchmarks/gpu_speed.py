@@ -29,8 +29,7 @@ from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.proofs.prove import prove
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import oom_reporter

@@ -33,8 +33,7 @@ from benchmarks.job import BATCH, MICRO, RATE, RECIPE_MODEL, Job, padded, quietl
 from engine.device import open_device
 from engine.device.base import Device
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.model.tokenizer import load_tokenizer
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import oom_reporter

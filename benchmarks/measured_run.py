@@ -19,8 +19,7 @@ from engine.device.base import Device
 from engine.errors import TunedeckError
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training

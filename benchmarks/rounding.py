@@ -36,8 +36,7 @@ from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.device.base import Device
 from engine.journal.directory import RunDirectory, create_run_directory
-from engine.journal.events import EventTail, EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventTail, EventWriter, Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run import main as engine_main
 from engine.train.run.setup import set_up

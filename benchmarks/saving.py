@@ -27,7 +27,7 @@ from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.journal import checkpoints_on_disk
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run.checkpoint_files import size_bytes, write_checkpoint
 from engine.train.run.setup import set_up

@@ -26,7 +26,7 @@ from engine.device import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import VotedGroup
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run.setup import set_up
 from engine.train.step.budget_growth import CeilingWatch

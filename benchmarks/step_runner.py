@@ -19,8 +19,7 @@ from engine.device.cpu import CpuDevice
 from engine.device.metered import MeteredDevice
 from engine.device.oom import frozen_gc
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.run.setup import set_up
 from engine.train.step.budget_growth import BudgetGrowth
 from engine.train.step.context import TrainingSetup

@@ -28,7 +28,7 @@ from engine.distributed.ranks import Ranks
 from engine.distributed.votes import HostGather
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training

@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperGroup
 
 from engine.commands import (
-    archive,
     background,
     chat,
     compare,
@@ -24,17 +23,15 @@ from engine.commands import (
     doctor,
     doctor_gpus,
     evaluate,
-    export,
     handover,
     json_schemas,
     launch,
     library,
     models,
     plan,
-    push,
     queue,
-    report,
     runs,
+    share,
     train,
 )
 from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
@@ -118,11 +115,11 @@ _add(plan.plan, plan.advise, train.train, train.resume, runs.stop, runs.pause, r
 app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
 app.command("eval")(evaluate.evaluate)
-_add(chat.chat, background.sync, export.merge, handover.handover, push.push, data.data)
+_add(chat.chat, background.sync, handover.merge, handover.handover, handover.push, data.data)
 app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
 app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
-_add(models.models, archive.export, doctor.doctor, report.report)
-app.command("import")(archive.import_archive)
+_add(models.models, share.export, doctor.doctor, share.report)
+app.command("import")(share.import_archive)
 app.command("schema")(json_schemas.schema)
 # Old names.
 app.command("fit", hidden=True)(plan.fit)

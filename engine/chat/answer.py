@@ -1,5 +1,5 @@
-"""Generates one answer, streamed: how long a prompt may be, what happens when memory runs out, and text that never
-shows half a character."""
+"""Answers of a chat: which turns of a long history are left out, how long a prompt may be, one answer generated and
+streamed without half characters, and what happens when memory runs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,51 @@ from transformers.generation.streamers import BaseStreamer
 
 from engine.budget.architecture.positions import positions_of
 from engine.budget.predict.inference import generation_bytes
-from engine.chat.conversation import Conversation, FittedPrompt
 from engine.chat.sources import ChatModel, Notify, facts_for_memory, free_for_answers
 from engine.config.schema.recipe import Generate
+from engine.data.chat_template import Message
 from engine.data.prompts import PromptTokens, text_of
 from engine.device.oom import catch_oom
 from engine.errors import DataError, MemoryExhaustedError
 from engine.evaluate.answers import FILLED
 from engine.evaluate.generation import end_tokens, generate_tokens, generation_config, sampling
 from engine.model.config import model_config_dict
+
+
+class FittedPrompt(NamedTuple):
+    messages: list[Message]
+    ids: list[int]
+    left_out: int
+    """Messages of the beginning that the prompt has no room for."""
+
+
+@dataclass
+class Conversation:
+    """A system prompt, and turns of the user and the model. The last turn is the user's while an answer is made."""
+
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self, left_out: int = 0) -> list[Message]:
+        first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.turns[left_out:]
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def fitted(self, tokens: PromptTokens, room: int) -> FittedPrompt:
+        """The prompt of at most `room` tokens: the oldest exchanges are left out first, never the system prompt or the
+        last question, which alone may be longer than `room`."""
+        low, high = 0, (len(self.turns) - 1) // 2
+        while low < high:  # fewer turns are fewer tokens
+            middle = (low + high) // 2
+            if len(tokens.ids(self.messages(2 * middle))) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        messages = self.messages(2 * low)
+        return FittedPrompt(messages, tokens.ids(messages), 2 * low)
+
 
 StoppedBy = Literal["end", "length", "interrupt"]
 

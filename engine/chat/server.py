@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from engine.chat.answer import Listener, Speaker
-from engine.chat.conversation import Conversation
+from engine.chat.answer import Conversation, Listener, Speaker
 from engine.config.schema.recipe import Generate
 from engine.errors import DataError, MemoryExhaustedError, TunedeckError, UsageError
 from engine.journal.chats import ChatInbox, ChatState, question_message
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventTail, EventWriter
+from engine.journal.events import EventTail, EventWriter, Journal, heartbeats
 from engine.journal.liveness import claim
-from engine.journal.writer import Journal, heartbeats
 
 POLL_SECONDS = 0.03
 """How often requests are looked for while nothing is answered."""

@@ -89,7 +89,7 @@ def chat(
     if list_chats:
         _list(runs)
         return
-    from engine.config.files.prompts import read_prompts
+    from engine.config.files.data_files import read_prompts
 
     require_training_packages()
     prompts = [*(prompt or []), *(read_prompts(file, "--file") if file else [])]
@@ -164,7 +164,7 @@ def _answer_all(speakers: list[Speaker], prompts: list[str], system: str | None,
     """Each prompt in a conversation of its own, by each model."""
     from rich.text import Text
 
-    from engine.chat.conversation import Conversation
+    from engine.chat.answer import Conversation
     from engine.config.files.text import visible
 
     found: list[dict[str, Any]] = []

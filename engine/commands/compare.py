@@ -72,8 +72,8 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
     from engine.journal.compare import compare as compare_runs
+    from engine.journal.compare import failures, parse_condition
     from engine.journal.folder_summaries import FolderSummaries
-    from engine.journal.gate import failures, parse_condition
     from engine.journal.score_groups import gains, refuse_unscored
 
     conditions = [parse_condition(text) for text in fail_if or ()]

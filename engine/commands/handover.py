@@ -1,14 +1,14 @@
-"""`tunedeck handover`: prepares a run's result for the tool that serves it, and prints the line that does."""
+"""What is done with a run's result: `tunedeck merge` merges its adapter into the base model, `handover` prepares it for
+the tool that serves it and prints the line that does, `push` sends it to the Hugging Face hub."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from engine.commands.export import CheckpointOption, require_weights
 from engine.commands.shared import (
     JsonOption,
     RunArgument,
@@ -24,10 +24,76 @@ from engine.commands.shared import (
 )
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
+from engine.journal.directory import RunDirectory
 
 if TYPE_CHECKING:
     from engine.handover.prepare import Handover
     from engine.journal.directory import RunDirectory
+
+import sys
+from typing import TYPE_CHECKING
+
+from engine.errors import StoppedError
+
+if TYPE_CHECKING:
+    from engine.handover.hub import Parcel, Place
+
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
+]
+OntoOption = Annotated[
+    Literal["weights", "dequantized"],
+    typer.Option("--onto", help="Of a base in 4 bits: its own weights, or those that the adapter was trained on."),
+]
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="STEP|best", help="Which weights; by default the run's result.")
+]
+
+
+def merge(
+    run: RunArgument,
+    out: OutOption = None,
+    checkpoint: CheckpointOption = None,
+    onto: OntoOption = "weights",
+    trust_remote_code: TrustOption = False,
+    runs: RunsOption = None,
+) -> None:
+    """Merge a LoRA run's adapter into its base model. It then loads without peft. Uses host memory only."""
+    from engine.config.load import load_run_spec
+    from engine.journal.event_text import format_bytes
+
+    with importing():
+        from engine.export.merge import Bases
+        from engine.export.merge import merge as merge_adapter
+        from engine.model.config import silence_libraries
+        from engine.model.reference import find_run_weights
+
+    silence_libraries()
+    directory = find_result_run(run, runs)
+    require_weights(directory, checkpoint, ["tunedeck", "merge", run, *(["--runs", str(runs)] if runs else [])])
+    adapter = find_run_weights(f"run:{directory.path}" + (f"@{checkpoint}" if checkpoint else ""))
+    target = (out or directory.path / "merged").absolute()
+    quantize = load_run_spec(directory.run_toml, own=True).recipe.model.quantize
+    bases = Bases(quantize == "nf4", onto == "dequantized")
+    size_bytes = merge_adapter(adapter, target, print_progress, bases=bases, trust_remote_code=trust_remote_code)
+    print_line(f"{target} ({format_bytes(size_bytes)}) loads with from_pretrained of transformers")
+
+
+def require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
+    """Raise UsageError if the weights to merge do not exist. `command`: the words from which the fix is made."""
+    if checkpoint is None and (directory.adapter.is_dir() or directory.model.is_dir()):
+        return
+    steps = [found.step for found in find_checkpoints(directory.checkpoints)]
+    best = best_step(directory.checkpoints)
+    if checkpoint is not None and checkpoint in ("best" if best is not None else "", *map(str, steps)):
+        return
+    missing = "no result yet" if checkpoint is None else f"no checkpoint {checkpoint}"
+    raise UsageError(
+        f"{directory.name} has {missing}",
+        expected=f"a checkpoint of step {', '.join(map(str, steps))}" if steps else "a result or a checkpoint",
+        fix=shlex.join([*command, "--checkpoint", str(steps[0])] if steps else ["tunedeck", "resume", *command[2:]]),
+    )
 
 
 def handover(
@@ -87,7 +153,7 @@ def handover(
     if as_json:
         print_json({"run": directory.name, "weights": str(folder), **done.as_json()})
     else:
-        _print(done)
+        _print_handover(done)
     if done.failure is not None:
         raise done.failure
 
@@ -114,8 +180,8 @@ FORMS = {
 }
 
 
-def _print(done: Handover) -> None:
-    from engine.handover.lines import PROGRAMS
+def _print_handover(done: Handover) -> None:
+    from engine.handover.result import PROGRAMS
 
     title = PROGRAMS[done.consumer]
     rows = [(title, FORMS[done.form])]
@@ -128,3 +194,68 @@ def _print(done: Handover) -> None:
     print_rows(rows)
     if done.line:
         print_line(f"\n{done.line}")
+
+
+def push(
+    run: RunArgument,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME, or NAME of your own.", show_default=False)],
+    public: Annotated[bool, typer.Option("--public", help="Everybody may read it; by default only you.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge an adapter into its base first.")] = False,
+    checkpoint: CheckpointOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Send without asking.")] = False,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    runs: RunsOption = None,
+) -> None:
+    """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first."""
+    words = ["tunedeck", "push", run, repo]
+    if not yes and (as_json or not sys.stdin.isatty()):
+        raise UsageError("push asks before it sends, and nobody can answer here", fix=shlex.join([*words, "--yes"]))
+    directory = find_result_run(run, runs)
+    from engine.config.load import load_run_spec
+
+    spec = load_run_spec(directory.run_toml, own=True)
+    which = checkpoint or best_of_failed(directory)
+    require_weights(directory, which, words)
+    with importing():
+        from engine.handover.hub import prepare_push, send
+
+    api, place, parcel = prepare_push(
+        directory, spec, repo, which, print_progress, public=public, merged=merged, trust_remote_code=trust_remote_code
+    )
+    if not as_json:
+        _print_parcel(place, parcel)
+    if not yes:
+        _ask(place.repo)
+    url, changed = send(api, place, parcel, f"{directory.name}, by tunedeck")
+    if as_json:
+        files = {item.path: item.size_bytes for item in parcel.items}
+        listed = {"form": parcel.form, "files": files, "removed": parcel.stale, "notes": parcel.notes}
+        print_json({"run": directory.name, "url": url, "private": place.private, "changed": changed, **listed})
+    else:
+        print_line(f"\n{url}" if changed else f"\n{url} has all of it already")
+
+
+def _print_parcel(place: Place, parcel: Parcel) -> None:
+    whose = "private" if place.private else "public"
+    rows = [("to", f"{place.repo} ({whose}{'' if place.exists else ', new'})"), ("sends", FORMS[parcel.form])]
+    rows += [("", f"{item.path} ({_size(item.size_bytes)})") for item in parcel.items]
+    rows.append(("in all", _size(parcel.size_bytes)))
+    rows += [("removes", name) for name in parcel.stale]
+    rows += [("note", note) for note in parcel.notes]
+    print_rows(rows)
+
+
+def _size(count: int) -> str:
+    from engine.journal.event_text import format_bytes
+
+    return f"{count / 1024:,.1f} KiB" if count < 2**20 else format_bytes(count)
+
+
+def _ask(repo: str) -> None:
+    """Raises StoppedError unless the answer is yes."""
+    sys.stdout.flush()
+    sys.stderr.write(f"send it to {repo}? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise StoppedError("nothing was sent")

@@ -1,25 +1,32 @@
 """The answers of an evaluation: generated as many at once as are predicted to fit, fewer after an out-of-memory error,
-and kept by hashes of what was scored, so that an interrupted evaluation goes on and no answer is generated twice."""
+and kept by hashes of what was scored, so that an interrupted evaluation goes on and no answer is generated twice. The
+user's own prompts (`eval.prompts`) are answered at every evaluation."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.positions import table_of_positions
 from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
 from engine.budget.predict.parallel_layout import on_one_device
 from engine.budget.trace.memory_config import memory_config_of
+from engine.config.files.data_files import fixed_prompts
+from engine.config.schema.recipe import Generate
 from engine.config.schema.run import RunSpec
+from engine.data.prompts import PromptTokens, was_trained_plain
 from engine.data.store import hash_text
 from engine.data.tokens import TokenData
 from engine.device.base import Device
-from engine.errors import UnknownArchitectureError
+from engine.errors import DataError, UnknownArchitectureError
 from engine.evaluate.context import (
     EvaluationContext,
     EvaluationStopped,
@@ -30,6 +37,8 @@ from engine.evaluate.context import (
 )
 from engine.journal.checkpoints_on_disk import MANIFEST
 from engine.model.config import model_config_dict
+from engine.model.decoder import eval_mode
+from engine.model.loaded import LoadedModel
 from engine.model.reference import find_starting_weights
 
 
@@ -223,3 +232,56 @@ def _parts(waiting: list[int], rows: int, shares: int) -> list[list[int]]:
 def _answer(context: EvaluationContext, question: tuple[list[int], list[int]], text: str) -> Answer:
     prompt, reference = (decode(context, ids) for ids in question)
     return {"prompt": prompt, "answer": text.strip(), "reference": reference.strip()}
+
+
+@dataclass(frozen=True)
+class FixedPrompts:
+    """Prompts as tokens, rendered as the run's chat template does at inference; plain for a run on plain text."""
+
+    texts: list[str]
+    ids: list[list[int]]
+
+    def split_question(self, row: int) -> tuple[list[int], list[int]]:
+        """(prompt, no reference)."""
+        return self.ids[row], []
+
+    def images_of(self, rows: Sequence[int], ids_BS: Tensor) -> Mapping[str, Tensor]:
+        """None."""
+        return {}
+
+
+def load_fixed_prompts(spec: RunSpec, loaded: LoadedModel) -> FixedPrompts | None:
+    """None without eval.prompts. Raises DataError for a prompt that is as long as the model's positions."""
+    texts = fixed_prompts(spec.recipe.eval)
+    if not texts:
+        return None
+    tokenizer = loaded.tokenizer
+    plain = was_trained_plain(spec) or not tokenizer.chat_template
+    tokens = PromptTokens("the run's model", tokenizer, spec, plain=plain, think=None)
+    system = spec.recipe.data.system_prompt
+    first = [{"role": "system", "content": system}] if system and not plain else []
+    ids = [tokens.ids([*first, {"role": "user", "content": text}]) for text in texts]
+    positions = table_of_positions(loaded.config.to_dict())
+    longest = max(map(len, ids))
+    if positions is not None and longest >= positions:
+        raise DataError(
+            f"eval.prompts: a prompt has {longest} tokens, and the model has {positions} positions",
+            fix="shorten the prompt",
+        )
+    return FixedPrompts(texts, ids)
+
+
+def settings_for(prompts: FixedPrompts, loaded: LoadedModel, settings: Generate) -> Generate:
+    """With as many new tokens as the model has positions for behind the longest prompt."""
+    positions = table_of_positions(loaded.config.to_dict())
+    if positions is None:
+        return settings
+    room = positions - max(map(len, prompts.ids))
+    return settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
+
+
+def answer_prompts(context: EvaluationContext, prompts: FixedPrompts) -> list[dict[str, str]]:
+    """(prompt, answer) of each. Raises as `answer_first` does."""
+    with eval_mode(context.loaded.model):
+        answers = answer_first(context, prompts, len(prompts.texts), KeptAnswers())
+    return [{"prompt": text, "answer": answer["answer"]} for text, answer in zip(prompts.texts, answers, strict=True)]

@@ -18,9 +18,8 @@ from engine.errors import EnvironmentProblem, StoppedError, TunedeckError
 from engine.export.assemble import Expert, Mixture, assemble_experts
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import HeldRunDirectory, RunDirectory
-from engine.journal.events import EventWriter
+from engine.journal.events import EventWriter, heartbeats
 from engine.journal.liveness import claim
-from engine.journal.writer import heartbeats
 from engine.model.config import HUB_ERRORS, loading_error, silence_libraries
 from engine.model.reference import find_starting_weights
 

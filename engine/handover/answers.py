@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.export.logits import PROMPTS
+from engine.export.merge import PROMPTS
 from engine.handover.result import Result
 from engine.model.config import HUB_ERRORS, auto_class, loading_error
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import EnvironmentProblem
 from engine.handover.answers import NEW_TOKENS, Prompt
-from engine.handover.lines import INSTALL, PROGRAMS
+from engine.handover.result import INSTALL, PROGRAMS
 
 START_SECONDS = 1_800.0
 """A server compiles and loads for minutes; one that ends is told at once."""

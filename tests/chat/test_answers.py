@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.chat.answer import Speaker, TextStream, decode
-from engine.chat.conversation import Conversation
+from engine.chat.answer import Conversation, Speaker, TextStream, decode
 from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens

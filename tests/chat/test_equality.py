@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engine.chat.answer import Answer, Listener, Speaker
-from engine.chat.conversation import Conversation
+from engine.chat.answer import Answer, Conversation, Listener, Speaker
 from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.chat_template import Message

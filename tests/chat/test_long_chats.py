@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.budget.predict.inference import generation_bytes
-from engine.chat.answer import Speaker
-from engine.chat.conversation import Conversation
+from engine.chat.answer import Conversation, Speaker
 from engine.chat.sources import ChatSource, facts_for_memory, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.chat.conversation import Conversation
+from engine.chat.answer import Conversation
 from engine.chat.sources import ChatSource, load_sources
 from engine.config.load import load_run_spec, resolve
 from engine.data.prompts import PromptTokens

@@ -26,8 +26,7 @@ from engine.data.prepare import PreparedData, prepare_data
 from engine.evaluate.harness import load_tasks, task_options
 from engine.evaluate.run import score_model
 from engine.journal.directory import create_run_directory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
 from engine.launch.destinations import notes_on_destinations
 from engine.launch.environment import device_environment

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes, memory_limit_bytes, oom_kills
 from engine.journal.directory import RunDirectory
-from engine.journal.host_kills import Attempt, killed_attempt, note_attempt
+from engine.journal.liveness import Attempt, killed_attempt, note_attempt
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.proofs.prove import prove
 from engine.train.proofs.record import Proof
 from engine.train.step.context import TrainingSetup

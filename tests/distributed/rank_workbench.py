@@ -27,7 +27,7 @@ from engine.config.files.machine import installed, older
 from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
 from engine.journal.directory import RunDirectory
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.run.preferences import learn_preferences
 from engine.train.run.setup import set_up
 from engine.train.step.budget_growth import CLEAN_STEPS, CeilingWatch

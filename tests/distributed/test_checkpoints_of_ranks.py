@@ -14,7 +14,7 @@ import torch
 from engine.distributed.ranks import Ranks
 from engine.journal import checkpoints_on_disk
 from engine.journal.directory import RunDirectory
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.run.checkpoint_files import write_checkpoint
 from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.run_state import RunState

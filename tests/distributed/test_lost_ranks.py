@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.device.metered import MeteredDevice
 from engine.distributed.ranks import Ranks
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.run.setup import set_up
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import SAMPLES, spec_of

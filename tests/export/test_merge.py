@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from benchmarks.type_cell import write_tiny
 from benchmarks.type_configs import tiny_config
-from engine.commands.export import merge as merge_command
+from engine.commands.handover import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.export.logits import compare_logits
-from engine.export.merge import Bases, _base, merge, merge_rounded_once
+from engine.export.merge import Bases, _base, compare_logits, merge, merge_rounded_once
 from engine.journal.directory import RunDirectory
 from engine.model.reference import base_of_adapter
 from tests.model.samples import batch_of, disturb, load, logits_of, name_base, run_spec, write_model

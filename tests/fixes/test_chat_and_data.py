@@ -96,14 +96,14 @@ ROWS = {
     "commands/chat_sources:_of_model": Row(
         own_files, f"{CHAT} --base --prompt x", "chat builtin:tiny builtin:tiny -p demo --prompt x"
     ),
-    "config/files/prompts:read_prompts: correct the file or": Row(
+    "config/files/data_files:read_prompts: correct the file or": Row(
         prompts_missing, f"{CHAT} --file asked.txt", f"{CHAT} --file asked.txt", prompts_there
     ),
     "commands/evaluate:_find_run": Row(own_files, "eval builtin:tiny", EVAL),
     "commands/evaluate:_model_specs": Row(
         own_files, f"{EVAL} --base", EVAL.replace("builtin:tiny", "builtin:tiny builtin:tiny")
     ),
-    "commands/export:require_weights": Row(begun, "merge last", answer="done"),
+    "commands/handover:require_weights": Row(begun, "merge last", answer="done"),
     "commands/data:data": Row(staged_recipe, "data -r s.toml --row 1", answer="sample 1"),
     "commands/data:chosen_rows: add --row": Row(own_files, f"{DATA} --row 99", f"{DATA} --row 8"),
     "commands/data:chosen_rows: look for": Row(own_files, f"{DATA} --find Plus", f"{DATA} --find plus"),

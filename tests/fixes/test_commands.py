@@ -131,7 +131,7 @@ ROWS = {
     "commands/compare:_metric: add --metric loss": Row(
         scored_runs, "compare one two --against one", "compare one two --against one --metric loss", answer="loss"
     ),
-    "commands/report:report: name another file": Row(
+    "commands/share:report: name another file": Row(
         report_taken, "report last --out taken.md", "report last --out other.md", answer="other.md"
     ),
     "commands/models:models": Row(
@@ -144,7 +144,7 @@ ROWS = {
     ),
     "commands/background:_trackers_of": Row(finished_run, "sync last", code=6),
     "commands/runs:_request": Row(begun, "pause last", "resume last --set train.max_steps=1", code=0),
-    "commands/push:push": Row(finished_run, "push last me/model", code=2),
+    "commands/handover:push": Row(finished_run, "push last me/model", code=2),
     "data/recognise:_check_template": Row(
         texts, "data -r r.toml --set data.sources.main.template=chat", answer="8 sequences"
     ),
@@ -155,7 +155,7 @@ ROWS = {
         archived, "export last --out taken.zip/x.zip", "export last --out other.zip", answer="other.zip"
     ),
     "journal/index:_require_one": Row(two_alike, "show 20", "show one", answer="one"),
-    "journal/gate:parse_condition": Row(
+    "journal/compare:parse_condition": Row(
         scored_runs, "compare one two --fail-if nonsense", "compare one two --fail-if 'loss > 1%'", code=0
     ),
     "journal/folder_summaries:runs_of_sweep": Row(finished_run, "compare sweep:no", "runs"),

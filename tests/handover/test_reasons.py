@@ -15,8 +15,16 @@ from engine.budget.advise.preflight import notes_on_serving
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.handover.lines import reasons_of_server, server_words
-from engine.handover.result import ADAPTER_WEIGHTS, Result, read_result, reasons_to_merge, tensor_names, unknown_modules
+from engine.handover.result import (
+    ADAPTER_WEIGHTS,
+    Result,
+    read_result,
+    reasons_of_server,
+    reasons_to_merge,
+    server_words,
+    tensor_names,
+    unknown_modules,
+)
 from engine.journal.files import read_table
 from engine.model.config import auto_class
 from tests.model.samples import load, name_base, run_spec, write_model

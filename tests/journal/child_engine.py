@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.journal.control import ControlInbox
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
+from engine.journal.events import EventWriter, heartbeats
 from engine.journal.liveness import claim
-from engine.journal.writer import heartbeats
 from tests.journal.event_fields import step_fields
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from engine.journal.directory import RunDirectory
 from engine.journal.event_schema import EVENT_KINDS
-from engine.journal.events import EventTail, EventWriter, end_of_events
-from engine.journal.writer import heartbeats
+from engine.journal.events import EventTail, EventWriter, end_of_events, heartbeats
 from tests.events import read_events
 from tests.journal.event_fields import backoff_fields, step_fields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UsageError
-from engine.journal.gate import failures, parse_condition
+from engine.journal.compare import failures, parse_condition
 from engine.journal.score_groups import HELD_OUT
 from tests.cli.conftest import Tunedeck, tunedeck
 from tests.journal.test_compare import finished, scored

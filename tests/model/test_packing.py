@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.budget.architecture.support import why_documents_mix
 from engine.errors import UsageError
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import check_packing
 from engine.model.loaded import LoadedModel
 from engine.model.verify import require_causality, require_known_family, require_separation

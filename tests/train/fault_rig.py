@@ -19,9 +19,8 @@ from engine.config.schema.run import RunSpec
 from engine.device.metered import MeteredDevice
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
+from engine.journal.events import EventWriter, Journal
 from engine.journal.files import write_atomically
-from engine.journal.writer import Journal
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
 from engine.train.run.preferences import learn_preferences

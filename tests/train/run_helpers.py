@@ -17,8 +17,7 @@ from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.run import main
 from engine.train.run.setup import set_up
 from engine.train.step.context import TrainingSetup

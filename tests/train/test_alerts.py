@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.journal.directory import create_run_directory
-from engine.journal.events import EventTail, EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventTail, EventWriter, Journal
 from engine.train.run.alerts import QUIET_STEPS, AlertMonitor
 
 

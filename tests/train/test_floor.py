@@ -11,7 +11,7 @@ import pytest
 
 from engine.batching.micro_batches import plan_micro_batches
 from engine.journal.control import RunRequests
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training
 from engine.train.run.run_context import RunContext, Watchdog

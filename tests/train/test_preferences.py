@@ -20,7 +20,7 @@ from engine.config.schema.preference import Preference
 from engine.config.schema.run import RunSpec
 from engine.evaluate.run import score_run
 from engine.journal.directory import RunDirectory
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.tokenizer import load_tokenizer
 from engine.objectives.preference import METRICS, WIN_RATE, sequence_losses
 from engine.train.run.preferences import learn_preferences

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.run.run_context import Watchdog
 from tests.events import read_events
 from tests.train.run_helpers import of_kind

@@ -18,7 +18,7 @@ from engine.device import open_device
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.evaluate.run import score_run
 from engine.journal.evaluations import read_evaluations
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.run.setup import set_up
 from engine.train.step.failures import RecoveredOom
 from engine.train.step.transaction import StepTransaction

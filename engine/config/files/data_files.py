@@ -1,9 +1,10 @@
 """Finds the files of a data source by its path, and checks their suffixes, without reading them or importing a library
-for data, so that a start can be refused before a run directory exists."""
+for data, so that a start can be refused before a run directory exists; and reads files of prompts."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -12,9 +13,8 @@ from pathlib import Path
 
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import path_of, working_directory
-from engine.config.files.prompts import fixed_prompts
 from engine.config.files.text import closest_match
-from engine.config.schema.data import Source
+from engine.config.schema.data import Eval, Source
 from engine.config.schema.recipe import Recipe
 from engine.errors import DataError
 
@@ -126,3 +126,27 @@ def suffix_of(file: Path) -> str:
     while suffixes and suffixes[-1] in COMPRESSION_SUFFIXES:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
+
+
+def read_prompts(path: Path, key: str) -> list[str]:
+    """`key` says who asks for the file. Raises DataError if it cannot be read or has no prompts."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if path.suffix == ".jsonl":
+            lines = [json.loads(line)["prompt"] for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{key} {path}: {type(error).__name__}: {error}",
+            expected='a line of text for each prompt, or a .jsonl file with {"prompt": "..."} rows',
+            fix="correct the file or its name",
+        ) from error
+    if not lines or not all(isinstance(line, str) for line in lines):
+        problem = "no prompts in it" if not lines else "a prompt is no text"
+        raise DataError(f"{key} {path}: {problem}", expected="at least one prompt, each a text", fix="correct the file")
+    return lines
+
+
+def fixed_prompts(asked: Eval) -> list[str]:
+    """The prompts of `eval.prompts`. Raises DataError as `read_prompts` does."""
+    given = asked.prompts
+    return read_prompts(Path(given), "eval.prompts") if isinstance(given, str) else list(given)

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 
 RECENT_STEPS = 50
 """Steps that the next one is compared with."""

@@ -19,7 +19,7 @@ from engine.distributed.votes import LostRankError
 from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
 from engine.journal.control import BY_SIGNAL, RunRequests
-from engine.journal.writer import until_there_is_room
+from engine.journal.events import until_there_is_room
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings

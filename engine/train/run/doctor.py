@@ -31,8 +31,7 @@ from engine.distributed.votes import LostRankError
 from engine.distributed.warm_up import warm_up
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.proofs.among_ranks import exchange, refuse_shared_cards
 from engine.train.proofs.prove import DOCTOR_PROOFS, prove
 from engine.train.proofs.record import ProofResult

@@ -10,10 +10,9 @@ from typing import Any
 from engine.batching.budget import MicroBatchBudget
 from engine.budget.predict.inference import GENERATION_ROWS, generates
 from engine.config.schema.recipe import Generate
-from engine.evaluate.answers import planned_rows
+from engine.evaluate.answers import answer_prompts, load_fixed_prompts, planned_rows, settings_for
 from engine.evaluate.context import EvaluationContext, EvaluationStopped, FailedPass
 from engine.evaluate.generation import within_positions
-from engine.evaluate.prompts import answer_prompts, load_fixed_prompts, settings_for
 from engine.evaluate.scores import evaluate as score
 from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.expert_utilisation import ExpertMonitor

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.journal.directory import RunDirectory
+from engine.journal.events import Journal, until_there_is_room
 from engine.journal.files import write_atomically
-from engine.journal.writer import Journal, until_there_is_room
 from engine.model.expert_balance import ExpertBalance
 
 COLLAPSED_BELOW = 0.25

@@ -14,7 +14,7 @@ from engine.batching.micro_batches import costliest_sequences, floor_tokens, lau
 from engine.device.oom import ATTEMPTS
 from engine.errors import DivergedError, MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint
-from engine.journal.host_kills import Attempt
+from engine.journal.liveness import Attempt
 from engine.train.run.alerts import AlertMonitor
 from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator

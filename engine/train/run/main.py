@@ -50,10 +50,8 @@ from engine.errors import (
 )
 from engine.journal.control import ControlInbox, RunRequests
 from engine.journal.directory import HeldRunDirectory, RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.host_kills import Attempt, forget_attempt, killed_attempt, note_attempt
-from engine.journal.liveness import claim
-from engine.journal.writer import Journal, heartbeats, until_there_is_room
+from engine.journal.events import EventWriter, Journal, heartbeats, until_there_is_room
+from engine.journal.liveness import Attempt, claim, forget_attempt, killed_attempt, note_attempt
 from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish, trackers_following
 from engine.model.config import disable_progress_bars

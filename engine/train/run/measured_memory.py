@@ -19,7 +19,7 @@ from engine.device.base import Device
 from engine.device.cuda import allocator_settings
 from engine.device.nvml import driver_version
 from engine.errors import NotSimulatedError, UnknownArchitectureError
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import model_config_dict
 from engine.train.step.context import StepContext
 from engine.train.step.ladder import MemorySettings, current_settings, effective_spec

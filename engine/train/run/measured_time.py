@@ -11,7 +11,7 @@ from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.step_time import StepTime
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import model_config_dict
 from engine.train.step.context import StepContext
 from engine.train.step.ladder import effective_spec

@@ -21,8 +21,8 @@ from engine.data.unpaired import MismatchedData
 from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory
+from engine.journal.events import Journal
 from engine.journal.files import read_table, write_atomically
-from engine.journal.writer import Journal
 from engine.model.decoder import eval_mode
 from engine.model.load import has_new_weights
 from engine.model.reference import ADAPTER_CONFIG, StartingWeights, find_starting_weights

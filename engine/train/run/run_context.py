@@ -14,7 +14,7 @@ from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 
 SHARE_OF_PATIENCE = 0.5
 """Share of the ranks' time limit after which to warn: the stacks are logged before a stuck process is ended."""

@@ -24,7 +24,7 @@ from engine.data.tokens import TokenData
 from engine.device.base import Device
 from engine.device.oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.model.config import model_config_dict
 from engine.model.decoder import require_images
 from engine.model.flops import step_flops

@@ -9,7 +9,7 @@ from functools import partial
 from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
 from engine.device.oom import catch_oom
-from engine.journal.writer import Journal
+from engine.journal.events import Journal
 from engine.train.step.context import StepContext
 from engine.train.step.failures import ActiveRemedy
 from engine.train.step.ladder import apply_settings, current_settings

@@ -18,9 +18,8 @@ from engine.device.base import Device, LiveTensor
 from engine.device.oom import MemoryBreakdown, OutOfMemory
 from engine.errors import ConfigNotHereError, NotSimulatedError, UnknownArchitectureError
 from engine.journal.directory import RunDirectory
-from engine.journal.events import utc_now
+from engine.journal.events import Journal, utc_now
 from engine.journal.files import write_atomically
-from engine.journal.writer import Journal
 from engine.model.loaded import LoadedModel
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.optimizer import StepGuard

@@ -10,8 +10,7 @@ from typing import Any
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.journal.directory import RunDirectory
-from engine.journal.events import EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import EventWriter, Journal
 from engine.train.proofs.prove import PROOFS, prove
 from engine.train.proofs.record import Proof, ProofResult
 from engine.train.step.context import TrainingSetup

@@ -22,8 +22,7 @@ from engine.errors import EnvironmentProblem, MemoryExhaustedError
 from engine.journal import control
 from engine.journal.checkpoints_on_disk import learned_memory
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail, EventWriter
-from engine.journal.writer import Journal
+from engine.journal.events import Event, EventTail, EventWriter, Journal
 from engine.launch.process import start_engine
 from engine.train.step.budget_growth import BudgetGrowth
 from engine.train.step.context import StepContext
