@@ -24,7 +24,7 @@ from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training
 from engine.train.run.main import log_to_stderr
-from engine.train.run.measured_memory import calibrate
+from engine.train.run.measured import calibrate
 from engine.train.run.run_context import RunContext, Watchdog
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import OomReports, oom_reporter

@@ -32,7 +32,7 @@ from benchmarks.job import RECIPE_MODEL, Job, spec_of
 from benchmarks.ranks import measure_on_ranks
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
-from engine.distributed import weight_loading
+from engine.distributed import sharded_files
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.model.config import disable_progress_bars
@@ -80,7 +80,7 @@ def write_llama(folder: Path, layers: int, width: int) -> int:
 
 def measure_sending(ranks: Ranks, spec: RunSpec) -> dict[str, Any]:
     """`measure_loading` with all weights sent by rank 0, as where no rank can say which file they are in."""
-    vars(weight_loading)["MAPS"] = Path(spec.recipe.model.id, "none")
+    vars(sharded_files)["MAPS"] = Path(spec.recipe.model.id, "none")
     return measure_loading(ranks, spec)
 
 

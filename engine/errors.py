@@ -80,7 +80,7 @@ class UnknownArchitectureError(UsageError):
 
 
 class NotSimulatedError(UsageError):
-    """The run's memory needs a simulation that has not been made yet (`engine.launch.simulation`)."""
+    """The run's memory needs a simulation that has not been made yet (`engine.launch.other_processes`)."""
 
     def __init__(self, spec: object) -> None:
         super().__init__("this run has not been simulated yet", fix="simulate it: tunedeck plan, same arguments")

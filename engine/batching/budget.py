@@ -19,7 +19,7 @@ from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
 from engine.data.tokens import TokenData
 from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError
-from engine.launch.simulation import with_simulations
+from engine.launch.other_processes import with_simulations
 from engine.model.config import model_config_dict
 
 CUT = 0.8

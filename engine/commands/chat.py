@@ -111,7 +111,7 @@ def chat(
 
 def _talk(asked: Asked, attach: str | None, runs: Path | None, trust_remote_code: bool) -> None:
     from engine.commands.chat_terminal import talk
-    from engine.launch.chat_process import begin_chat, find_chat, take_up_chat
+    from engine.launch.other_processes import begin_chat, find_chat, take_up_chat
 
     folder = runs_folder(runs)
     if attach is not None:

@@ -17,7 +17,7 @@ from engine.errors import DataError, EnvironmentProblem, TunedeckError
 from engine.journal.chats import ChatState, append_rows, conversations, is_answering, send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail
-from engine.launch.chat_process import reap_chats
+from engine.launch.other_processes import reap_chats
 from engine.launch.process import log_tail
 
 HELP = """/undo          forget the last question and its answer

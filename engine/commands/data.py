@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from engine.config.schema.recipe import Recipe
     from engine.config.schema.run import RunSpec
     from engine.data.prepare import PreparedData
-    from engine.data.quality import Quality
-    from engine.data.report import PartReport
+    from engine.data.report import PartReport, Quality
     from engine.data.tokens import TokenData
 
 BAR_WIDTH = 40
@@ -145,7 +144,7 @@ def chosen_rows(
 ) -> list[int]:
     """Up to `show` samples, from 0: those that contain `find`, else those from number `row` (from 1) on; of pairs, both
     sequences. Raises UsageError if there is none."""
-    from engine.data.quality import find_rows
+    from engine.data.report import find_rows
     from engine.errors import UsageError
 
     sides = 2 if data.in_pairs else 1
@@ -167,7 +166,7 @@ def chosen_rows(
 
 def figures_of(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Quality:
     """Padding, packing, ends and duplicates of the training data."""
-    from engine.data.quality import quality
+    from engine.data.report import quality
 
     lost = sum(count.lost_tokens for count in prepared.report.sources)
     length, batch = recipe.data.max_length, recipe.train.batch_size

@@ -71,7 +71,7 @@ def models(
 
 def _listed(word: str, profiles: Sequence[SpecFile], *, every: bool, simulate: bool) -> Iterator[ListedModel]:
     from engine.budget.advise.model_list import known_models, list_model
-    from engine.launch.simulation import with_simulations
+    from engine.launch.other_processes import with_simulations
 
     known = known_models(word)
     for number, (name, entry) in enumerate(known, 1):

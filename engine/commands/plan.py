@@ -66,7 +66,7 @@ def plan(
 ) -> None:
     """Predict how much memory a run needs, phase by phase. Exit code 3 when it does not fit."""
     from engine.budget.advise.plan import considered, make_plan
-    from engine.launch.simulation import with_simulations
+    from engine.launch.other_processes import with_simulations
 
     points = _admitted(profile, recipe, overrides or [])
     if _are_of_sweep(points) and not evaluation:
@@ -149,7 +149,7 @@ def _planned(points: list[Admitted]) -> list[tuple[RunSpec, Plan | StagedPlan]]:
     """Return (run spec, plan) of every point of a sweep."""
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.staged_plan import make_staged_plan
-    from engine.launch.simulation import with_simulations
+    from engine.launch.other_processes import with_simulations
 
     def plan_of(point: Admitted) -> Plan | StagedPlan:
         if point.spec.recipe.stages:
@@ -196,7 +196,7 @@ def _plan_stages(run: Admitted, runs: Path | None, *, as_json: bool, exact: bool
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.commands import plan_text as text
     from engine.errors import UsageError
-    from engine.launch.simulation import with_simulations
+    from engine.launch.other_processes import with_simulations
 
     if exact:
         raise UsageError("--exact simulates one stage", fix=f"name it: --stage {run.spec.recipe.stages[0].name}")
@@ -239,7 +239,7 @@ def _exactly(spec: RunSpec, as_json: bool) -> None:
 
     with importing():
         from engine.model.config import silence_libraries
-        from engine.simulate.plan import exact_plan
+        from engine.simulate.step import exact_plan
 
     silence_libraries()
     found = exact_plan(spec)
@@ -263,7 +263,7 @@ def advise(
     change makes it fit."""
     from engine.budget.advise import search
     from engine.errors import UsageError
-    from engine.launch.simulation import with_simulations
+    from engine.launch.other_processes import with_simulations
 
     spec = _worst(_admitted(profile, recipe, overrides or [])).spec
     if spec.recipe.stages and (stage is None or write is not None):

@@ -10,9 +10,8 @@ from engine.config.schema.data import IMAGE_FORMATS, PREFERENCE_FORMATS, UNPAIRE
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import conversation, conversation_of_pair, parsed
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
-from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord, sides_of
+from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord, answer_of, desirable_of, sides_of
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
-from engine.data.unpaired import answer_of, desirable_of
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"

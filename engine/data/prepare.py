@@ -24,8 +24,7 @@ from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
 from engine.data.order import hold_out, pack
-from engine.data.pieces import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount, rendering_version
-from engine.data.preferences import other_objective, preference_notice
+from engine.data.preferences import add_mismatched, balance_notice, other_objective, preference_notice
 from engine.data.recognise import Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
@@ -33,8 +32,7 @@ from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
 from engine.data.tokenise import TOO_LONG, Tokeniser
 from engine.data.tokens import Columns, TokenData
-from engine.data.unpaired import add_mismatched, balance_notice
-from engine.data.workers import tokenise_rows
+from engine.data.workers import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount, rendering_version, tokenise_rows
 from engine.errors import DataError
 from engine.journal.event_text import format_duration
 

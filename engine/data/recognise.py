@@ -15,7 +15,7 @@ from engine.config.schema.run import DATA_VERSION
 from engine.data.folders import csv_of_images
 from engine.data.formats import Format
 from engine.data.image_formats import BoxFormat
-from engine.data.unpaired import NEEDS as UNPAIRED_NEEDS
+from engine.data.preferences import NEEDS as UNPAIRED_NEEDS
 from engine.errors import DataError
 
 NEEDS: dict[str, tuple[str, ...]] = {

@@ -25,8 +25,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from engine.data.pieces import COLUMN_DTYPES, Piece, SourceCount
 from engine.data.tokens import Columns, ImageColumns
+from engine.data.workers import COLUMN_DTYPES, Piece, SourceCount
 from engine.errors import EnvironmentProblem
 
 HASH_BYTES = 16

@@ -126,7 +126,7 @@ class TokenData:
         self.in_pairs = in_pairs
         """Whether rows 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair."""
         self.mismatched: TokenData | None = None
-        """For KTO: row i is the prompt of row i with the answer of another (`engine.data.unpaired`)."""
+        """For KTO: row i is the prompt of row i with the answer of another (`engine.data.preferences`)."""
         self.limit: int | None = None
         """Tokens after which every row is cut; None leaves rows whole."""
         self._whole = self

@@ -1,4 +1,5 @@
-"""Tokenises the rows of a source in this process or in several, in row order and with bounded memory."""
+"""Tokenises the rows of a source in pieces, in this process or in several, in row order and with bounded memory. A
+piece holds values for the columns of the token cache, and what became of its rows."""
 
 from __future__ import annotations
 
@@ -7,17 +8,150 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config.files.cgroups import free_memory_bytes
+from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
-from engine.data.pieces import Piece
 from engine.data.records import SourceRows
-from engine.data.tokenise import Tokeniser
+from engine.data.tokenise import RowResult, Tokeniser
 from engine.errors import EnvironmentProblem
+
+COLUMN_DTYPES: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "targets": np.bool_,
+    "offsets": np.int64,
+    "target_counts": np.int32,
+    "sources": np.int16,
+    "origins": np.int64,
+    "answer_starts": np.int32,
+    "answer_ends": np.int32,
+    "desirable": np.bool_,
+    "image_counts": np.int32,
+    "image_heights": np.int32,
+    "image_widths": np.int32,
+    "image_digests": np.uint64,
+}
+
+ROWS_PER_REASON = 5
+"""Dropped rows that are named for each reason."""
+
+MAX_REASONS, OTHER_REASONS = 50, "other reasons"
+"""Most drop reasons counted separately per source, and the name for all others. A template's error may quote the row,
+which would make every reason different."""
+
+
+@dataclass
+class SourceCount:
+    """How many rows of a source were read, kept, truncated and dropped."""
+
+    name: str
+    format: str
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows by reason."""
+    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
+    """The first rows dropped for each reason, counted from 0."""
+    dropped_at: dict[str, list[str]] = field(default_factory=dict)
+    """Files and lines of `dropped_rows`; filled in after the cache is read, because the files may be moved."""
+    dropped_turns: dict[str, int] = field(default_factory=dict)
+    """Assistant turns of rows that are kept, by reason."""
+    chat: dict[str, int] = field(default_factory=dict)
+    """Counts by the names in `engine.data.report.CHAT_FACTS`."""
+    lost_tokens: int = 0
+    """Tokens that data.max_length had no room for."""
+
+    def add(self, result: RowResult, row: int) -> None:
+        """Every row counts as either kept or dropped. `row` is its number, from 0."""
+        self.read += 1
+        self.lost_tokens += result.lost
+        self.truncated += sum(document.truncated for document in result.documents)
+        if result.documents:
+            self.kept += 1
+            for fact, number in result.facts.items():
+                self.chat[fact] = self.chat.get(fact, 0) + number
+            for reason in result.dropped:
+                self.dropped_turns[reason] = self.dropped_turns.get(reason, 0) + 1
+            return
+        self._drop(result.dropped[0], 1, [row])
+
+    def _drop(self, reason: str, number: int, rows: Sequence[int]) -> None:
+        if reason not in self.dropped and len(self.dropped) >= MAX_REASONS:
+            reason = OTHER_REASONS
+        self.dropped[reason] = self.dropped.get(reason, 0) + number
+        self.dropped_rows[reason] = [*self.dropped_rows.get(reason, []), *rows][:ROWS_PER_REASON]
+
+    def include(self, later: SourceCount) -> None:
+        """Add the counts of later rows of the same source."""
+        self.read, self.kept = self.read + later.read, self.kept + later.kept
+        self.truncated += later.truncated
+        self.lost_tokens += later.lost_tokens
+        for reason, number in later.dropped.items():
+            self._drop(reason, number, later.dropped_rows[reason])
+        for mine, others in ((self.chat, later.chat), (self.dropped_turns, later.dropped_turns)):
+            for name, number in others.items():
+                mine[name] = mine.get(name, 0) + number
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a source, tokenised: values for each column but `sources`, and what became of the rows."""
+
+    columns: dict[str, NDArray[Any]]
+    """`offsets` are the ends of the documents within the piece."""
+    count: SourceCount
+
+    @classmethod
+    def of(cls, results: Sequence[RowResult], first: int) -> Piece:
+        """`first` is the row of the first of `results`."""
+        count = SourceCount("", "")
+        for row, result in enumerate(results, start=first):
+            count.add(result, row)
+        documents = [document for result in results for document in result.documents]
+        images = [image for document in documents for image in document.images]
+        empty = [np.empty(0, np.int32)]
+        values: dict[str, Any] = {
+            "ids": np.concatenate([document.ids for document in documents] or empty),
+            "targets": np.concatenate([document.targets for document in documents] or empty),
+            "offsets": np.cumsum([len(document.ids) for document in documents], dtype=np.int64),
+            "target_counts": [int(document.targets.sum()) for document in documents],
+            "origins": [document.origin for document in documents],
+            "answer_starts": [document.answer[0] for document in documents],
+            "answer_ends": [document.answer[1] for document in documents],
+            "desirable": [document.desirable for document in documents],
+            "image_counts": [len(document.images) for document in documents],
+            "image_heights": [image.height for image in images],
+            "image_widths": [image.width for image in images],
+            "image_digests": [image.digest for image in images],
+        }
+        return cls({name: np.asarray(column, COLUMN_DTYPES[name]) for name, column in values.items()}, count)
+
+
+def rendering_version(counts: Sequence[SourceCount]) -> list[str]:
+    """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
+    older version go on where the rows are the same."""
+    if any(count.chat.get("system_folded") for count in counts):
+        return ["chat 5"]
+    if any(count.chat.get("unclosed") for count in counts):
+        return ["chat 3"]
+    if any(count.chat.get(fact) for count in counts for fact in ("untrained", "from_pair")):
+        return ["chat 4"]
+    facts = ("per_turn", "reshaped", "unprompted", "context_only")
+    changed = any(
+        any(map(count.chat.get, facts)) or any(reason.startswith(LEFT_OUT) for reason in count.dropped)
+        for count in counts
+    )
+    return ["chat 2"] if changed else []
+
 
 Workers = int | Literal["auto"]
 """Processes that tokenise; 0: this one alone; auto: as many as the measured rate makes worth their start."""

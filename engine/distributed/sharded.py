@@ -40,8 +40,8 @@ from torch.nn import Parameter
 from engine.budget.predict.shards import KNOWN_TORCH, recovers_with
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory, free_failed_graph, retry_on_oom
+from engine.distributed.sharded_files import own_rows
 from engine.distributed.votes import Collective, LostRankError, MicroBatchVotes, VotedGroup, raising_lost_rank
-from engine.distributed.weight_exchange import own_rows
 from engine.errors import MemoryExhaustedError
 
 ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"

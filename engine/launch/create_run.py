@@ -30,8 +30,8 @@ from engine.journal.files import write_atomically
 from engine.journal.index import record_start, resolve_run
 from engine.journal.queue import Queue, QueueState
 from engine.launch.destinations import allow_typed, notes_on_destinations
+from engine.launch.other_processes import with_simulations
 from engine.launch.requirements import own_profile, own_recipe, require_device, require_hub, require_training_packages
-from engine.launch.simulation import with_simulations
 from engine.launch.start_options import StartOptions
 from engine.trackers.tracker import require_trackers
 

@@ -25,17 +25,25 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from engine.config.schema.recipe import Recipe
 from engine.data.images import ImageProcessor
 from engine.device.base import Device
-from engine.distributed.weight_exchange import own_rows
+from engine.distributed.sharded_files import own_rows
 from engine.errors import UsageError
 from engine.model.adapters import Coverage
 from engine.model.attention import attention_by_part
 from engine.model.config import auto_class, processor_files
 from engine.model.dropout import follow_checkpoints
-from engine.model.full_model_file import METADATA, WEIGHTS, deal, entries_of, saved_parts, write_index
 from engine.model.fused import FusedModules
 from engine.model.precision import Precision
 from engine.model.reference import BASE_FOLDER
-from engine.model.result_files import name_base, save_generation_config
+from engine.model.result_files import (
+    METADATA,
+    WEIGHTS,
+    deal,
+    entries_of,
+    name_base,
+    save_generation_config,
+    saved_parts,
+    write_index,
+)
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 from engine.model.tiled_mlp import MlpTiles, tiles_of
 from engine.model.trained import checkpointing_layers, decoder_of

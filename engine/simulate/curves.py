@@ -24,13 +24,12 @@ from engine.budget.predict.inference import evaluates, generates
 from engine.budget.predict.simulated import shortest_window
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
-from engine.simulate.batch import StepShape
+from engine.simulate.batch import RowImages, StepShape, images_of_rows
 from engine.simulate.driver import SimulatedRun, simulated_run
+from engine.simulate.fake_tensors import Assumed, assuming
 from engine.simulate.fit import FEW_SHAPES, MORE_SHAPES, curves_of, deciding_levels, shapes_of
-from engine.simulate.images import RowImages, images_of_rows
 from engine.simulate.layers import STRANGE_ERRORS, Held, LayerStack, StackError
 from engine.simulate.recorders import PhaseLog, Segment
-from engine.simulate.settled import Assumed, assuming
 
 LENGTH_STEP = 128
 """Simulated lengths are multiples of this, so that few tensors are rounded up to whole blocks of memory."""

@@ -29,8 +29,7 @@ from engine.config.schema.run import Device as DeviceTable
 from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
 from engine.model.dropout_kernel import RowKey, drop_into, using
-from engine.simulate.fake_tensors import FastFakeMode
-from engine.simulate.settled import Assumed, everywhere, settled
+from engine.simulate.fake_tensors import Assumed, FastFakeMode, everywhere, settled
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""
@@ -99,7 +98,7 @@ class SimulatedDevice(MeteredDevice):
         return log
 
     def settle(self, assumed: Assumed | None, experts: int) -> None:
-        """Assume from now on what sizes that depend on values are (`engine.simulate.settled`)."""
+        """Assume from now on what sizes that depend on values are (`engine.simulate.fake_tensors`)."""
         self._operations.assumed, self._operations.experts = assumed, experts
 
     @contextmanager
@@ -130,7 +129,8 @@ class _Operations(TorchDispatchMode):
     dtypes other than bf16. Operations on real (not fake) integer tensors are computed: tensor sizes depend on the
     windows into which images are divided, and the windows are computed from the integer grid of each image. With
     images, new integer tensors are real, and so is what is computed of pixels alone: a model looks for the places of
-    images, and for images that are padding. So they are where routers send tokens as `engine.simulate.settled` assumes.
+    images, and for images that are padding. So they are where routers send tokens as `engine.simulate.fake_tensors`
+    assumes.
     """
 
     def __init__(self, like_cuda: bool, uncounted: Callable[[], AbstractContextManager[None]]) -> None:

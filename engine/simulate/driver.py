@@ -31,11 +31,10 @@ from engine.model.loaded import embedding_rows, tile_mlps
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
 from engine.model.token_rows import grow_embedding
-from engine.simulate.batch import StepShape, batch_of
+from engine.simulate.batch import RowImages, StepShape, batch_of
 from engine.simulate.device import SimulatedDevice, simulated_dropout
-from engine.simulate.images import RowImages
+from engine.simulate.fake_tensors import Assumed, experts_of
 from engine.simulate.recorders import EMBEDDING, GENERATE, PhaseRecorder
-from engine.simulate.settled import Assumed, experts_of
 from engine.train.step.optimizer import guarded_optimizer
 from engine.train.step.optimizer_state import state_tensors
 

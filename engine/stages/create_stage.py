@@ -23,7 +23,7 @@ from engine.device.nvml import read_gpus
 from engine.errors import ConfigNotHereError, EnvironmentProblem, UnknownArchitectureError
 from engine.journal.directory import RunDirectory, create_stage_directory, rewrite_spec
 from engine.journal.stages import stage_directory
-from engine.launch.simulation import with_simulations
+from engine.launch.other_processes import with_simulations
 from engine.model.reference import find_run_weights
 
 LONGEST_WAIT_SECONDS = 30.0

@@ -18,7 +18,7 @@ from engine.budget.predict.non_torch_memory import FRAGMENTED_SHARE, non_torch_m
 from engine.budget.predict.prediction import Prediction, predict
 from engine.cli import app
 from engine.config.schema.run import Profile, RunSpec
-from engine.train.run.measured_memory import ProbeMemory
+from engine.train.run.measured import ProbeMemory
 from tests.budget.metered_step import run_spec
 
 H100 = CalibrationKey("NVIDIA H100", 9.0, 79.18, "570.1", version("torch"), 1, True)

@@ -29,9 +29,8 @@ from engine.simulate.curves import _document, simulate_curves
 from engine.simulate.device import SimulatedDevice
 from engine.simulate.driver import on_meta, simulated_run
 from engine.simulate.layers import LayerStack
-from engine.simulate.plan import exact_plan
 from engine.simulate.recorders import PhaseLog
-from engine.simulate.step import simulate_step
+from engine.simulate.step import exact_plan, simulate_step
 from tests.budget.metered_step import MISTRAL, folder_of, measured_step, run_spec
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 

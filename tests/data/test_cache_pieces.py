@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli import app
-from engine.data import pieces, prepare, store, workers
+from engine.data import prepare, store, workers
 from engine.data.prepare import PreparedData, prepare_data
 from engine.errors import EnvironmentProblem
 from tests.data.specs import run_spec, tokenizer
@@ -105,7 +105,7 @@ def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(store, "COMMIT_SECONDS", 0.0)
     given = workers.tokenise_rows
 
-    def failing(*rest: Any, **keys: Any) -> Iterator[pieces.Piece]:
+    def failing(*rest: Any, **keys: Any) -> Iterator[workers.Piece]:
         for number, piece in enumerate(given(*rest, **keys)):
             if number == count:
                 raise EnvironmentProblem("killed")
@@ -125,7 +125,7 @@ def test_auto_takes_processes_where_the_rate_makes_them_worth_it(
     asked: list[int] = []
     given = workers._in_processes
 
-    def noted(*rest: Any) -> Iterator[pieces.Piece]:
+    def noted(*rest: Any) -> Iterator[workers.Piece]:
         asked.append(rest[3])
         return given(*rest)
 

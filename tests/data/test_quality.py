@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from engine.cli import app
 from engine.commands.data import figures_of
 from engine.data.prepare import prepare_data
-from engine.data.quality import Quality
+from engine.data.report import Quality
 from engine.errors import UsageError
 from tests.data.specs import run_spec, tokenizer
 

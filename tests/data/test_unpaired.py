@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.data.order import SampleOrder
+from engine.data.preferences import first_partners
 from engine.data.prepare import prepare_data
-from engine.data.unpaired import first_partners
 from engine.errors import DataError
 from engine.model.tokenizer import load_tokenizer
 from tests.data.test_preferences import GOOD, USER, texts

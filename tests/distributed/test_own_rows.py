@@ -18,10 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from engine.device.base import Device
 from engine.device.metered import MeteredDevice
-from engine.distributed import weight_loading
+from engine.distributed import sharded_files
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
-from engine.distributed.weight_exchange import own_rows
-from engine.distributed.weight_loading import WeightFiles, fingerprint, mapped_tensors
+from engine.distributed.sharded_files import WeightFiles, fingerprint, mapped_tensors, own_rows
 from engine.errors import UsageError
 from engine.model.loaded import local_part
 from engine.model.tokenizer import load_tokenizer
@@ -89,7 +88,7 @@ def counted() -> Iterator[None]:
     """Inside the block, `CountingFile.read_bytes` counts what this process reads of files."""
     CountingFile.read_bytes = 0
     with pytest.MonkeyPatch.context() as patch:
-        for reader in (safetensors, weight_loading):
+        for reader in (safetensors, sharded_files):
             patch.setattr(reader, "safe_open", CountingFile)
         yield
 
@@ -148,7 +147,7 @@ def loaded_twice(ranks: Ranks, folder: Path) -> Any:
         with counted():
             strategy = load(ranks, folder, model, kind)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weight_loading, "MAPS", folder / "no such file")
+            patch.setattr(sharded_files, "MAPS", folder / "no such file")
             sent = load(ranks, folder, model, kind)
         found[case] = unequal(strategy, sent), CountingFile.read_bytes, strategy.loaded.loading, sent.loaded.loading
     return found
@@ -158,7 +157,7 @@ def with_a_file_on_rank0_only(ranks: Ranks, folder: Path) -> Any:
     """Load a model whose file rank 1 cannot read; returns which parameters differ, and the summary."""
     with pytest.MonkeyPatch.context() as patch:
         if not ranks.is_rank0:
-            patch.setattr(weight_loading, "fingerprint", lambda path: None)
+            patch.setattr(sharded_files, "fingerprint", lambda path: None)
         strategy = load(ranks, folder, folder / "llama")
     return differing(strategy, load_file(folder / "llama" / "model.safetensors")), strategy.loaded.loading
 

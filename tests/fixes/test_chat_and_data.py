@@ -112,13 +112,13 @@ ROWS = {
     "config/files/write:import_spec_file": Row(
         unknown_key, "recipes import w.toml", "recipes import w.toml", right_toml
     ),
-    "config/imports/yaml_file:_require_plain: remove the tag": Row(
+    "config/imports/convert:_require_plain: remove the tag": Row(
         tagged_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
-    "config/imports/yaml_file:_require_plain: write the value out": Row(
+    "config/imports/convert:_require_plain: write the value out": Row(
         anchored_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
-    "config/imports/yaml_file:_require_unique": Row(
+    "config/imports/convert:_require_unique": Row(
         double_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
     "data/dataset_files:_open_local: fetch": Row(pointer, DATA + ROWS_PATH, DATA + ROWS_PATH, fetched),

@@ -165,7 +165,7 @@ ROWS = {
     ),
     "launch/resume_run:_require_checkpoint": Row(begun, "resume last --from 7", "resume last"),
     "launch/resume_run:_refuse_if_done": Row(finished_run, "resume last", answer="4 of 4"),
-    "launch/chat_process:find_chat": Row(own_files, "chat --attach no", answer="no chats"),
+    "launch/other_processes:find_chat": Row(own_files, "chat --attach no", answer="no chats"),
     "evaluate/run:checkpoints_to_score: {'' if": Row(begun_with_data, "eval last", answer="done"),
     "chat/sources:weights_of_run": Row(begun, "chat last --prompt x", answer="done"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.journal import checkpoints_on_disk
 from engine.journal.checkpoints_on_disk import damage
-from engine.model import full_model_file, tensor_file
+from engine.model import result_files, tensor_file
 from engine.model.tensor_file import DTYPES, FileTensor, write_tensors
 from engine.train.run.checkpoint_files import write_checkpoint
 from tests.model.samples import load_family
@@ -119,7 +119,7 @@ def test_a_model_is_saved_in_the_tensors_that_transformers_saves(
     loaded.model.save_pretrained(str(tmp_path / "theirs"))
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     loaded.save(tmp_path / "one")
-    monkeypatch.setattr(full_model_file, "LARGEST_FILE_BYTES", sum(map(_bytes, expected.values())) // 2)
+    monkeypatch.setattr(result_files, "LARGEST_FILE_BYTES", sum(map(_bytes, expected.values())) // 2)
     loaded.save(tmp_path / "several")
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
     for folder in ("one", "several"):

@@ -12,8 +12,7 @@ from transformers import AutoConfig
 from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
-from engine.simulate.plan import ExactPlan, exact_plan
-from engine.simulate.step import simulate_step
+from engine.simulate.step import ExactPlan, exact_plan, simulate_step
 from tests.budget.metered_step import (
     GEMMA2,
     GEMMA3,

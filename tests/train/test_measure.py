@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine.cli import app
 from engine.journal.directory import RunDirectory
-from engine.train.run.measured_memory import prediction_error
+from engine.train.run.measured import prediction_error
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.present import present
 from tests.train.run_helpers import Event, make_spec, new_run, of_kind, train, write_samples

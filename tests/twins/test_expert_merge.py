@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from engine.budget.advise.staged_plan import make_staged_plan
 from engine.journal.directory import RunDirectory
 from engine.journal.stages import stage_directories, stage_name
+from engine.launch.other_processes import with_simulations
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
-from engine.launch.simulation import with_simulations
 from tests.events import read_events
 from tests.stages.staged_runs import (
     assert_equal,

@@ -33,7 +33,7 @@ class Simulator:
         Thread(target=self._simulate, args=(compute,), daemon=True).start()
 
     def _simulate(self, compute: Callable[[], object]) -> None:
-        from engine.launch.simulation import with_simulations  # slow to import: not before the first paint
+        from engine.launch.other_processes import with_simulations  # slow to import: not before the first paint
 
         problem = ""
         try:

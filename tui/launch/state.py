@@ -264,7 +264,7 @@ class LaunchState:
     @property
     def simulation(self) -> Callable[[], object] | None:
         """A function that makes and stores the simulations that the choice's plan or fixes need; None if none is
-        missing. To be called in another thread than the screen's, by `engine.launch.simulation.with_simulations`;
+        missing. To be called in another thread than the screen's, by `engine.launch.other_processes.with_simulations`;
         afterwards `simulated` evaluates the choice again."""
         to_simulate, missing = self.evaluated.to_simulate, self._missing
         if to_simulate is not None:

@@ -23,7 +23,7 @@ from engine.journal.chats import ChatState, is_answering, send_request
 from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean
 from engine.journal.events import EventTail
-from engine.launch.chat_process import begin_chat, reap_chats, take_up_chat
+from engine.launch.other_processes import begin_chat, reap_chats, take_up_chat
 from engine.launch.process import log_tail
 from tui.chat.choices import ChatTargets, Choice, choices
 from tui.chat.column import ChatColumn

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
-from engine.launch.evaluation import Evaluation, start_evaluation
+from engine.launch.other_processes import Evaluation, start_evaluation
 from tui.chat.choices import ChatTargets, has_weights
 from tui.screens.base import BaseScreen
 

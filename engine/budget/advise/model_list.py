@@ -69,7 +69,7 @@ class Answer:
     predictor: str | None = None
     """"closed_form" or "simulated"; None: no plan."""
     reason: str | None = None
-    """Why there is no plan; NOT_SIMULATED: `engine.launch.simulation` has to make a simulation first."""
+    """Why there is no plan; NOT_SIMULATED: `engine.launch.other_processes` has to make a simulation first."""
 
     @property
     def offloads(self) -> bool:

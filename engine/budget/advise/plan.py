@@ -174,7 +174,7 @@ def make_plan(spec: RunSpec, *, known: SequenceBounds | None = None, facts: Mode
     sequence is longer than data.max_length. `facts`: what is known of its model, if that was found before.
 
     Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known, and
-    NotSimulatedError where a simulation is needed first (`engine.launch.simulation.with_simulations`).
+    NotSimulatedError where a simulation is needed first (`engine.launch.other_processes.with_simulations`).
     """
     known = known or known_bounds(spec.recipe)
     length, row_targets = known or SequenceBounds(spec.recipe.data.max_length)

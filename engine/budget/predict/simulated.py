@@ -3,7 +3,7 @@
 A process that may import torch simulates a run's step at a few shapes (`engine.simulate.curves`) and writes the results
 to the cache folder; the file's name is a hash of everything that they depend on. `SimulatedPredictor` reads them and
 has the methods of `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: if one is missing,
-NotSimulatedError is raised, and `engine.launch.simulation` runs the simulation.
+NotSimulatedError is raised, and `engine.launch.other_processes` runs the simulation.
 
 Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
 """
@@ -53,7 +53,7 @@ ASSUMED = {
     "masks": "sizes that depend on the tokens are at the most that they can be: no token is left out",
     "routing": "sizes that depend on a router are at the most that they can be: all tokens go to the same experts",
 }
-"""What a plan says of the assumptions of `engine.simulate.settled`."""
+"""What a plan says of the assumptions of `engine.simulate.fake_tensors`."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
 
 

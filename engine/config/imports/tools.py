@@ -16,9 +16,8 @@ from engine.config.check.aliases import (
     WITHOUT_REWARDS,
 )
 from engine.config.files.text import quoted
-from engine.config.imports.dataset_info import factory_source
 from engine.config.imports.draft import OFF, Draft
-from engine.config.imports.factory_v1 import read_v1
+from engine.config.imports.llama_factory import factory_source, read_v1
 from engine.config.imports.sources import axolotl_source, mixture_source
 from engine.config.imports.torchtune import read_torchtune
 from engine.errors import SpecError

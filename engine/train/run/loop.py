@@ -19,15 +19,15 @@ from engine.train.run.alerts import AlertMonitor
 from engine.train.run.checkpoints import CheckpointManager, EmergencyHostMemory
 from engine.train.run.evaluator import Evaluator
 from engine.train.run.expert_utilisation import ExpertMonitor, utilisation_of
-from engine.train.run.measured_memory import (
+from engine.train.run.measured import (
     UNPLANNED,
     MicroBatchReporter,
     Peak,
     ProbeMemory,
-    measured,
+    RunPace,
+    measured_memory,
     prediction_error,
 )
-from engine.train.run.measured_time import RunPace
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import RunState
 from engine.train.step.budget_growth import BudgetGrowth
@@ -323,9 +323,8 @@ class Training:
         return self.state.samples_due - self.state.samples
 
     def measured(self) -> dict[str, Any]:
-        """The highest memory peak and the step time, each with its prediction (`measured_memory.measured`,
-        `RunPace.measured`); warns of a miss of memory."""
-        found = measured(self.context, self.peak) | self.pace.measured()
+        """The highest memory peak and the step time, each with its prediction; warns of a miss of memory."""
+        found = measured_memory(self.context, self.peak) | self.pace.measured()
         missed = prediction_error(found)
         if missed:
             self.journal.warn("prediction_missed", *missed)

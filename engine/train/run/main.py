@@ -59,7 +59,7 @@ from engine.train.proofs.among_ranks import refuse_shared_cards
 from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
-from engine.train.run.measured_memory import calibrate
+from engine.train.run.measured import calibrate
 from engine.train.run.preferences import learn_preferences
 from engine.train.run.run_context import RunContext, RunStart, Watchdog
 from engine.train.run.run_state import with_layers_of_checkpoint

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from engine.batching.budget import MicroBatchBudget
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
 from engine.config.files.caches import cache_folder, find_snapshot
+from engine.data.preferences import MismatchedData
 from engine.data.store import hash_file, hash_files, hash_text
 from engine.data.tokens import TokenData
-from engine.data.unpaired import MismatchedData
 from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory

@@ -18,8 +18,8 @@ from engine.device.oom import ATTEMPTS, OutOfMemory, catch_oom, retry_on_oom
 from engine.distributed.gradient_all_reduce import GradientAllReduce, broadcast_tensors
 from engine.distributed.ranks import Ranks
 from engine.distributed.sharded import ShardedModel, groups_of
+from engine.distributed.sharded_files import WeightFiles, WeightFiller
 from engine.distributed.votes import VotedGroup
-from engine.distributed.weight_loading import WeightFiles, WeightFiller
 from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.head import find_head
 from engine.model.load import LoadedModel, load_model

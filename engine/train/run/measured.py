@@ -1,18 +1,21 @@
-"""Measured memory beside the plan: a run's peak by component against the prediction, and calibration for later
-plans."""
+"""Measured memory and time beside the plan: a run's peak by component against the prediction, calibration for later
+plans, and the pace of its steps, kept for later predictions on this machine."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from engine.budget.architecture.facts import from_config
+from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
+from engine.budget.predict.pace import pace_of, record_pace
 from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor, in_whole_samples
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
+from engine.budget.predict.step_time import StepTime
 from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of
 from engine.device.base import Device
@@ -24,6 +27,7 @@ from engine.model.config import model_config_dict
 from engine.train.step.context import StepContext
 from engine.train.step.ladder import MemorySettings, current_settings, effective_spec
 from engine.train.step.optimizer_state import state_tensors
+from engine.train.step.transaction import StepOutcome
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Peak:
     predictable: bool
 
 
-def measured(context: StepContext, peak: Peak | None) -> dict[str, Any]:
+def measured_memory(context: StepContext, peak: Peak | None) -> dict[str, Any]:
     """`{"peak_bytes", "components", "sequences", "length", "predicted"}` for the largest peak of the run's steps, in
     bytes.
 
@@ -264,3 +268,67 @@ def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
         f"({differences[name] / 2**20:+,.1f} MiB)"
     )
     return text, "tunedeck plan --exact simulates the step instead; the run itself goes by what it measures"
+
+
+FIRST_STEPS = 2
+"""Steps that load kernels and fill caches; they do not count."""
+LEAST_STEPS = 5
+"""Steps below which a run tells nothing about the pace."""
+STEPS = 50
+"""Steps after which the pace does not change any more."""
+
+
+class RunPace:
+    """Compares the duration of steps with their predictions. Each rank has its own; rank 0's is kept."""
+
+    def __init__(self, spec: RunSpec, context: StepContext) -> None:
+        self._spec, self._context = spec, context
+        self._before = pace_of(spec)
+        self._times: dict[int, StepTime] = {}
+        """By the number of layers that recompute."""
+        self._arch = _architecture(spec)
+        self._seen = 0
+        self._factors: list[float] = []
+        self._seconds: list[float] = []
+
+    def note(self, outcome: StepOutcome, seconds: float, *, clean: bool) -> None:
+        """After a step that took so many seconds; `clean`: nothing in it was repeated."""
+        self._seen += 1
+        counts = clean and outcome.ran and self._seen > FIRST_STEPS and len(self._factors) < STEPS
+        if not counts or self._arch is None:
+            return
+        layers = self._context.loaded.checkpointing
+        if layers not in self._times:
+            self._times[layers] = StepTime.of(Predictor(self._arch, effective_spec(self._spec, self._context)))
+        time, taken = self._times[layers], seconds - outcome.data_wait_seconds
+        predicted = time.update + sum(sum(time.micro_batch(ran.rows, ran.length, layers)) for ran in outcome.ran)
+        self._factors.append(taken / predicted)
+        self._seconds.append(taken)
+
+    def measured(self) -> dict[str, Any]:
+        """Median seconds of a step, and what was predicted for the same steps before the run; empty if too few steps
+        were taken, without the prediction if none was possible."""
+        if len(self._factors) < LEAST_STEPS:
+            return {}
+        found = {"step_seconds": round(median(self._seconds), 4)}
+        if self._before is None:
+            return found
+        ratios = zip(self._seconds, self._factors, strict=True)
+        predicted = median([self._before.factor * seconds / factor for seconds, factor in ratios])
+        return found | {"predicted_step_seconds": round(predicted, 4)}
+
+    def keep(self, journal: Journal) -> None:
+        """Record the pace for later predictions; warns if it cannot be written."""
+        if len(self._factors) < LEAST_STEPS:
+            return
+        try:
+            record_pace(self._spec, median(self._factors))
+        except OSError as error:
+            journal.warn("not_calibrated", f"how long this run's steps took could not be kept: {error}")
+
+
+def _architecture(spec: RunSpec) -> Architecture | None:
+    try:
+        return from_config(model_config_dict(spec))
+    except UnknownArchitectureError:
+        return None
