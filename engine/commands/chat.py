@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.chat_sources import Asked, find_run_of, load_chat
-from engine.commands.completion import profile_names, recipe_names, run_names
+from engine.commands.completion import run_names
 from engine.commands.shared import (
     JsonOption,
     OverridesOption,
@@ -22,6 +22,8 @@ from engine.commands.shared import (
     print_json,
     print_progress,
     print_rows,
+    profile_option,
+    recipe_option,
     runs_folder,
 )
 from engine.errors import UsageError
@@ -30,56 +32,51 @@ if TYPE_CHECKING:
     from engine.chat.answer import Speaker
 
 
+TargetsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN[@STEP|@best]|MODEL]...",
+        autocompletion=run_names,
+        help="Runs, checkpoints, hub ids or folders of models; by default the last run.",
+        show_default=False,
+    ),
+]
+PromptOption = Annotated[
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and end; may be repeated.")
+]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", metavar="F", help="Answer each line, or row with a prompt (.jsonl).")
+]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="System prompt; by default the run's.")
+]
+BaseOption = Annotated[bool, typer.Option("--base", help="Also answer with the model that the run started from.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Continue the text, outside the chat template.")]
+ThinkOption = Annotated[
+    str | None, typer.Option("--think", metavar="on|off", help="Switch thinking, where the template can.")
+]
+ChatProfile = Annotated[str | None, profile_option("Hardware profile; by default the run's, for a MODEL this machine.")]
+ChatRecipe = Annotated[str | None, recipe_option("With MODEL: a recipe whose settings count.")]
+AttachOption = Annotated[
+    str | None, typer.Option("--attach", metavar="CHAT|last", help="Go on with a chat that was left.")
+]
+ListOption = Annotated[bool, typer.Option("--list", help="List chats, and which are still answering.")]
+
+
 def chat(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN[@STEP|@best]|MODEL]...",
-            autocompletion=run_names,
-            help="Runs, checkpoints, hub ids or folders of models; by default the last run.",
-            show_default=False,
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and end; may be repeated.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", metavar="F", help="Answer each line, or row with a prompt (.jsonl).")
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System prompt; by default the run's.")
-    ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Also answer with the model that the run started from.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Continue the text, outside the chat template.")] = False,
-    think: Annotated[
-        str | None, typer.Option("--think", metavar="on|off", help="Switch thinking, where the template can.")
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "-p",
-            "--profile",
-            metavar="PROFILE",
-            autocompletion=profile_names,
-            help="Hardware profile; by default the run's, for a MODEL this machine.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            "-r",
-            "--recipe",
-            metavar="RECIPE",
-            autocompletion=recipe_names,
-            help="With MODEL: a recipe whose settings count.",
-        ),
-    ] = None,
+    targets: TargetsArgument = None,
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    system: SystemOption = None,
+    base: BaseOption = False,
+    plain: PlainOption = False,
+    think: ThinkOption = None,
+    profile: ChatProfile = None,
+    recipe: ChatRecipe = None,
     overrides: OverridesOption = None,
     trust_remote_code: TrustOption = False,
-    attach: Annotated[
-        str | None, typer.Option("--attach", metavar="CHAT|last", help="Go on with a chat that was left.")
-    ] = None,
-    list_chats: Annotated[bool, typer.Option("--list", help="List chats, and which are still answering.")] = False,
+    attach: AttachOption = None,
+    list_chats: ListOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:

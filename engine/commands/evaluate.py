@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from engine.commands.completion import profile_names, recipe_names, run_names
+from engine.commands.completion import run_names
 from engine.commands.harness import TaskResults, print_tasks, score_on_tasks, tasks_as_json
 from engine.commands.shared import (
     JsonOption,
@@ -23,6 +23,8 @@ from engine.commands.shared import (
     prepare_libraries,
     print_json,
     print_progress,
+    profile_option,
+    recipe_option,
 )
 from engine.config.files.text import visible
 from engine.errors import UsageError
@@ -57,54 +59,55 @@ class Scored(NamedTuple):
     scores: Scores
 
 
+TargetsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN|MODEL...", autocompletion=run_names, help="Runs; with -p and -r hub ids or folders of models."
+    ),
+]
+CheckpointsOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option("--limit", metavar="N", min=1, help="Score at most the first N samples.", show_default=False),
+]
+BaseOption = Annotated[
+    bool, typer.Option("--base", help="Also score the model that the run, or an adapter, started from.")
+]
+ScorerOption = Annotated[
+    str | None,
+    typer.Option("--scorer", metavar="FILE.py:FUNCTION", help="Your own score: f(answers, references) -> dict."),
+]
+HarnessOption = Annotated[
+    str | None, typer.Option("--harness", metavar="TASKS", help="Public tasks of lm-eval instead: gsm8k,hellaswag.")
+]
+IncludeOption = Annotated[
+    str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
+]
+AnswersOption = Annotated[
+    Path | None, typer.Option("--answers", metavar="FILE", help="Write answers, each beside another, for a judge.")
+]
+VerdictsOption = Annotated[
+    Path | None,
+    typer.Option("--verdicts", metavar="FILE", help="The judge's verdicts on them: the win rate of the answers."),
+]
+ModelProfile = Annotated[str | None, profile_option("With MODEL: the hardware profile.")]
+ModelRecipe = Annotated[str | None, recipe_option("With MODEL: the recipe whose validation data are used.")]
+
+
 def evaluate(
-    targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|MODEL...", autocompletion=run_names, help="Runs; with -p and -r hub ids or folders of models."
-        ),
-    ],
-    checkpoint: Annotated[
-        str | None, typer.Option(metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Score at most the first N samples.", show_default=False)
-    ] = None,
-    base: Annotated[
-        bool, typer.Option("--base", help="Also score the model that the run, or an adapter, started from.")
-    ] = False,
-    scorer: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Your own score: f(answers, references) -> dict.")
-    ] = None,
-    harness: Annotated[
-        str | None,
-        typer.Option("--harness", metavar="TASKS", help="Public tasks of lm-eval instead: gsm8k,hellaswag."),
-    ] = None,
-    include_path: Annotated[
-        str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
-    ] = None,
-    answers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write answers, each beside another, for a judge.")
-    ] = None,
-    verdicts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The judge's verdicts on them: the win rate of the answers.")
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help="With MODEL: the hardware profile."
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            "-r",
-            "--recipe",
-            metavar="RECIPE",
-            autocompletion=recipe_names,
-            help="With MODEL: the recipe whose validation data are used.",
-        ),
-    ] = None,
+    targets: TargetsArgument,
+    checkpoint: CheckpointsOption = None,
+    limit: LimitOption = None,
+    base: BaseOption = False,
+    scorer: ScorerOption = None,
+    harness: HarnessOption = None,
+    include_path: IncludeOption = None,
+    answers: AnswersOption = None,
+    verdicts: VerdictsOption = None,
+    profile: ModelProfile = None,
+    recipe: ModelRecipe = None,
     overrides: OverridesOption = None,
     as_json: JsonOption = False,
     runs: RunsOption = None,
@@ -123,14 +126,10 @@ def evaluate(
         _judge(targets, runs, asked, Judging(answers, verdicts), beside, as_json)
         return
     if profile or recipe:
-        profile, recipe = _both_files(targets[0], profile, recipe, checkpoint)
-        specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
-        results = [] if harness is not None else [_score_model(name, spec, asked) for name, spec in specs]
-        tasks = _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
+        files = _both_files(targets[0], profile, recipe, checkpoint)
+        results, tasks = _score_models(targets, *files, asked, only_tasks=harness is not None)
     else:
-        places = list(dict.fromkeys(_find_run(target, runs) for target in targets))
-        results = [] if harness is not None else [scored for place in places for scored in _score_run(place, asked)]
-        tasks = _on_tasks([place for place in places if harness is not None or _names_tasks(place, sets)], asked)
+        results, tasks = _score_runs(targets, runs, asked, only_tasks=harness is not None)
     if as_json:
         print_json([*map(_as_json, results), *tasks_as_json(tasks)], indent=None)
         return
@@ -138,6 +137,22 @@ def evaluate(
         _print(results)
     if tasks:
         print_tasks(tasks)
+
+
+def _score_models(
+    targets: list[str], profile: str, recipe: str, asked: Asked, *, only_tasks: bool
+) -> tuple[list[Scored], TaskResults]:
+    specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
+    results = [] if only_tasks else [_score_model(name, spec, asked) for name, spec in specs]
+    return results, _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
+
+
+def _score_runs(
+    targets: list[str], runs: Path | None, asked: Asked, *, only_tasks: bool
+) -> tuple[list[Scored], TaskResults]:
+    places = list(dict.fromkeys(_find_run(target, runs) for target in targets))
+    results = [] if only_tasks else [scored for place in places for scored in _score_run(place, asked)]
+    return results, _on_tasks([place for place in places if only_tasks or _names_tasks(place, asked.overrides)], asked)
 
 
 class Judging(NamedTuple):

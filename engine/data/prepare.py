@@ -206,15 +206,7 @@ def _prepare_sources(
     judged = judged_by(recipe)
     table = TABLES[part]
     opened = [_open(source, tokeniser, recipe.train.seed, judged, table) for source in sources]
-    fingerprints = [
-        hash_text(
-            each.source.name, each.rows.fingerprint, str(each.rows.count), repr(each.format),
-            *([repr(each.format.boxes)] if each.format.boxes else []),
-            *([f"split {tokeniser.overlap}"] if tokeniser.split and each.format.name == "text" else []),
-            *([f"{PAIRS_VERSION} {each.format.pairs}"] if each.format.has_chat_pairs else []),
-        )
-        for each in opened
-    ]  # fmt: skip
+    fingerprints = [_source_fingerprint(each, tokeniser) for each in opened]
     entry = cache_folder() / "tokens" / _store_key(opened, tokeniser, fingerprints)
 
     def build(writer: StoreWriter) -> None:
@@ -225,15 +217,7 @@ def _prepare_sources(
                 return _progress(made, each, first, notify)
 
             writer.add_source(number, each.source.name, each.format.name, pieces)
-        if not any(count.kept for count in writer.counts):
-            _locate_drops(writer.counts, opened)
-            _count_left_out(writer.counts, opened)
-            drops = ", ".join(drop_lines(writer.counts))
-            raise DataError(
-                f"no sample of the {part} data is left; dropped: {drops}",
-                expected="at least one sample with a target token",
-                fix=_fix_of_single_row(opened[0].rows, opened[0].source) or _way_to_keep(writer.counts, tokeniser),
-            )
+        _require_samples(writer.counts, opened, tokeniser, part)
 
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
@@ -251,6 +235,29 @@ def _prepare_sources(
     ]
     notices = [notice for each in opened for notice in _notices(each, tokeniser)]
     return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, judged)
+
+
+def _source_fingerprint(opened: _Opened, tokeniser: Tokeniser) -> str:
+    rows, form = opened.rows, opened.format
+    return hash_text(
+        opened.source.name, rows.fingerprint, str(rows.count), repr(form),
+        *([repr(form.boxes)] if form.boxes else []),
+        *([f"split {tokeniser.overlap}"] if tokeniser.split and form.name == "text" else []),
+        *([f"{PAIRS_VERSION} {form.pairs}"] if form.has_chat_pairs else []),
+    )  # fmt: skip
+
+
+def _require_samples(counts: Sequence[SourceCount], opened: Sequence[_Opened], tokeniser: Tokeniser, part: str) -> None:
+    """Raises DataError, with what was dropped and why, if no row of any source is left."""
+    if any(count.kept for count in counts):
+        return
+    _locate_drops(counts, opened)
+    _count_left_out(counts, opened)
+    raise DataError(
+        f"no sample of the {part} data is left; dropped: {', '.join(drop_lines(counts))}",
+        expected="at least one sample with a target token",
+        fix=_fix_of_single_row(opened[0].rows, opened[0].source) or _way_to_keep(counts, tokeniser),
+    )
 
 
 def _store_key(opened: Sequence[_Opened], tokeniser: Tokeniser, fingerprints: Sequence[str]) -> str:

@@ -89,8 +89,7 @@ def _figures(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _figure(count: float) -> str:
-    """In MiB below 1 GiB, else in GiB, with the digits that it takes to see that what was wanted exceeds what was
-    left."""
+    """With the digits that show that what was wanted exceeds what was left."""
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 

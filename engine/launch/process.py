@@ -108,8 +108,7 @@ def start_engine(
 
 
 def _runs_variable(directory: RunDirectory) -> dict[str, str]:
-    """A run.toml of an earlier version may name a run without its path: it is looked up beside this one. A stage has
-    its run's."""
+    # A run.toml of an earlier version may name a run without its path: it is beside this one, or beside a stage's run.
     return {} if directory.path.parent.name == "stages" else {"TUNEDECK_RUNS": str(directory.path.parent)}
 
 

@@ -330,8 +330,7 @@ def plain_name(name: str) -> str:
 
 
 def _unwrapped(name: str) -> str:
-    """Without peft's `.base_layer` parts, except directly before `.lora_`: for fused experts, peft nests one wrapper
-    per weight, and only these parts distinguish their adapters."""
+    # For fused experts, peft nests a wrapper per weight: only `.base_layer` before `.lora_` tells their adapters apart.
     return re.sub(r"(?:\.base_layer)++\.(?!lora_)", ".", name)
 
 

@@ -83,8 +83,8 @@ class ActivationOffload:
 
 
 def _without_history(tensor: Tensor) -> Tensor:
-    """`tensor` detached from the graph, so that a hook may keep it; autograd adds the history again. Otherwise
-    operation and hook's tensor refer to each other, and the memory of a failed pass would never be freed."""
+    # autograd adds the history again. Kept with it, operation and tensor would refer to each other, and the memory of a
+    # failed pass would never be freed.
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 

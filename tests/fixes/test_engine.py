@@ -70,7 +70,7 @@ CASES = {
     "data/order:hold_out": Case(
         {"data": {"valid_fraction": 0.999}}, {"data": {"valid_fraction": 0.1}}
     ),
-    "data/prepare:build": Case({"data": {"max_length": 2}}, {"data": {"max_length": 64}}),
+    "data/prepare:_require_samples": Case({"data": {"max_length": 2}}, {"data": {"max_length": 64}}),
 }  # fmt: skip
 
 
