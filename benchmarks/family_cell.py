@@ -37,7 +37,7 @@ Cell = dict[str, Any]
 
 
 class Problem(Exception):
-    """Raised with a sentence that says what a family failed at."""
+    """Raised with a sentence that says what a model failed at."""
 
 
 def spec_of(model: Path, method: str, samples: Path, memory_gib: float) -> RunSpec:
@@ -83,10 +83,10 @@ def trained(model_type: str, config: dict[str, Any], method: str, folder: Path) 
         model = write_model(folder / "model", model_type, **config)
         samples = write_samples(folder / "samples.jsonl", count=STEPS * ROWS)
         plan = planned(spec_of(model, method, samples, 8.0))
-        _, roomy = run(spec_of(model, method, samples, 8.0), folder / "roomy")
+        _, roomy = finished(spec_of(model, method, samples, 8.0), folder / "roomy")
         measured = roomy[-1]["measured"]
         gib = CAP * measured["peak_bytes"] / 2**30
-        place, capped = run(spec_of(model, method, samples, gib), folder / "capped")
+        place, capped = finished(spec_of(model, method, samples, gib), folder / "capped")
         return {
             "plan": plan.predictor,
             "simulated_seconds": plan.simulated_seconds,
@@ -106,13 +106,17 @@ def planned(spec: RunSpec) -> Plan:
         return make_plan(spec)
 
 
-def run(spec: RunSpec, folder: Path) -> tuple[RunDirectory, list[Event]]:
+def finished(spec: RunSpec, folder: Path) -> tuple[RunDirectory, list[Event]]:
     """Create a run and train it; returns its directory and events. Raises Problem if it does not finish."""
     place, _ = create_run(spec, folder, force=True)
     code, events = train(place)
     if code != 0:
-        raise Problem(f"the run ended with exit code {code}: {events[-1]['error'].splitlines()[0]}")
+        raise Problem(f"the run ended with exit code {code}: {error_of(events)}")
     return place, events
+
+
+def error_of(events: list[Event]) -> str:
+    return str(events[-1].get("error") or "no error is named").splitlines()[0]
 
 
 def compared(plan: Plan, roomy: list[Event], capped: list[Event]) -> Cell:

@@ -18,19 +18,17 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig
 
+from benchmarks.family_cell import Problem, error_of, finished, planned
 from benchmarks.type_configs import tiny_config
 from engine.budget.advise.gate import problems_of_run
-from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.predict.simulated import keep_simulation
-from engine.commands.background import simulation
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
-from engine.errors import NotSimulatedError, TunedeckError, UsageError
+from engine.errors import TunedeckError, UsageError
 from engine.export.merge import merge
 from engine.journal.directory import RunDirectory
-from engine.launch.create_run import create_run
 from engine.model.config import auto_class, silence_libraries
 from engine.model.decoder import eval_mode
 from engine.model.loaded import LoadedModel
@@ -39,7 +37,7 @@ from engine.model.tokenizer import byte_tokenizer
 from engine.model.verify import require_separation
 from engine.train.step.transaction import StepTransaction
 from tests.model.samples import batch_of, cpu, logits_of, name_base
-from tests.train.run_helpers import Event, Workshop, make_spec, of_kind, train, write_samples
+from tests.train.run_helpers import Workshop, make_spec, of_kind, train, write_samples
 
 METHODS = ("lora", "full")
 STEPS, ROWS = 2, 4
@@ -52,10 +50,6 @@ PLAN_EQUAL = 0.02
 
 Cell = dict[str, Any]
 """What a column of the table says: figures, {"refused": sentence} or {"failed": sentence}."""
-
-
-class Problem(Exception):
-    """Raised with a sentence that says what a type failed at."""
 
 
 def spec_of(model: Path, method: str, samples: Path, *, device: str = "metered", **tables: Any) -> RunSpec:
@@ -268,7 +262,7 @@ class Trial:
         place.run_toml.write_text(dump_run_spec(spec_of(self.model, "lora", self.samples)))
         code, events = train(place, resume=True)
         if code != 0 or not of_kind(events, "resumed"):
-            raise Problem(f"the resumed run ended with exit code {code}: {_error_of(events)}")
+            raise Problem(f"the resumed run ended with exit code {code}: {error_of(events)}")
         one, other = (load_file(each.adapter / "adapter_model.safetensors") for each in (self.whole, place))
         if one.keys() != other.keys() or not all(torch.equal(one[name], other[name]) for name in one):
             raise Problem("the resumed run's adapter differs from that of the run without interruption")
@@ -329,28 +323,6 @@ def load_class(folder: Path) -> str:
 def _config(folder: Path) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
     return config
-
-
-def planned(spec: RunSpec) -> Plan:
-    """Return the plan of a run. A simulation that the plan needs is made in this process."""
-    try:
-        return make_plan(spec)
-    except NotSimulatedError:
-        keep_simulation(spec, simulation(spec))
-        return make_plan(spec)
-
-
-def finished(spec: RunSpec, folder: Path) -> tuple[RunDirectory, list[Event]]:
-    """Create a run and train it; returns its directory and events. Raises Problem if it does not finish."""
-    place, _ = create_run(spec, folder, force=True)
-    code, events = train(place)
-    if code != 0:
-        raise Problem(f"the run ended with exit code {code}: {_error_of(events)}")
-    return place, events
-
-
-def _error_of(events: list[Event]) -> str:
-    return str(events[-1].get("error") or "no error is named").splitlines()[0]
 
 
 def _said(error: Exception) -> str:

@@ -24,42 +24,19 @@ ENGINE_BYTES = 512 * 2**20
 """Of a control group's limit, beyond which the kernel kills: left to the libraries that an engine has loaded."""
 
 
-class CpuDevice:
-    """The plain CPU, whose device memory is host memory. Implements `engine.device.base.Device`."""
+class HostDevice:
+    """What a device whose memory is host memory does in its own way, or not at all: nothing is queued, and no copy runs
+    beside the computation."""
 
-    kind = "cpu"
-    simulated = False
     supports_bfloat16 = True
     asynchronous = False
     streams: Streams = NoStreams()
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.name = "CPU"
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.torch_device = torch.device("cpu")
-        self.capacity_bytes = capacity_bytes
         self.notices: list[str] = []
         self.patience_seconds: float | None = None
-        self._process = psutil.Process()
-        self._baseline_bytes = self._process.memory_info().rss
-        self._peak_bytes = 0
-        total_bytes, limit_bytes = host_memory_bytes(), memory_limit_bytes()
-        if capacity_bytes > total_bytes:
-            owner = "this container" if limit_bytes == total_bytes else "this machine"
-            self.notices.append(
-                f"the profile allows {capacity_bytes / 2**30:.1f} GiB, "
-                f"but {owner} has {total_bytes / 2**30:.1f} GiB of memory"
-            )
-        if limit_bytes is not None:
-            self.capacity_bytes = min(capacity_bytes, max(limit_bytes - ENGINE_BYTES, limit_bytes // 4))
-
-    @property
-    def available_bytes(self) -> int:
-        """The capacity, whatever host memory is free: the operating system can swap."""
-        return self.capacity_bytes
-
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        yield
 
     def synchronize(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
@@ -70,20 +47,8 @@ class CpuDevice:
     def wait_until_idle(self) -> None:
         """Does nothing: operations on the CPU are not queued."""
 
-    def memory(self) -> MemoryReading:
-        gained_bytes = max(0, self._process.memory_info().rss - self._baseline_bytes)
-        self._peak_bytes = max(self._peak_bytes, gained_bytes)
-        return MemoryReading(gained_bytes, gained_bytes, self._peak_bytes, 0)
-
-    def reset_peak(self) -> None:
-        self._peak_bytes = 0
-
     def release_cached(self) -> None:
         gc.collect()
-
-    @contextmanager
-    def host_region(self) -> Iterator[None]:
-        yield
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -108,6 +73,56 @@ class CpuDevice:
     def settle_offloads(self) -> None:
         """Does nothing: no copy is ever under way."""
 
+    def readings(self) -> list[GpuReading]:
+        return []
+
+    def snapshot(self) -> None:
+        """Return None: the C library's allocator offers no snapshot."""
+
+
+class CpuDevice(HostDevice):
+    """The plain CPU, whose device memory is host memory. Implements `engine.device.base.Device`."""
+
+    kind = "cpu"
+    simulated = False
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__("CPU")
+        self.capacity_bytes = capacity_bytes
+        self._process = psutil.Process()
+        self._baseline_bytes = self._process.memory_info().rss
+        self._peak_bytes = 0
+        total_bytes, limit_bytes = host_memory_bytes(), memory_limit_bytes()
+        if capacity_bytes > total_bytes:
+            owner = "this container" if limit_bytes == total_bytes else "this machine"
+            self.notices.append(
+                f"the profile allows {capacity_bytes / 2**30:.1f} GiB, "
+                f"but {owner} has {total_bytes / 2**30:.1f} GiB of memory"
+            )
+        if limit_bytes is not None:
+            self.capacity_bytes = min(capacity_bytes, max(limit_bytes - ENGINE_BYTES, limit_bytes // 4))
+
+    @property
+    def available_bytes(self) -> int:
+        """The capacity, whatever host memory is free: the operating system can swap."""
+        return self.capacity_bytes
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        yield
+
+    def memory(self) -> MemoryReading:
+        gained_bytes = max(0, self._process.memory_info().rss - self._baseline_bytes)
+        self._peak_bytes = max(self._peak_bytes, gained_bytes)
+        return MemoryReading(gained_bytes, gained_bytes, self._peak_bytes, 0)
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = 0
+
+    @contextmanager
+    def host_region(self) -> Iterator[None]:
+        yield
+
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, detached, so that writing a checkpoint needs no second copy of the model."""
         return tensor.detach()
@@ -115,14 +130,8 @@ class CpuDevice:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Does nothing: single tensors are not counted."""
 
-    def readings(self) -> list[GpuReading]:
-        return []
-
     def largest(self, count: int) -> list[LiveTensor]:
         return []
-
-    def snapshot(self) -> None:
-        """Return None: the C library's allocator offers no snapshot."""
 
 
 def open_cpu(spec: RunSpec) -> CpuDevice:

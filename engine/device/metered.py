@@ -4,7 +4,6 @@ leave out the temporary memory of kernels."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,29 +12,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.device.base import GpuReading, LiveTensor, MemoryReading
+from engine.device.base import LiveTensor, MemoryReading
 from engine.device.co_tenant import CO_TENANT_VARIABLE, SharedByteCount
-from engine.device.host_copies import HostCopy, NoStreams, PlainCopy, Streams
+from engine.device.cpu import HostDevice
 from engine.device.meter import Meter
 
 if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
 
 
-class MeteredDevice:
+class MeteredDevice(HostDevice):
     """A simulated accelerator in host memory. Implements `engine.device.base.Device`."""
 
     kind = "metered"
     simulated = True
-    supports_bfloat16 = True
-    asynchronous = False
-    streams: Streams = NoStreams()
 
     def __init__(self, capacity_bytes: int, co_tenant: SharedByteCount | None = None) -> None:
-        self.name = "metered host memory (simulated)"
-        self.torch_device = torch.device("cpu")
-        self.notices: list[str] = []
-        self.patience_seconds: float | None = None
+        super().__init__("metered host memory (simulated)")
         self._meter = Meter(capacity_bytes, co_tenant)
 
     @property
@@ -59,15 +52,6 @@ class MeteredDevice:
         with _one_thread(), self._meter.active():
             yield
 
-    def synchronize(self) -> None:
-        """Does nothing: operations on the CPU are not queued."""
-
-    def fit_capacity(self) -> list[str]:
-        return []
-
-    def wait_until_idle(self) -> None:
-        """Does nothing: operations on the CPU are not queued."""
-
     def memory(self) -> MemoryReading:
         tracker = self._meter.tracker
         return MemoryReading(tracker.allocated_bytes, tracker.allocated_bytes, tracker.peak_bytes, 0)
@@ -75,17 +59,8 @@ class MeteredDevice:
     def reset_peak(self) -> None:
         self._meter.tracker.reset_peak()
 
-    def release_cached(self) -> None:
-        gc.collect()
-
     def host_region(self) -> AbstractContextManager[None]:
         return self._meter.host_region()
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def stop_pinning(self) -> None:
-        """Does nothing: `pin` returns the tensors it is given."""
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._meter.active(), self._meter.counted_region(), torch.no_grad():
@@ -95,24 +70,12 @@ class MeteredDevice:
         with self._meter.active(), self._meter.host_region(), torch.no_grad():
             return tensor.detach().clone()
 
-    def park(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.download(tensor)
-
-    def offload(self, tensor: torch.Tensor) -> HostCopy:
-        return PlainCopy(self.download(tensor), self.upload)
-
-    def settle_offloads(self) -> None:
-        """Does nothing: no copy is ever under way."""
-
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.download(tensor)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Storages that torch created without an operation or in a host region. Raises torch.OutOfMemoryError."""
         self._meter.adopt(tensors)
-
-    def readings(self) -> list[GpuReading]:
-        return []
 
     def fail_at(self, allocation: int | None, *then: int) -> None:
         """See AllocationTracker; for fault-injection tests."""
@@ -124,9 +87,6 @@ class MeteredDevice:
 
     def largest(self, count: int) -> list[LiveTensor]:
         return self._meter.tracker.largest(count)
-
-    def snapshot(self) -> None:
-        """Return None: `largest` already lists single allocations."""
 
 
 @contextmanager

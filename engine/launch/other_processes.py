@@ -20,8 +20,8 @@ from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError, UsageError
 from engine.journal.chats import create_chat, is_answering, list_chats
 from engine.journal.directory import RunDirectory
-from engine.journal.liveness import identify, record_engine, refuse_if_claimed
-from engine.launch.process import ENTRY_FILE, engine_environment
+from engine.journal.liveness import refuse_if_claimed
+from engine.launch.process import ENTRY_FILE, engine_environment, record_started
 from engine.launch.requirements import require_training_packages
 
 SIMULATING = "{}: its family has no closed form, so a step is simulated, which takes seconds to minutes"
@@ -146,14 +146,7 @@ def _start_chat(directory: RunDirectory, trust_remote_code: bool) -> None:
             env=engine_environment(),
             start_new_session=True,
         )
-    identity = identify(process.pid)
-    try:
-        if identity is not None:
-            record_engine(directory, identity)
-    except OSError:
-        os.killpg(process.pid, signal.SIGKILL)  # on a full disk: what cannot be found again is worse than none
-        process.wait()
-        raise
+    record_started(directory, process)
     _CHILDREN.append(process)
 
 

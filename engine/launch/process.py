@@ -95,16 +95,21 @@ def start_engine(
             start_new_session=True,
         )
     # Recorded here as well as by the engine's own claim, so that it can be found and killed while it imports torch.
+    record_started(directory, process)
+    return process
+
+
+def record_started(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
+    """Record the process that works in `directory` from now on. Kills it and raises OSError on a full disk: a process
+    that cannot be found again is worse than none."""
     identity = identify(process.pid)
     try:
         if identity is not None:
             record_engine(directory, identity)
     except OSError:
-        # A full disk: an engine that cannot be found again is worse than none.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
-    return process
 
 
 def _runs_variable(directory: RunDirectory) -> dict[str, str]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from benchmarks.type_cell import finished, planned, spec_of, write_tiny
+from benchmarks.family_cell import finished, planned
+from benchmarks.type_cell import spec_of, write_tiny
 from benchmarks.type_configs import tiny_config
 from engine.budget.predict.simulated import ASSUMED
 from engine.commands.plan_text import summary_lines
