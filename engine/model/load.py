@@ -1,5 +1,5 @@
-"""Loads the model of a run spec, ready to train: base weights straight to the device in their dtype, adapters or frozen
-parameters, gradient checkpointing."""
+"""Loads the model of a run spec, ready to train: base weights straight to the device in their dtype, or quantized to 4
+bits (QLoRA), adapters or frozen parameters, gradient checkpointing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Preference losses: from the log-probabilities of pairs of answers to the loss of each pair, the derivative by each
-log-probability, and the metrics.
+"""Preference losses (DPO, IPO, SimPO, ORPO): from the log-probabilities of pairs of answers to the loss of each pair,
+the derivative by each log-probability, and the metrics.
 
 All are sums over pairs, so any split of a step into micro-batches gives the same gradient. They are computed in
 float64: log-probabilities of long answers are large, and their differences small. Shapes: P pairs, S = 2·P sequences,

@@ -1,4 +1,4 @@
-"""Optimizers: built from the recipe, their learning-rate schedule, and their step made all-or-nothing."""
+"""Optimizers: built from the recipe, their learning-rate schedule with warm-up, and their step made all-or-nothing."""
 
 from __future__ import annotations
 
