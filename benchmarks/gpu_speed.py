@@ -48,6 +48,7 @@ WARM_UP, FIXED, MIXED = 2, 3, 4
 """Steps that are not counted, then steps with samples of equal length; then again one step that is not counted, and
 steps with samples of mixed lengths."""
 STEPS = WARM_UP + FIXED + 1 + MIXED
+FIXED_STEPS, MIXED_STEPS = slice(WARM_UP, WARM_UP + FIXED), slice(WARM_UP + FIXED + 1, None)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def compared(device: SuiteDevice, folder: Path, *, contestants: tuple[str, ...])
     own = [name for name in contestants if name in (OURS, FUSED)]
     peers = [name for name in contestants if name not in own]
     steps = take_turns({name: ready[name] for name in contestants}, STEPS)
-    parts = {"fixed": slice(WARM_UP, WARM_UP + FIXED), "mixed": slice(WARM_UP + FIXED + 1, None)}
+    parts = {"fixed": FIXED_STEPS, "mixed": MIXED_STEPS}
     speeds = {
         part: {
             label: round(sum(tokens[chosen]) / sum(step.clock for step in taken[chosen]), 1)
@@ -237,6 +238,30 @@ def profiled(device: SuiteDevice, folder: Path, *, checkpointing: bool, kernels:
     }
 
 
+def attention(device: SuiteDevice, folder: Path) -> Result:
+    """Train with cuDNN's attention where the engine takes it, then with torch's flash kernel alone, with nothing
+    recomputed: tokens per second for rows of equal and of mixed lengths, and the largest number of bytes allocated."""
+    from engine.model.cudnn_attention import cudnn_attention
+
+    _, spec, tokens = write_speed_job(device, folder, checkpointing=False)
+    found: dict[str, Any] = {}
+    for name, choice in (("cuDNN", cudnn_attention), ("flash", lambda *given: None)):
+        seconds: list[float] = []
+        peak_bytes = 0
+        with patch("engine.train.run.setup.cudnn_attention", choice), engine_steps(spec) as one_step:
+            for step in range(1, STEPS + 1):
+                began = time.perf_counter()
+                peak_bytes = max(peak_bytes, one_step(step))
+                seconds.append(round(time.perf_counter() - began, 4))
+        speeds = {
+            part: round(sum(tokens[chosen]) / sum(seconds[chosen]), 1)
+            for part, chosen in {"fixed": FIXED_STEPS, "mixed": MIXED_STEPS}.items()
+        }
+        found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes, "tokens_per_second": speeds}
+    said = (f"{name} {each['tokens_per_second']['fixed']:.0f} tokens/s" for name, each in found.items())
+    return {"ok": True, **found, "said": ", ".join(said)}
+
+
 def experts(device: SuiteDevice, folder: Path) -> Result:
     """Train adapters on the experts of a mixture as the engine computes them, then as peft does: seconds of a step,
     and the largest number of bytes allocated in one."""
@@ -247,13 +272,14 @@ def experts(device: SuiteDevice, folder: Path) -> Result:
     found: dict[str, Any] = {}
     for name, choice in (("engine", compute_in_groups), ("peft", lambda model: None)):
         seconds: list[float] = []
+        peak_bytes = 0
         with (
             patch("engine.model.load.compute_in_groups", choice),
             engine_steps(case.spec(device, folder, max_steps=STEPS)) as one_step,
         ):
             for step in range(1, WARM_UP + FIXED):
                 began = time.perf_counter()
-                peak_bytes = one_step(step)
+                peak_bytes = max(peak_bytes, one_step(step))
                 seconds.append(round(time.perf_counter() - began, 4))
         found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes}
     times = {name: statistics.median(each["step_seconds"][WARM_UP:]) for name, each in found.items()}

@@ -173,7 +173,7 @@ def speed(_device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements of tokens/s beside transformers' Trainer and TRL, and of the time of each kernel in a step,
     with recomputed and with kept activations."""
     # Imports torch, which the other suites leave to their engines.
-    from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER, compared, experts, profiled
+    from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER, attention, compared, experts, profiled
 
     for name, contestants in {
         "peers-with-liger": (FUSED, TRAINER + WITH_LIGER, TRL + WITH_LIGER),
@@ -184,6 +184,7 @@ def speed(_device: SuiteDevice) -> Iterator[Measurement]:
         yield Measurement(f"kernels-{name}", partial(profiled, checkpointing=checkpointing))
     yield Measurement("kernels-kept-fused", partial(profiled, checkpointing=False, kernels="auto"))
     yield Measurement("experts", experts)
+    yield Measurement("attention", attention)
 
 
 SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {

@@ -21,6 +21,7 @@ from engine.data.tokens import TokenData
 from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError
 from engine.launch.other_processes import with_simulations
 from engine.model.config import model_config_dict
+from engine.model.cudnn_attention import rounded
 
 CUT = 0.8
 """A failure lowers the budget to at most this share of the cost that failed."""
@@ -281,3 +282,12 @@ def generic_cost(config: dict[str, Any]) -> Cost:
         return rows * length * layers * (34 * hidden + 5 * heads * length)
 
     return cost
+
+
+def cost_when_padded(cost: Cost, longest: int) -> Cost:
+    """`cost` of rows that are padded for cuDNN's attention, none beyond the `longest` row of the data."""
+
+    def padded(rows: int, length: int, patches: int | None = None, /) -> int:
+        return cost(rows, rounded(length, longest), patches)
+
+    return padded

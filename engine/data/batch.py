@@ -81,16 +81,19 @@ def collate(
     pad_id: int,
     with_starts: bool = False,
     with_row_tokens: bool = False,
+    width: Callable[[int], int] | None = None,
 ) -> Batch:
-    """The micro-batch of the samples `indices`, padded on the right with `pad_id` to the longest of them. `with_starts`
-    and `with_row_tokens` set `documents.starts_D1` and `row_tokens_B`.
+    """The micro-batch of the samples `indices`, padded on the right with `pad_id` to the longest of them, or to as many
+    tokens as `width` says for its length. `with_starts` and `with_row_tokens` set `documents.starts_D1` and
+    `row_tokens_B`.
 
     Packed rows get no attention mask: only without one does transformers separate documents where positions restart
     (`masking_utils._preprocess_mask_arguments`), which includes the padding of a packed row.
     """
     rows = [int(index) for index in indices]
     examples = [data[row] for row in rows]
-    shape = (len(rows), max(len(example.input_ids) for example in examples))
+    longest = max(len(example.input_ids) for example in examples)
+    shape = (len(rows), longest if width is None else width(longest))
     ids_BS = np.full(shape, pad_id, np.int64)
     labels_BS = np.full(shape, IGNORED, np.int64)
     mask_BS = np.zeros(shape, np.int64)

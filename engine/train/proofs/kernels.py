@@ -74,12 +74,12 @@ def _attention_applies(run: ProvedRun) -> bool:
     """Whether a kernel from transformers' table computes attention (any but "eager", which is the model's own code),
     and the shape of the heads is known."""
     loaded = run.context.loaded
-    return loaded.attention != "eager" and _heads(run) is not None and loaded.base._can_set_attn_implementation()
+    return loaded.attention != "eager" and heads_of(run) is not None and loaded.base._can_set_attn_implementation()
 
 
 def _attention_facts(run: ProvedRun) -> list[str]:
     loaded = run.context.loaded
-    return [loaded.attention, str(loaded.precision.compute), str(_heads(run)), str(_variants(run))]
+    return [loaded.attention, str(loaded.precision.compute), str(heads_of(run)), str(_variants(run))]
 
 
 def prove_attention(run: ProvedRun) -> str:
@@ -113,8 +113,8 @@ def _attention_error(run: ProvedRun, kernel: str) -> float:
     tried = [(length, Variant()) for length in LENGTHS] + [(LENGTHS[1], variant) for variant in _variants(run)]
     limit, errors = tolerance(run.context.loaded.precision.compute), []
     for length, variant in tried:
-        found = _attended(run, _attention_kernel(run, kernel, variant), length)
-        expected = _attended(run, partial(attention_reference, run, variant), length, torch.float32)
+        found = attended(run, attention_kernel(run, kernel, variant), length)
+        expected = attended(run, partial(attention_reference, run, variant), length, torch.float32)
         where = f" at {length} tokens" + (f" with {variant.name}" if variant.name else "")
         errors.append(worst_error(found, expected, limit, where))
     return max(errors)
@@ -135,12 +135,12 @@ def _variants(run: ProvedRun) -> list[Variant]:
     return found
 
 
-def _attended(
+def attended(
     run: ProvedRun, attend: Callable[..., Tensor], length: int, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """The output of `attend` [B, S, H, D] for inputs rounded to the run's dtype, and the gradients of the inputs. With
     `dtype`, the rounded inputs are converted to it."""
-    heads, compute = _heads(run), run.context.loaded.precision.compute
+    heads, compute = heads_of(run), run.context.loaded.precision.compute
     assert heads is not None
     shapes = [(1, count, length, heads.features) for count in (heads.query, heads.key, heads.key)]
     given = [drawn(shape, compute, run, seed).to(dtype or compute) for seed, shape in enumerate(shapes)]
@@ -153,11 +153,11 @@ def _attended(
     return {"output": output.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def _attention_kernel(run: ProvedRun, name: str, variant: Variant) -> Callable[..., Tensor]:
+def attention_kernel(run: ProvedRun, name: str, variant: Variant) -> Callable[..., Tensor]:
     """Return a function from queries, keys and values to the output of kernel `name`, called as the model's layers call
     it. Flash kernels are given the borders of documents; other kernels are given a mask if there are documents or a
     window."""
-    loaded, heads = run.context.loaded, _heads(run)
+    loaded, heads = run.context.loaded, heads_of(run)
     module, flash = attention_module(run), takes_starts(name)
     assert heads is not None
     extra: dict[str, Any] = {} if heads.softcap is None else {"softcap": heads.softcap}
@@ -214,7 +214,7 @@ def attention_reference(
 ) -> Tensor:
     """Attention's output [B, S, H, D] by its formula (Vaswani et al. 2017, section 3.2.1). Key heads are repeated until
     there are as many as query heads."""
-    heads = _heads(run)
+    heads = heads_of(run)
     assert heads is not None
     repeats = heads.query // heads.key
     key_BHSD, value_BHSD = (each.repeat_interleave(repeats, 1) for each in (key_BKSD, value_BKSD))
@@ -232,7 +232,7 @@ def attention_reference(
     return (weights_BHSS @ value_BHSD).transpose(1, 2)
 
 
-def _heads(run: ProvedRun) -> Heads | None:
+def heads_of(run: ProvedRun) -> Heads | None:
     """The shape of the model's attention; None if neither config nor layers state it, or if queries and values have
     different widths."""
     module = attention_module(run)
@@ -357,8 +357,8 @@ def prove_determinism(run: ProvedRun) -> str:
     if not torch.are_deterministic_algorithms_enabled():
         raise DisprovedError("torch's deterministic algorithms are not switched on")
     if _attention_applies(run):
-        kernel = _attention_kernel(run, run.context.loaded.attention, Variant())
-        require_repeats(lambda: _attended(run, kernel, LENGTHS[1]), "attention's ")
+        kernel = attention_kernel(run, run.context.loaded.attention, Variant())
+        require_repeats(lambda: attended(run, kernel, LENGTHS[1]), "attention's ")
     require_repeats(lambda: _lost(run, run.context.loss.implementation), "")
     return "attention and loss give the same bits twice"
 

@@ -29,13 +29,14 @@ from engine.device.nvml import driver_version
 from engine.device.oom import classify, clear_frames, flush_autograd, is_sticky
 from engine.distributed.votes import LostRankError
 from engine.errors import EnvironmentProblem
-from engine.train.proofs import among_ranks, kernels, layers, replaced, sharded, state
+from engine.train.proofs import among_ranks, cudnn, kernels, layers, replaced, sharded, state
 from engine.train.proofs.record import DisprovedError, Proof, ProofResult, ProvedRun, UndecidedError
 
 ON_A_DEVICE = (
     state.ALLOCATOR,
     state.OOM_IN_BACKWARD,
     kernels.ATTENTION,
+    cudnn.CUDNN,
     kernels.LOSS,
     layers.ADAPTED,
     kernels.DROPOUT,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.batching.budget import MicroBatchCost, micro_batch_cost, with_largest_image
+from engine.batching.budget import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
 from engine.budget.advise.gate import refuse_unsafe
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan
@@ -26,6 +27,7 @@ from engine.device.oom import retry_on_oom
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.events import Journal
 from engine.model.config import model_config_dict
+from engine.model.cudnn_attention import cudnn_attention
 from engine.model.decoder import require_images
 from engine.model.flops import step_flops
 from engine.model.load import LoadedModel, fuse_modules
@@ -129,6 +131,9 @@ def _step_context(
 ) -> StepContext:
     """Allocates the optimizer's state."""
     train, backoff, loaded, loss = spec.recipe.train, spec.recipe.backoff, strategy.loaded, strategy.loss
+    longest, recomputing = int(prepared.train.lengths.max()), micro_batches.recomputing
+    cudnn = cudnn_attention(spec, device, loaded, longest)
+    padded = (lambda cost: cost) if cudnn is None else partial(cost_when_padded, longest=longest)
     guard = retry_on_oom(
         lambda: guarded_optimizer(train, loaded, device), "optimizer_state", device, local_recoveries.note
     )
@@ -144,7 +149,7 @@ def _step_context(
         scaler=LossScaler.start(loaded.needs_loss_scaling),
         data=prepared.train,
         bounds=prepared.bounds,
-        cost=micro_batches.cost,
+        cost=padded(micro_batches.cost),
         budget=micro_batches.budget,
         ladder=[*backoff.ladder, *backoff.allow_learning_changes],
         pad_id=pad_id,
@@ -152,7 +157,8 @@ def _step_context(
         max_grad_norm=train.max_grad_norm,
         may_grow=backoff.grow and device.kind != "cpu",
         measures=device.kind != "cpu",
-        cost_recomputing=micro_batches.recomputing,
+        cost_recomputing=recomputing and (lambda layers: padded(recomputing(layers))),
+        cudnn=cudnn,
         report=report,
         local_recoveries=local_recoveries,
         suggest_fixes=lambda oom: fixes_sentence(effective_spec(spec, context), oom, prepared.bounds.targets),

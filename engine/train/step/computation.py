@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -284,7 +284,8 @@ class StepComputation:
 
     @contextmanager
     def _around(self, step: int, batch: Batch, own: AbstractContextManager[None]) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: its dropout masks, and `own`, the strategy's context."""
+        """Around forward and backward of a micro-batch: its dropout masks, its attention kernel, and `own`, the
+        strategy's context."""
         context = self.context
         dropout_masks = keyed(
             self._dropouts,
@@ -293,7 +294,9 @@ class StepComputation:
             sample_ids=batch.sample_ids,
             first_position=batch.first_position,
         )
-        with dropout_masks, own:
+        rows, length = batch.input_ids_BS.shape
+        attention = nullcontext() if context.cudnn is None else context.cudnn.micro_batch(rows, length)
+        with dropout_masks, attention, own:
             yield
 
     def _samples_of(self, group: MicroBatch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -309,6 +312,7 @@ class StepComputation:
             pad_id=context.pad_id,
             with_starts=takes_starts(context.loaded.attention),
             with_row_tokens=context.loss.balance is not None,
+            width=None if context.cudnn is None else context.cudnn.width,
         )
         return context.strategy.local_part(batch, pad_id=context.pad_id)
 

@@ -22,6 +22,7 @@ from engine.distributed.ranks import Ranks
 from engine.errors import UsageError
 from engine.evaluate.context import Reference
 from engine.launch.resume_run import find_changes, refused_changes
+from engine.model.cudnn_attention import CudnnAttention
 from engine.model.flops import StepFlops
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
@@ -102,6 +103,8 @@ class StepContext:
     """`cost` if so many layers recompute their activations; None where this cannot be predicted."""
     objective: SequenceObjective | None = None
     """None: the loss of target tokens."""
+    cudnn: CudnnAttention | None = None
+    """Which micro-batches cuDNN's attention computes; None: none of this run."""
     references: Callable[[TokenData], Reference | None] = lambda data: None
     """In preference learning: what computes the reference's log-probabilities of these data."""
     static_bytes: int = 0
