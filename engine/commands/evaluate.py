@@ -265,7 +265,8 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
 def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[tuple[str, RunSpec]]:
     """(name, run spec) of the model `target`; with --base, that of the model it was trained from comes first. Raises
     UsageError for --base if `target` is no adapter."""
-    from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+    from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+    from engine.model.reference import base_of_adapter
 
     overrides = list(asked.overrides)
     found = [(target, spec_for_model(target, recipe, profile, overrides))]

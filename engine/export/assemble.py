@@ -26,6 +26,7 @@ from engine.budget.architecture.assembled import (
     assembled_config,
     problems_of_experts,
 )
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.name_patterns import compile_patterns
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
@@ -34,7 +35,6 @@ from engine.device import open_device
 from engine.device.oom import classify
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.load import LoadedModel, load_model
-from engine.model.reference import ADAPTER_CONFIG
 from engine.model.tokenizer import load_tokenizer
 
 SAMPLES = 64

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.budget.advise.staged_plan import MERGE_FACTOR
-from engine.budget.architecture.model_folder import refuse_merge_into_quantised
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG, refuse_merge_into_quantised
 from engine.config.files.cgroups import free_memory_bytes, host_memory_bytes
 from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
@@ -32,7 +32,7 @@ from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.adapters import NOT_MERGED, router_modules, shared_weights
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
-from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+from engine.model.reference import base_of_adapter
 from engine.model.result_files import save_generation_config
 from engine.model.token_rows import grow_for
 

@@ -17,11 +17,11 @@ from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model, Recipe
 from engine.config.schema.run import RunSpec
 from engine.handover.result import Result
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RUN_TOML, RunDirectory
 from engine.journal.evaluations import read_evaluations, values_of
 from engine.journal.events import Event, EventTail
 from engine.journal.score_groups import bootstrap
-from engine.model.reference import RUN_TOML, find_starting_weights
+from engine.model.reference import find_starting_weights
 from engine.model.result_files import is_hub_id
 
 MARK = re.compile(r"<!-- card of tunedeck ([0-9a-f]{64}) -->\n?$")

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.card import Facts, is_untouched, origin_of, write_card
@@ -32,7 +33,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table
 from engine.journal.summary import summarise
 from engine.model.config import HUB_ERRORS, auto_class, silence_libraries
-from engine.model.reference import ADAPTER_CONFIG, BASE_FOLDER, find_run_weights
+from engine.model.reference import BASE_FOLDER, find_run_weights
 
 CARD = "README.md"
 WEIGHTS = ("adapter_config.json", "adapter_model*", "model*.safetensors", "model.safetensors.index.json")

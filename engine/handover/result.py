@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.budget.advise.preflight import MAX_SERVED_RANK
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.journal.files import read_table
 from engine.model.config import HUB_ERRORS, auto_class
-from engine.model.reference import ADAPTER_CONFIG, base_of_adapter
+from engine.model.reference import base_of_adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LAYER = re.compile(r"\.(layers|h|blocks)\.\d+\.")

@@ -15,11 +15,10 @@ from pathlib import Path, PurePosixPath
 
 from engine.config.load import dump_run_spec, load_run_spec, without_destinations
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RunDirectory, settle
+from engine.journal.directory import RUN_TOML, RunDirectory, settle
 from engine.journal.stages import STAGE_FOLDER, stage_directories
 
 SUFFIX = ".tunedeck"
-RUN_TOML = "run.toml"
 FILES = ("plan.json", "events.jsonl", "evaluations.jsonl", "assembly.json", "labels.json")
 FOLDERS = ("evaluations", "experts", "oom")
 WEIGHTS = ("adapter", "model")

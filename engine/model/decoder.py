@@ -26,7 +26,8 @@ from engine.model.trained import decoder_of
 TRIED_SIZE = (80, 60)
 """Height and width, in pixels, of the image on which `require_images` tries a model."""
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
-"""Largest relative difference between two computations of the same logits, by dtype of the computation."""
+"""Largest relative difference between two computations of the same logits or hidden states, by dtype of the
+computation: where shapes differ, so does the order in which kernels sum."""
 
 
 def require_images(loaded: LoadedModel) -> None:

@@ -19,6 +19,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedConfig
 
+from engine.budget.architecture.families import EXPERT_COUNTS
 from engine.budget.architecture.parameters import in_vision_encoder
 from engine.model.config import layer_config
 from engine.model.loaded import LoadedModel, plain_name
@@ -26,7 +27,6 @@ from engine.model.loaded import LoadedModel, plain_name
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _PER_TOKEN_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
-_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _attention_flops(module: nn.Module, learns: bool) -> AttentionFlops:
 def _active_share(loaded: LoadedModel) -> float | None:
     """The part of the experts that a token uses; 1 in a model without experts, None if the config does not tell."""
     text = loaded.base.config.get_text_config()
-    experts = _first(text, *_COUNT_KEYS)
+    experts = _first(text, *EXPERT_COUNTS)
     if not experts:
         return 1.0
     used = _first(text, *_PER_TOKEN_KEYS)

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.files.machine import path_of
 from engine.config.load import load_run_spec
 from engine.config.schema.recipe import Model
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import removed_checkpoints
-from engine.journal.directory import RunDirectory
+from engine.journal.directory import RUN_TOML, RunDirectory
 from engine.journal.files import read_table
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run, stage_name
 
-ADAPTER_CONFIG = "adapter_config.json"
-RUN_TOML = "run.toml"
 BASE_FOLDER = "base"
 """Folder inside an adapter's folder, with a base model that exists nowhere else (built-in, or random weights)."""
 

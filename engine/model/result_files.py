@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.data.chat_template import end_of_turn, special_ids
-from engine.model.reference import ADAPTER_CONFIG
 from engine.model.tensor_file import FileTensor
 
 WEIGHTS = "model.safetensors"

@@ -17,7 +17,7 @@ from engine.data.tokens import IGNORED
 from engine.device.base import Device
 from engine.errors import UsageError
 from engine.model.config import auto_class, blaming_own_code
-from engine.model.decoder import autocast, decoder_output, eval_mode
+from engine.model.decoder import LARGEST_DIFFERENCE, autocast, decoder_output, eval_mode
 from engine.model.head import OutputHead
 from engine.model.loaded import LoadedModel, embedding_rows
 from engine.model.trained import decoder_of
@@ -27,8 +27,6 @@ LENGTHS = (11, 9)
 LARGEST_MOVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Largest relative change of a document's hidden states when the document before it is exchanged, by dtype of the
 computation: both passes run the same kernels on the same shapes. Families that mix documents move them by over 5 %."""
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
-"""Likewise between packed and alone, where shapes differ, and with them the order in which kernels sum."""
 
 
 def require_causality(loaded: LoadedModel) -> None:

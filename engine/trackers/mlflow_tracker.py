@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.trackers.tracker import Point, TrackedRun
+from engine.trackers.tracker import SEQ_METRIC, Point, TrackedRun
 
-SEQ_METRIC = "journal/seq"
-"""Which events the store has, only the store can say after a kill. Its step is its value, so that it only grows."""
 ID_TAG = "tunedeck.id"
 PARAMETER_CHARACTERS = 500
 """What every version of MLflow's server takes."""
@@ -66,6 +64,7 @@ class MlflowTracker:
 
         when = int(point.seconds * 1000)
         metrics = [Metric(NOT_IN_NAMES.sub("_", key), value, when, point.step) for key, value in point.metrics.items()]
+        # Its step is its value, so that it only grows.
         metrics.append(Metric(SEQ_METRIC, point.seq, when, point.seq))
         self._client.log_batch(self._id, metrics=metrics, synchronous=True)
 

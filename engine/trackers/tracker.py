@@ -17,6 +17,9 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import Event
 from engine.journal.files import write_atomically
 
+SEQ_METRIC = "journal/seq"
+"""The `seq` of an event beside its metrics: which events a tracker has, only its own store can say after a kill."""
+
 
 def missing_trackers(recipe: Recipe) -> list[str]:
     return [name for name in recipe.trackers.use if find_spec(name) is None]

@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine.trackers.tracker import Point, TrackedRun
-
-SEQ_METRIC = "journal/seq"
-"""trackio writes in a thread of its own, so after a kill only its database can say which points were written."""
+from engine.trackers.tracker import SEQ_METRIC, Point, TrackedRun
 
 
 class TrackioTracker:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.budget import MicroBatchBudget
+from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
 from engine.config.files.caches import cache_folder, find_snapshot
 from engine.data.preferences import MismatchedData
@@ -25,7 +26,7 @@ from engine.journal.events import Journal
 from engine.journal.files import read_table, write_atomically
 from engine.model.decoder import eval_mode
 from engine.model.load import has_new_weights
-from engine.model.reference import ADAPTER_CONFIG, StartingWeights, find_starting_weights
+from engine.model.reference import StartingWeights, find_starting_weights
 from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.objective import MeasuredReference, PairObjective, UnpairedObjective
