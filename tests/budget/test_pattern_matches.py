@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from engine.budget.advise.pattern_matches import adaptable_names, parameter_names, refuse_patterns
+from engine.budget.advise.gate import adaptable_names, parameter_names, refuse_patterns
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import find_architecture
 from engine.cli import app
