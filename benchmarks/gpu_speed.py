@@ -11,6 +11,7 @@ Try: `python -m benchmarks.gpu speed --out /tmp/gpu --device metered`
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
@@ -246,13 +247,8 @@ def attention(device: SuiteDevice, folder: Path) -> Result:
     _, spec, tokens = write_speed_job(device, folder, checkpointing=False)
     found: dict[str, Any] = {}
     for name, choice in (("cuDNN", cudnn_attention), ("flash", lambda *given: None)):
-        seconds: list[float] = []
-        peak_bytes = 0
-        with patch("engine.train.run.setup.cudnn_attention", choice), engine_steps(spec) as one_step:
-            for step in range(1, STEPS + 1):
-                began = time.perf_counter()
-                peak_bytes = max(peak_bytes, one_step(step))
-                seconds.append(round(time.perf_counter() - began, 4))
+        with patch("engine.train.run.setup.cudnn_attention", choice):
+            seconds, peak_bytes = _timed_steps(spec, STEPS)
         speeds = {
             part: round(sum(tokens[chosen]) / sum(seconds[chosen]), 1)
             for part, chosen in {"fixed": FIXED_STEPS, "mixed": MIXED_STEPS}.items()
@@ -268,28 +264,29 @@ def experts(device: SuiteDevice, folder: Path) -> Result:
     from engine.model.adapted_experts import compute_in_groups
 
     method = {"rank": RANK} if device.is_small else EXPERTS  # the small model has no experts
-    case = TrainingCase(MIXTURE, method, 2, 2048, {"learning_rate": 1e-4}, layers=8)
+    spec = TrainingCase(MIXTURE, method, 2, 2048, {"learning_rate": 1e-4}, layers=8).spec(device, folder)
     found: dict[str, Any] = {}
+    said = []
     for name, choice in (("engine", compute_in_groups), ("peft", lambda model: None)):
-        seconds: list[float] = []
-        peak_bytes = 0
-        with (
-            patch("engine.model.load.compute_in_groups", choice),
-            engine_steps(case.spec(device, folder, max_steps=STEPS)) as one_step,
-        ):
-            for step in range(1, WARM_UP + FIXED):
-                began = time.perf_counter()
-                peak_bytes = max(peak_bytes, one_step(step))
-                seconds.append(round(time.perf_counter() - began, 4))
+        with patch("engine.model.load.compute_in_groups", choice):
+            seconds, peak_bytes = _timed_steps(spec, WARM_UP + FIXED)
         found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes}
-    times = {name: statistics.median(each["step_seconds"][WARM_UP:]) for name, each in found.items()}
-    peaks = {name: each["peak_bytes"] / 2**30 for name, each in found.items()}
-    return {
-        "ok": True,
-        **found,
-        "said": f"{1000 * times['engine']:.0f} ms and {peaks['engine']:.2f} GiB, by peft {1000 * times['peft']:.0f} ms "
-        f"and {peaks['peft']:.2f} GiB",
-    }
+        said.append(f"{name} {1000 * statistics.median(seconds[WARM_UP:]):.0f} ms, {peak_bytes / 2**30:.2f} GiB")
+    return {"ok": True, **found, "said": "; ".join(said)}
+
+
+def _timed_steps(spec: RunSpec, count: int) -> tuple[list[float], int]:
+    """Run so many steps of the engine. Returns the seconds of each, and the largest number of bytes allocated in one;
+    nothing is left on the device."""
+    seconds, peak_bytes = [], 0
+    with engine_steps(spec) as one_step:
+        for step in range(1, count + 1):
+            began = time.perf_counter()
+            peak_bytes = max(peak_bytes, one_step(step))
+            seconds.append(round(time.perf_counter() - began, 4))
+    del one_step
+    gc.collect()
+    return seconds, peak_bytes
 
 
 def _microseconds(each: Any, device: SuiteDevice) -> float:

@@ -25,6 +25,7 @@ from engine.model.fused import FusedModules, gated_activation, norm_form, rotate
 from engine.model.liger import NormForm, using
 from engine.model.trained import decoder_of
 from tests.budget.budget_cases import FAMILIES
+from tests.model.samples import MIXTURES, write_model
 from tests.model.torch_kernels import TorchKernels, with_fused_modules
 from tests.train.proofs.proved import proved, small_setup
 
@@ -152,6 +153,21 @@ def test_wrong_kernels_are_given_up(tmp_path: Path) -> None:
         layer, x = setup.context.loaded.base.model.layers[0], torch.ones(1, 3, 128)
         assert "forward" not in layer.input_layernorm.__dict__
         assert torch.equal(layer.mlp(x), type(layer.mlp).forward(layer.mlp, x))
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(1.00001, True), (1.01, False)])
+def test_a_router_s_near_ties_are_no_error_of_a_kernel(wrong: float, passes: bool, tmp_path: Path) -> None:
+    """Regression: rounding gave a few tokens to other experts, and fused kernels were given up on a mixture."""
+    folder = write_model(tmp_path / "model", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    model = {"id": str(folder), "tokenizer": str(folder), "init": "pretrained"}
+    with small_setup(tmp_path, model=model) as setup, using(TorchKernels(wrong=wrong)), torch.no_grad():
+        for layer in setup.context.loaded.base.model.layers:
+            gate = layer.mlp.gate.weight
+            gate.copy_(gate[:1] + 1e-7 * torch.randn_like(gate))
+        setup.context.loaded.fused = fused = FusedModules(decoder_of(setup.context.loaded.base))
+        found = proved(setup, tmp_path)["fused"]
+        fused.remove()
+    assert found.passed is passes, found.detail
 
 
 def test_a_run_without_a_card_fuses_nothing(tmp_path: Path) -> None:

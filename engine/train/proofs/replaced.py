@@ -3,6 +3,7 @@ sequence. Each gives what the layers give as they are."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from engine.data.batch import Batch
 from engine.device.oom import classify
@@ -107,7 +109,7 @@ def prove_compiled(run: ProvedRun) -> str:
         raise DisprovedError("the model has no layers that gradient checkpointing works on, which are those compiled")
     began = time.perf_counter()
     try:
-        worst, shapes = _replaced_error(run, ReplacedLayers(layers.layers, layers.call, nullcontext))
+        worst, shapes = _replaced_error(run, ReplacedLayers(layers.layers, layers.call, nullcontext, False))
     except COMPILE_ERRORS as error:
         raise DisprovedError(f"{layers.backend} cannot compile them: {compile_problem(error)}") from None
     layers.use()
@@ -148,6 +150,43 @@ class ReplacedLayers(NamedTuple):
     layers: list[nn.Module]
     call: Callable[[nn.Module], Callable[..., Any]]
     as_they_are: Callable[[], AbstractContextManager[None]]
+    choices_are_seen: bool = True
+    """Whether torch sees each operation of `call`, and with it the choices of routers."""
+
+
+class SameChoices(TorchFunctionMode):
+    """Records which elements each top-k chooses; inside `again()` the same ones are chosen in the same order.
+
+    A router gives the tokens of a mixture to the experts of the highest scores. Of nearly equal scores a rounding
+    decides, and what another expert computes is no rounding: layers are compared with every token at the same experts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen: list[Tensor] = []
+        self._left: Iterator[Tensor] | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        self._left = iter(self._chosen)
+        with self:
+            yield
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        if self._left is None:
+            self._chosen.append(found.indices)
+            return found
+        chosen, asked = next(self._left, found.indices), inspect.signature(_topk).bind(*args, **(kwargs or {}))
+        if chosen.shape != found.indices.shape:
+            return found
+        return type(found)((asked.arguments["input"].gather(asked.arguments.get("dim", -1), chosen), chosen))
+
+
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:
+    """The arguments of torch.topk, whose signature Python does not know."""
 
 
 def _replaced_error(run: ProvedRun, replaced: ReplacedLayers) -> tuple[float, str]:
@@ -175,9 +214,11 @@ def _error_on(run: ProvedRun, replaced: ReplacedLayers, batch: Batch) -> float:
         nonlocal learns
         number, given = replaced.layers.index(layer), _Given(inputs, options, learns)
         with _stirred(layer, run), context.loss.offload.saving(), torch.enable_grad():
-            with replaced.as_they_are():
+            choices = SameChoices()
+            with replaced.as_they_are(), choices:
                 expected = given.results(partial(type(layer).forward, layer), layer, run)
-            found = given.results(replaced.call(layer), layer, run)
+            with choices.again() if replaced.choices_are_seen else nullcontext():
+                found = given.results(replaced.call(layer), layer, run)
         errors.append(worst_error(found, expected, limit, f" of layer {number}"))
         learns = learns or _learns(layer)
 
