@@ -37,8 +37,9 @@ def measured() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 def test_the_plan_is_what_the_card_measured(
     name: str, machine: dict[str, Any], found: dict[str, Any], tmp_path: Path
 ) -> None:
-    device = SuiteDevice("cuda", machine["device"], machine["memory_gib"], 9.0, "")
-    spec = with_changes(BUDGET[name].spec(device, tmp_path), {"model.kernels": "torch"})  # as was the default then
+    device = SuiteDevice("cuda", machine["device"], found.get("profile_gib", machine["memory_gib"]), 9.0, "")
+    kernels = found.get("kernels", "torch")  # which were the default at first
+    spec = with_changes(BUDGET[name].spec(device, tmp_path), {"model.kernels": kernels})
     planned = make_plan(spec).prediction
     bytes_of_torch = planned.peak_bytes + planned.components["workspace"]  # torch's allocator has cuBLAS' workspaces
     assert 100 * abs(bytes_of_torch / found["measured"]["peak_bytes"] - 1) < WORST_PERCENT
