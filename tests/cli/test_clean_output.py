@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.commands.shared import print_table
 from engine.launch.process import ENTRY_FILE
 from tests.cli.conftest import Tunedeck
 from tests.cli.outcome import CONTROL, assert_block
@@ -103,3 +104,17 @@ def test_run_names_stay_whole_on_a_narrow_terminal(
     tunedeck("train", "-p", "./here.toml", "-r", recipe, "--name", "a-name-of-some-length")
     (name,) = os.listdir(tmp_path / "runs")
     assert name in tunedeck("runs").out
+
+
+def test_a_table_is_folded_only_if_it_is_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, first, second = "a" * 10, "b" * 20, "c" * 20
+    as_wide = len(name) + len(first) + len(second) + 2 * len("  ")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns, lines in ((as_wide, 1), (as_wide - 1, 2)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        print_table(["", "", ""], [[name, first, second]])
+        told = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+        assert len(told) == lines
+        assert max(map(len, told)) <= columns and told[0].startswith(name)
