@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.config.attention import HOPPER
+from engine.budget.trace.memory_config import may_take_cudnn
 from engine.config.schema.run import RunSpec
 from engine.device.base import Device
 from engine.model.loaded import LoadedModel
@@ -104,18 +104,13 @@ def computed_by_cudnn(rows: int, length: int) -> Iterator[None]:
 
 
 def cudnn_attention(spec: RunSpec, device: Device, loaded: LoadedModel, longest: int) -> CudnnAttention | None:
-    """For a run whose attention "auto" leaves to torch, in half precision, on a Hopper or Blackwell GPU; else None.
-
-    Left out are runs that must repeat to the bit, compiled layers, packed rows, which have a mask or a kernel of their
-    own, preferences, whose log-probabilities are compared across micro-batches, ranks that share sequences, and models
-    that attend to padding.
-    """
-    recipe = spec.recipe
-    if device.torch_device.type != "cuda" or torch.cuda.get_device_capability(device.torch_device)[0] < HOPPER:
+    """For a run that `may_take_cudnn`, in half precision, with a model that does not attend to padding; else None.
+    `longest`: tokens of the longest row of the data."""
+    if device.torch_device.type != "cuda":
         return None
+    capability, _ = torch.cuda.get_device_capability(device.torch_device)
     half = loaded.precision.compute in (torch.bfloat16, torch.float16)
-    left_to_torch = recipe.model.attention == "auto" and loaded.attention == "sdpa"
-    other = recipe.train.deterministic or recipe.train.compile or recipe.data.packing or recipe.learns_preferences
-    if not half or not left_to_torch or other or spec.profile.parallel.sequence > 1 or loaded.attends_to_padding:
+    suits = half and loaded.attention == "sdpa" and not loaded.attends_to_padding
+    if not suits or not may_take_cudnn(spec.recipe, spec.profile, capability):
         return None
     return CudnnAttention(longest, loaded.layers)

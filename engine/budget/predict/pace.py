@@ -16,7 +16,8 @@ from engine.config.schema.run import RunSpec
 from engine.journal.files import write_atomically
 
 FILE = "pace.json"
-VERSION = 1
+VERSION = 2
+"""Of the model of time, too: what was measured against another one corrects nothing."""
 RUNS_KEPT = 8
 LEAST_MODELS = 2
 """Models that a device must have run for their pace to correct the prediction of another one."""

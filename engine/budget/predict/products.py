@@ -21,8 +21,11 @@ class Flops(NamedTuple):
     """Tokens that a query looks back; None: all."""
 
     def of(self, rows: int, length: int) -> float:
-        seen = min(length, self.window or length)
-        return rows * length * (self.per_token + seen * self.per_pair)
+        return rows * length * self.per_token + self.of_pairs(rows, length)
+
+    def of_pairs(self, rows: int, length: int) -> float:
+        """Those of attention alone."""
+        return rows * length * min(length, self.window or length) * self.per_pair
 
 
 def layer_flops(arch: Architecture, config: MemoryConfig, kind: LayerKind) -> Flops:

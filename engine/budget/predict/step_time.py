@@ -20,22 +20,30 @@ from engine.budget.predict.products import Flops, adapter_weights, layer_flops, 
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.layer import LayerKind, layer_stack
-from engine.budget.trace.memory_config import MemoryConfig
+from engine.budget.trace.memory_config import MemoryConfig, may_take_cudnn
 from engine.budget.trace.polynomial import BytesPolynomial, Shape, shape_of
+from engine.config.attention import HOPPER
+from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Profile
 
 PRODUCT_SHARE = 0.67
 """Share of the datasheet's FLOP/s that a layer's products reach (the largest reach 0.8: an H200, 770 to 800 of 989
 TFLOP/s at 8192³)."""
+FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 1.2, 0.53, 0.98
+"""FLOP/s of attention, forward and backward, as a share of the datasheet's, where pairs that a causal mask hides count
+although they are left out: torch's flash kernel on the Ampere cards it was written for (190 of 312 TFLOP/s without the
+hidden pairs: Dao, FlashAttention-2, 2023, figure 4), on an H100, and cuDNN's kernel there (3.7 and 2.0 ms for 2 x 4096
+tokens of an 8B layer)."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass as a multiple of those of forward: five products for two."""
 FP32_SHARE = 1 / 15
 """FLOP/s of fp32 products, as a share of those in bf16 (an H100: 67 of 989 TFLOP/s)."""
-FORWARD_PASSES, BACKWARD_PASSES = 7, 11
+FORWARD_PASSES, BACKWARD_PASSES = 5, 9
 """How often as many bytes as a layer saves pass through memory between its products: values are written and read
-several times before one of them is saved (norms, rotary embedding, activation and adapters of an 8B model, each as one
-kernel after the other: 256 ms of 750)."""
-FUSED_FORWARD_PASSES, FUSED_BACKWARD_PASSES = 3.5, 8
-"""The same with fused kernels, which read and write each value once: the 8B model on an H100, 579 ms a micro-batch with
-nothing recomputed and 816 ms with everything."""
+several times before one of them is saved (norms, rotary embedding, activation and adapters, each as one kernel after
+the other). An 8B model on an H100: 715 ms a micro-batch with nothing recomputed and 998 ms with everything."""
+FUSED_FORWARD_PASSES, FUSED_BACKWARD_PASSES = 2, 4
+"""The same with fused kernels, which read and write each value once: 579 and 818 ms."""
 LAUNCHES_PER_LAYER, LAUNCHES_PER_ADAPTER = 28, 3
 """Kernels of a layer's forward pass, and of each adapter in it; backward has twice as many (6,300 in a micro-batch of a
 recomputing 8B model with adapters on all seven linear layers)."""
@@ -44,7 +52,7 @@ LAUNCHES_PER_PIECE = 7
 LAUNCH_SECONDS = 14e-6
 """Of the host for one kernel of a GPU, while the device works on others (90 ms for 6,300)."""
 MICRO_BATCH_SECONDS = 2e-3
-CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS = 0.054, 65.0, 78e-6, 5e-3
+CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS = 0.054, 52.0, 78e-6, 5e-3
 """Of one core with fp32, where the profile does not tell, fitted to small models (`python -m benchmarks.checkpointing
 times`), whose activations partly stay in caches. Launches do not overlap with the work."""
 HOST_LINK_GBS = 25.0
@@ -65,9 +73,11 @@ class Speed(NamedTuple):
     """What one more micro-batch costs beside its work: its batch is made, its results are read."""
     stated: bool
     """Arithmetic and bandwidth are the profile's, not typical values."""
+    attention_flops: float | None = None
+    """FLOP/s of a fused attention kernel; None: attention is products like those of a layer."""
 
 
-def speed_of(profile: Profile, config: MemoryConfig) -> Speed:
+def speed_of(profile: Profile, config: MemoryConfig, recipe: Recipe) -> Speed:
     device = profile.device
     on_cuda, stated = device.kind == "cuda", bool(device.peak_tflops and device.bandwidth_gbs)
     tflops, gbs = (device.peak_tflops, device.bandwidth_gbs) if stated else (CPU_TFLOPS, CPU_GBS)
@@ -76,7 +86,17 @@ def speed_of(profile: Profile, config: MemoryConfig) -> Speed:
     launch, micro_batch = LAUNCH_SECONDS, MICRO_BATCH_SECONDS
     if not on_cuda:
         launch, micro_batch = CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS
-    return Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated)
+    attention = tflops * 1e12 * _attention_share(profile, config, recipe)
+    speed = Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated)
+    return speed._replace(attention_flops=attention) if on_cuda and config.attention_scratch else speed
+
+
+def _attention_share(profile: Profile, config: MemoryConfig, recipe: Recipe) -> float:
+    capability = profile.device.compute_capability or 0.0
+    if capability < HOPPER:
+        return FLASH_SHARE
+    by_cudnn = config.attention == "sdpa" and may_take_cudnn(recipe, profile, capability)
+    return CUDNN_SHARE if by_cudnn else FLASH_SHARE_ON_HOPPER
 
 
 class Parts(NamedTuple):
@@ -123,14 +143,17 @@ class LayerWork:
 
     def seconds(self, speed: Speed, shape: Shape, rows: int, length: int) -> tuple[float, float, float]:
         """(products, between products, forward alone), without launches."""
-        flops, reading = self.forward.of(rows, length), self.weight_bytes / speed.bytes
-        moved = self.saved.at(shape) / speed.bytes
-        once = max(flops / speed.flops, reading)
+        pairs, flops = self.forward.of_pairs(rows, length), self.forward.of(rows, length)
+        attention = 0.0
+        if speed.attention_flops is not None:
+            attention, flops = pairs / speed.attention_flops, flops - pairs
+        reading, moved = self.weight_bytes / speed.bytes, self.saved.at(shape) / speed.bytes
+        once = max(flops / speed.flops, reading) + attention
         in_forward, in_backward = self.passes
         forward = once + in_forward * moved
         if not self.learns:
             return once, in_forward * moved, forward
-        back = max(self.backward_share * flops / speed.flops, reading)
+        back = max(self.backward_share * flops / speed.flops, reading) + ATTENTION_BACKWARD * attention
         return once + back, (in_forward + in_backward) * moved, forward
 
 
@@ -154,7 +177,7 @@ class StepTime:
         arch, config = predictor.arch, replace(predictor.config, checkpointing=False, kept_layers=0)
         total = predictor.total
         return cls(
-            speed_of(predictor.profile, config),
+            speed_of(predictor.profile, config, predictor.recipe),
             _layers(arch, replace(config, activation_offload=False)),
             _head(arch, config),
             total.optimizer + 2 * total.gradients,

@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.parameters import VISION_MODULES
-from engine.config.attention import FLASH_KERNELS, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
+from engine.config.attention import FLASH_KERNELS, HOPPER, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
 from engine.config.check.data_rules import image_key
 from engine.config.files.machine import installed
 from engine.config.schema.recipe import Recipe
-from engine.config.schema.run import RunSpec
+from engine.config.schema.run import Profile, RunSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BFLOAT16_CAPABILITY = 8.0
@@ -320,6 +320,19 @@ def resolved_attention(arch: Architecture, spec: RunSpec) -> Literal["flash", "s
     if chosen.name == "sdpa":
         return "sdpa"
     return "eager" if chosen.name == "eager" else "flash"
+
+
+def may_take_cudnn(recipe: Recipe, profile: Profile, capability: float) -> bool:
+    """Whether the run may compute attention by cuDNN's kernel on a GPU of this compute capability, where it leaves it
+    to torch's sdpa.
+
+    Left out are runs that name a kernel or must repeat to the bit, compiled layers, packed rows, which have a mask or a
+    kernel of their own, preferences, whose log-probabilities are compared across micro-batches, and ranks that share
+    sequences.
+    """
+    other = recipe.train.deterministic or recipe.train.compile or recipe.data.packing or recipe.learns_preferences
+    own = recipe.model.attention != "auto" or other or profile.parallel.sequence > 1
+    return capability >= HOPPER and not own
 
 
 def attention_needs(arch: Architecture) -> AttentionNeeds:
