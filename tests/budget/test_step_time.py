@@ -72,7 +72,9 @@ def test_the_speed_is_what_an_h100_measured(kernels: str, recomputes: str) -> No
 
 def test_attention_takes_what_its_kernel_takes() -> None:
     """3.7 and 2.0 ms a layer on an H100, by torch's flash kernel and by cuDNN's, which deterministic runs leave out."""
-    by_flash, by_cudnn, repeated = (time_of(each) for each in (FLASH, "model.attention=auto", "train.deterministic=true"))
+    by_flash, by_cudnn, repeated = (
+        time_of(each) for each in (FLASH, "model.attention=auto", "train.deterministic=true")
+    )
     faster = by_flash.micro_batch(2, 4096, 0).products - by_cudnn.micro_batch(2, 4096, 0).products
     assert faster == pytest.approx(32 * 1.7e-3, rel=0.05)
     assert repeated.micro_batch(2, 4096, 0) == by_flash.micro_batch(2, 4096, 0)
