@@ -261,14 +261,14 @@ def attention(device: SuiteDevice, folder: Path) -> Result:
 def experts(device: SuiteDevice, folder: Path) -> Result:
     """Train adapters on the experts of a mixture as the engine computes them, then as peft does: seconds of a step,
     and the largest number of bytes allocated in one."""
-    from engine.model.adapted_experts import compute_in_groups
+    from engine.model.adapted_experts import AdaptersInGroups
 
     method = {"rank": RANK} if device.is_small else EXPERTS  # the small model has no experts
     spec = TrainingCase(MIXTURE, method, 2, 2048, {"learning_rate": 1e-4}, layers=8).spec(device, folder)
     found: dict[str, Any] = {}
     said = []
-    for name, choice in (("engine", compute_in_groups), ("peft", lambda model: None)):
-        with patch("engine.model.load.compute_in_groups", choice):
+    for name, choice in (("engine", AdaptersInGroups), ("peft", lambda model: None)):
+        with patch("engine.model.load.AdaptersInGroups", choice):
             seconds, peak_bytes = _timed_steps(spec, WARM_UP + FIXED)
         found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes}
         said.append(f"{name} {1000 * statistics.median(seconds[WARM_UP:]):.0f} ms, {peak_bytes / 2**30:.2f} GiB")

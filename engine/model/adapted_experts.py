@@ -27,15 +27,37 @@ GROUPED, PRODUCT = "grouped_mm", "_grouped_linear"
 """transformers' name of experts that are computed in groups, and of the function that multiplies one weight of all."""
 
 
-def compute_in_groups(model: nn.Module) -> None:
-    """Replace the forward of every adapter on fused experts of `model` whose experts transformers computes in groups;
-    others are left to peft."""
-    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
-    inside = {id(wrapper.base_layer) for wrapper in wrappers}
-    outer: Any
-    for outer in wrappers:
-        if id(outer) not in inside and _fits(outer):
-            outer.forward = MethodType(_forward, outer)
+class AdaptersInGroups:
+    """The blocks of experts whose adapters are computed in groups, in place of peft's own forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Replace the forward of every adapter on fused experts of `model` whose experts transformers computes in
+        groups; others are left to peft."""
+        wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+        inside = {id(wrapper.base_layer) for wrapper in wrappers}
+        self.blocks: list[Any] = [each for each in wrappers if id(each) not in inside and _fits(each)]
+        self._replace()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def _replace(self) -> None:
+        for block in self.blocks:
+            block.forward = MethodType(_forward, block)
+
+    def remove(self) -> None:
+        """Leave all adapters to peft from now on."""
+        for block in self.blocks:
+            del block.forward
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block, peft computes them."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._replace()
 
 
 def _chain(outer: Any) -> Iterator[Any]:

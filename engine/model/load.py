@@ -26,7 +26,7 @@ from engine.config.files.machine import install_command
 from engine.config.schema.run import RunSpec
 from engine.device.base import Device
 from engine.errors import EnvironmentProblem, UnknownArchitectureError, UsageError
-from engine.model.adapted_experts import compute_in_groups
+from engine.model.adapted_experts import AdaptersInGroups
 from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import (
     Coverage,
@@ -154,7 +154,6 @@ def assemble(
         notices += uncovered(coverage, str(base.config.get_text_config().model_type), recipe.method)
     key_dropout(trained, calls=has_dropout(settings.config))
     compute_in_input_dtype(trained)
-    compute_in_groups(trained)
     replace_row_forward(trained)
     loaded = LoadedModel(
         model=trained,
@@ -167,6 +166,7 @@ def assemble(
         base_exists_elsewhere=not has_new_weights(spec, settings.start),
         notices=notices,
         positions_scaled=recipe.model.rope_scaling is not None,
+        expert_adapters=AdaptersInGroups(trained) or None,
         attends_to_padding=attends_to_later_tokens(decoder_of(base)),
     )
     loaded.model.train()

@@ -27,6 +27,7 @@ from engine.data.images import ImageProcessor
 from engine.device.base import Device
 from engine.distributed.sharded_files import own_rows
 from engine.errors import UsageError
+from engine.model.adapted_experts import AdaptersInGroups
 from engine.model.adapters import Coverage
 from engine.model.attention import attention_by_part
 from engine.model.config import auto_class, processor_files
@@ -86,6 +87,8 @@ class LoadedModel:
     """The image processor, saved beside every result; None for a run without images."""
     positions_scaled: bool = False
     """Whether the recipe scales rotary positions: an adapter is then saved with the config that its base needs."""
+    expert_adapters: AdaptersInGroups | None = None
+    """The adapters on experts that are computed in groups; None: none."""
     fused: FusedModules | None = None
     """What of the decoder layers is computed by fused kernels; None: nothing."""
     tiles: MlpTiles | None = None

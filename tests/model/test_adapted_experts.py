@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
@@ -18,14 +19,18 @@ from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.config.load import resolve
-from engine.model.adapted_experts import PRODUCT
+from engine.model import adapted_experts
+from engine.model.adapted_experts import PRODUCT, _factors
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.loss import LossFunction
 from engine.simulate.step import simulate_step
+from engine.train.proofs.replaced import EXPERT_ADAPTERS
+from engine.train.step.context import TrainingSetup
 from tests.budget.metered_step import GPT_OSS, MIXTRAL, QWEN3_MOE, folder_of, measured_step
 from tests.budget.metered_step import run_spec as metered_spec
 from tests.model.samples import MIXTURES, batch_of, disturb, load, run_spec, write_model
+from tests.train.proofs.proved import proved, small_setup
 
 TARGETS = ["q_proj", "v_proj", "experts.gate_up_proj", "experts.down_proj"]
 
@@ -49,8 +54,10 @@ def loss_and_gradients(loaded: LoadedModel) -> dict[str, Tensor]:
 
 def left_to_peft(loaded: LoadedModel) -> int:
     """Give peft its computation back; returns how many blocks of experts had another."""
-    wrappers = [module for module in loaded.model.modules() if isinstance(module, ParamWrapper)]
-    return sum(wrapper.__dict__.pop("forward", None) is not None for wrapper in wrappers)
+    assert loaded.expert_adapters is not None
+    loaded.expert_adapters.remove()
+    assert not any("forward" in block.__dict__ for block in loaded.expert_adapters.blocks)
+    return len(loaded.expert_adapters)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "qwen2_moe"])
@@ -88,6 +95,44 @@ def test_a_saved_adapter_is_peft_s(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.allclose(opened(input_ids=ids).logits, loaded.model(input_ids=ids).logits, atol=1e-5)
+
+
+@contextmanager
+def mixture_setup(folder: Path) -> Iterator[TrainingSetup]:
+    path = write_model(folder / "model", "mixtral", **MIXTURES["mixtral"])
+    model = {"id": str(path), "tokenizer": str(path), "init": "pretrained"}
+    with small_setup(folder, model=model, method={"kind": "lora", "rank": 4, "targets": TARGETS}) as setup:
+        yield setup
+
+
+def test_a_run_proves_that_groups_give_what_peft_gives(tmp_path: Path) -> None:
+    with mixture_setup(tmp_path) as setup:
+        found = proved(setup, tmp_path, proofs=[EXPERT_ADAPTERS])["expert_adapters"]
+        assert found.passed and "adapters on 2 blocks of experts" in found.detail
+        blocks = setup.context.loaded.expert_adapters
+        assert blocks is not None and all("forward" in block.__dict__ for block in blocks.blocks)
+
+
+def wrong_scale(wrapper: Any, *given: Any) -> tuple[Tensor, Tensor, float]:
+    a, b, scaling = _factors(wrapper, *given)
+    return a, b, 1.1 * scaling
+
+
+@pytest.mark.parametrize("change", ["wrong scale", "another product"])
+def test_adapters_that_a_later_transformers_computes_otherwise_are_left_to_peft(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mixture_setup(tmp_path) as setup:
+        if change == "wrong scale":
+            monkeypatch.setattr(adapted_experts, "_factors", wrong_scale)
+        else:
+            monkeypatch.setattr(moe, "renamed", getattr(moe, PRODUCT), raising=False)
+            monkeypatch.setattr(adapted_experts, "PRODUCT", "renamed")
+        blocks = setup.context.loaded.expert_adapters
+        found = proved(setup, tmp_path, proofs=[EXPERT_ADAPTERS])["expert_adapters"]
+        assert found.passed is False and "peft computes them" in found.fallback, found
+        assert setup.context.loaded.expert_adapters is None
+        assert blocks is not None and not any("forward" in block.__dict__ for block in blocks.blocks)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def prove_cudnn(run: ProvedRun) -> str:
     if fast > MOST_OF_FLASH * flash:
         return f"cuDNN is not used: {told}"
     cudnn.use((flash - fast) / (rows * length**2), plan)
-    return f"cuDNN is within {max(errors):.1e} of fp32, gradients too; {told}; a new shape takes {plan:.2f} s"
+    return f"cuDNN is within {max(errors):.1e} of fp32, gradients too; {told}; {plan:.2f} s for each new shape"
 
 
 def _multiple(length: int) -> int:

@@ -45,6 +45,7 @@ ON_A_DEVICE = (
     state.COPIED,
     state.HOST_SYNCS,
     kernels.DETERMINISM,
+    replaced.EXPERT_ADAPTERS,
     replaced.FUSED,
     replaced.TILED_MLP,
     replaced.COMPILED,

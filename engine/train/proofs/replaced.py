@@ -23,7 +23,17 @@ from engine.model.compiled import COMPILE_ERRORS, CompiledLayers, compile_proble
 from engine.model.decoder import autocast, decoder_output, eval_mode
 from engine.model.dropout import keyed_dropouts
 from engine.model.tiled_mlp import input_size
-from engine.train.proofs.record import DisprovedError, Proof, ProvedRun, drawn, require_close, tolerance, worst_error
+from engine.model.trained import checkpointing_layers
+from engine.train.proofs.record import (
+    DisprovedError,
+    Proof,
+    ProvedRun,
+    UndecidedError,
+    drawn,
+    require_close,
+    tolerance,
+    worst_error,
+)
 from engine.train.step.computation import StepComputation
 
 TILED_TOKENS = 6
@@ -58,6 +68,33 @@ def _stop_fusing(run: ProvedRun) -> str:
 def _fused_facts(run: ProvedRun) -> list[str]:
     loaded = run.context.loaded
     return [str(loaded.fused), loaded.config.to_json_string(), str(loaded.precision), str(run.spec.recipe.method)]
+
+
+def prove_expert_adapters(run: ProvedRun) -> str:
+    """Compare a decoder layer of each class whose adapters on experts are computed in groups with the layer as peft
+    computes it, on the run's own micro-batches. Raises DisprovedError if results differ by more than rounding."""
+    adapters = run.context.loaded.expert_adapters
+    assert adapters is not None
+    blocks = {id(block) for block in adapters.blocks}
+    layers = [layer for layer in checkpointing_layers(run.context.loaded.base) if _holds(layer, blocks)]
+    of_each_class = list({type(layer): layer for layer in layers}.values())
+    replaced = ReplacedLayers(of_each_class, lambda layer: partial(type(layer).forward, layer), adapters.off)
+    try:
+        worst, shapes = _replaced_error(run, replaced)
+    except MemoryRanOutError as error:
+        raise UndecidedError(str(error)) from None  # peft's way, to fall back to, needs more
+    return f"adapters on {len(blocks)} blocks of experts are within {worst:.1e} of peft's at {shapes} tokens"
+
+
+def _holds(layer: nn.Module, blocks: set[int]) -> bool:
+    return any(id(module) in blocks for module in layer.modules())
+
+
+def _leave_to_peft(run: ProvedRun) -> str:
+    adapters, run.context.loaded.expert_adapters = run.context.loaded.expert_adapters, None
+    if adapters is not None:
+        adapters.remove()
+    return "peft computes them, and needs more memory and time than planned"
 
 
 def prove_tiled_mlp(run: ProvedRun) -> str:
@@ -144,6 +181,10 @@ def _micro_batches(run: ProvedRun) -> list[NDArray[np.int64]]:
     return [by_length[-1:], np.array(in_pairs[-2:]), np.array(in_pairs[:2])]
 
 
+class MemoryRanOutError(DisprovedError):
+    """Layers could not be compared for want of memory."""
+
+
 class ReplacedLayers(NamedTuple):
     """Decoder layers, what is to compute them, and a context in which their class computes them as they are."""
 
@@ -200,7 +241,7 @@ def _replaced_error(run: ProvedRun, replaced: ReplacedLayers) -> tuple[float, st
     except Exception as error:  # of any kind: memory that runs out has many
         if classify(error) is None:
             raise
-        raise DisprovedError(f"memory ran out while they were compared: {error}") from None
+        raise MemoryRanOutError(f"memory ran out while they were compared: {error}") from None
     return worst, ", ".join(" x ".join(map(str, batch.input_ids_BS.shape)) for batch in batches)
 
 
@@ -275,6 +316,13 @@ def _learns(module: nn.Module) -> bool:
 
 
 FUSED = Proof("fused", prove_fused, _stop_fusing, lambda run: run.context.loaded.fused is not None, _fused_facts)
+EXPERT_ADAPTERS = Proof(
+    "expert_adapters",
+    prove_expert_adapters,
+    _leave_to_peft,
+    lambda run: run.context.loaded.expert_adapters is not None and run.context.loaded.shards is None,
+    _tiled_facts,
+)
 TILED_MLP = Proof(
     "tiled_mlp",
     prove_tiled_mlp,
