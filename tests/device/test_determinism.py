@@ -30,6 +30,19 @@ def test_settings_hold_inside_the_block_and_are_restored() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_settings_from_before_the_block_hold_after_it(warn_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        with deterministic_kernels(True, "cpu"):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "0"
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_memory_that_a_device_must_refuse_is_not_written_to() -> None:
     with deterministic_kernels(True, "cpu"):
         with unfilled_memory():
