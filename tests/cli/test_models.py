@@ -33,7 +33,7 @@ def test_the_smallest_profile_without_offloads_is_the_best(tunedeck: Tunedeck) -
     printed = tunedeck("models", "llama-3.1-8b").out.splitlines()
     assert printed[1].split() == [
         "llama-3.1-8b",
-        *["24gb", "8k", "2,490", "24gb", "32k", "2,825", "4xh100", "64k", "-"],
+        *["24gb", "8k", "2,693", "24gb", "32k", "3,057", "4xh100", "64k", "-"],
     ]
     starred = tunedeck("models", "llama-3.1-8b", "-p", "80gb").out
     assert "80gb* 128k -" in starred and "*: offloads to the host" in starred
