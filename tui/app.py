@@ -337,6 +337,13 @@ def run(flags: Flags) -> NoReturn:
     app = TunedeckApp(flags)
     watch_for_hangup()
     app.run()
+    from engine.launch.other_processes import end_chats  # as slow to import as the next
+
+    if ended := end_chats():
+        chats = "the chat has" if ended == 1 else f"{ended} chats have"
+        sys.stderr.write(
+            f"tunedeck: {chats} ended, which frees memory; 7, then enter on it, goes on with what was said\n"
+        )
     from tui.run.engine_processes import running_runs  # slow to import: not before the first paint
 
     for name in running_runs(app.runs_dir):

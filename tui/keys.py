@@ -169,7 +169,7 @@ KEYS: tuple[Key, ...] = (
     Key("queue", "x", "remove", "remove", "remove this run (press twice); its folder goes to the trash"),
     Key("queue", "p", "end", "pause", "start no further run; the present one goes on"),
     Key("queue", "enter", "open", "", "open this run"),
-    Key("compare", "A", "chat", "chat", "talk to these runs side by side"),
+    Key("compare", "A", "chat", "chat with all", "talk to these runs side by side"),
     Key("compare", "E", "evaluate", "", "score the newest checkpoint of each run in a process of its own"),
     Key("compare", "tab", "next_pane", "", "plot or table, where there is no room for both"),
     Key("compare", "z", "enlarge", "enlarge", "give the plot the whole screen (tab: the table); again: show both"),

@@ -64,19 +64,22 @@ COMPONENTS: dict[str, ComponentStyle] = {
 
 VERDICTS: dict[str, StateStyle] = {
     "fits": StateStyle("✓", "+", "bold $good"),
-    "fits_smaller": StateStyle("◐", "%", "bold $caution"),
+    "fits_smaller": StateStyle("◐", "~", "bold $caution"),
     "does_not_fit": StateStyle("✗", "x", "bold $bad"),
 }
 """The verdicts of a plan. Screens show spaces for their underscores."""
 
-ASCII = {"●": "*", "○": "o", "▲": "O", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "%", "│": "|", "─": "-",
+ASCII = {"●": "*", "○": "o", "▲": "O", "▼": "v", "✓": "+", "✗": "x", "■": "#", "‖": "=", "◐": "~", "│": "|", "─": "-",
          "█": "#", "▓": "%", "▒": "+", "░": ".", "→": ">", "·": "-", "▶": ">", "…": "~", "×": "x", "≤": "<=", "┊": ":",
          "▁": "_", "▂": ".", "▃": ",", "▄": "-", "▅": "=", "▆": "+", "▇": "*",
          "├": "|", "└": "`", "┤": "|", "◆": "E", "⚠": "!", "▏": "|", "°": " ",
-         "≥": ">=", "≈": "~", "↑": "^", "↓": "v", "┃": "|", "╱": "/"}  # fmt: skip
+         "␠": "_", "≥": ">=", "≈": "~", "↑": "^", "↓": "v", "┃": "|", "╱": "/"}  # fmt: skip
 """The ASCII replacement of each glyph."""
 
 TO_ASCII = str.maketrans(ASCII)
+
+SPACE = "␠"
+"""Drawn for the last space of a prompt: a model that learned to go on behind a space needs it."""
 
 
 def glyphs(text: str, *, ascii_only: bool) -> str:

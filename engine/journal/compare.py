@@ -177,7 +177,7 @@ LABELS = {
     "loss": "evaluation loss",
     "train_loss": "training loss",
     "tokens_per_second": "tokens/s",
-    "seconds": "time",
+    "seconds": "time in all starts",
     "peak_bytes": "peak memory",
     "step": "steps",
     "backoffs": "out of memory, times",

@@ -2,7 +2,7 @@
 
 A plan of a model family without a formula (closed form) that is not in the cache is made again after a process that may
 import torch (`tunedeck _simulate`) has simulated it; many variants of a plan use one process. Chats and evaluations get
-an OS session of their own: a closed terminal or console does not end them.
+an OS session of their own: a closed terminal does not end them. Leaving the console by its key ends its chats.
 """
 
 from __future__ import annotations
@@ -156,6 +156,15 @@ _CHILDREN: list[subprocess.Popen[bytes]] = []
 
 def reap_chats() -> None:
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
+
+
+def end_chats() -> int:
+    """End the chats that this process started and that still answer, each after the answer that it writes; returns how
+    many. What was said stays, and `take_up_chat` goes on with it."""
+    reap_chats()
+    for process in _CHILDREN:
+        process.terminate()
+    return len(_CHILDREN)
 
 
 class Evaluation:

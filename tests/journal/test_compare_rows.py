@@ -34,7 +34,7 @@ def test_settings_come_first_then_scores_then_the_figures_of_training() -> None:
         ("evaluation loss", ["0.3", "0.5"]),
         ("training", []),
         ("training loss", ["0.2", "-"]),
-        ("time", ["1:01:40", "1:05"]),
+        ("time in all starts", ["1:01:40", "1:05"]),
         ("peak memory", ["6 MiB", "20.0 GiB"]),
         ("steps", ["10", "10"]),
     ]

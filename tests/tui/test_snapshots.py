@@ -46,7 +46,7 @@ async def test_the_list_of_runs_and_a_run_look_as_they_did(
         await pilot.textual_pilot.pause()
         assert_matches(f"runs-{theme}", pilot.app.export_screenshot())
         await pilot.press("enter")
-        await pilot.sees("◆", "finished; result in model")
+        await pilot.sees("◆", "finished; result in ", "/model")
         await pilot.textual_pilot.pause()
         assert_matches(f"run-{theme}", pilot.app.export_screenshot())
 

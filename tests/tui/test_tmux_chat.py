@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.journal.chats import list_chats
+from engine.journal.chats import is_answering, list_chats
 from engine.journal.control import send_request
 from engine.journal.index import list_runs
 from engine.journal.summary import summarise
@@ -67,7 +67,7 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     (demo,) = list_runs(runs)
     until(lambda: any(demo.checkpoints.glob("step-*")), lambda: f"a checkpoint: {summarise(demo)}")
     terminal.press("A")
-    terminal.sees("ready", demo.name, "a question, or /help", "enter send")
+    terminal.sees("ready", demo.name, "a text as the data have it", "enter send")
     ask(terminal, "3 May 2021 ->")
     assert summarise(demo).status == "running"
     send_request(demo, "stop")
@@ -95,8 +95,15 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     assert [row["messages"][0]["content"] for row in rows] == ["5 July 2003 ->"] * 2
     terminal.press("x")
     terminal.sees("the chat has ended", "enter open")
+    terminal.press("Enter")
+    terminal.sees("a question starts it again")
+    ask(terminal, "6 June 2004 ->")
+    assert any(map(is_answering, list_chats(runs)))
+    terminal.press("Escape")
+    terminal.sees("enter type")
     terminal.press("q")
     until(lambda: not terminal.is_open, lambda: terminal.text)
+    until(lambda: not any(map(is_answering, list_chats(runs))), lambda: "a chat outlived the console that began it")
 
     (recipe.parent / "saved.toml").write_text(ON_SAVED, "utf-8")
     terminal.open_console("-p", "demo", "-r", "saved.toml", cwd=recipe.parent)

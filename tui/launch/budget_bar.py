@@ -68,7 +68,7 @@ def _of_earlier_values(evaluated: EvaluatedChoice, last_valid: EvaluatedChoice) 
     key = next((problem.row for problem in evaluated.problems if problem.row), "")
     value = _value_of(last_valid.spec, key)
     of = f"{key.rpartition('.')[2].replace('_', '-')} {visible(value)}" if value else "earlier values"
-    return Content(f"plan of {of}, not of what is written")
+    return Content(f"no plan of what is written; this one is of {of}")
 
 
 def _value_of(spec: RunSpec | None, key: str) -> str:
@@ -188,11 +188,13 @@ def verdict_line(plan: Plan, width: int, *, with_phase: bool = True, ascii_only:
     used, margin = plan.prediction.device_bytes, plan.margin_bytes
     unit, name, digits = (2**30, "GiB", 2) if used >= 2**30 else (2**20, "MiB", 1)
     sizes = [f"{count / unit:,.{digits}f}" for count in (used, plan.capacity_bytes, abs(margin))]
-    missing = "missing as written" if plan.verdict == "fits_smaller" else "missing"
-    left = f"{sizes[2]} {name} {'left' if margin >= 0 else missing}"
+    left = f"{sizes[2]} {name} {'left' if margin >= 0 else 'missing'}"
     phase = [f"peak in the {phase_words(plan.prediction.deciding_phase)}"] if with_phase else []
     texts = [f"{sizes[0]} of {sizes[1]} {name}", left, *phase]
     head = plan_verdict(plan, ascii_only=ascii_only)
+    if plan.verdict == "fits_smaller":  # beside the figures, "fits" alone would be of what is written
+        words = f"too big; {describe_verdict(plan.verdict, remedies=plan.remedies)}"
+        head = verdict_text(plan.verdict, words, ascii_only=ascii_only)
     while head.cell_length + sum(len(text) + 3 for text in texts) > width and len(texts) > 1:
         texts.pop(-1 if len(texts) > 2 else 0)
     return Content.assemble(head, *(f"   {text}" for text in texts))

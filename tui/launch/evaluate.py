@@ -57,10 +57,17 @@ class FieldProblem(NamedTuple):
     """The run may be queued all the same: its data may be added before it starts."""
 
     @property
+    def in_form(self) -> str:
+        """The text as a form tells it, which has fields and no command line: "set KEY=VALUE" for "add --set
+        KEY=VALUE"."""
+        return self.text.replace("add --set ", "set ").replace("--set ", "set ")
+
+    @property
     def sentence(self) -> str:
         """The problem as a sentence: its text, preceded by the field's key unless the text already begins with
         the key."""
-        return self.text if not self.row or self.text.startswith(self.row) else f"{self.row}: {self.text}"
+        text = self.in_form
+        return text if not self.row or text.startswith(self.row) else f"{self.row}: {text}"
 
 
 class StageVerdict(NamedTuple):
@@ -99,7 +106,7 @@ class EvaluatedChoice:
 
     def problem_of(self, row: str) -> str:
         """Return the problems of the field with the key `row`, joined into one text; empty if there are none."""
-        return "; ".join(problem.text for problem in self.problems if problem.row == row)
+        return "; ".join(problem.in_form for problem in self.problems if problem.row == row)
 
     def start_refusal(self, action: str) -> str | None:
         """Why the run cannot be started (action "start"), started although it does not fit ("force"), or queued

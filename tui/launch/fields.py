@@ -44,6 +44,8 @@ class LaunchField(NamedTuple):
     key: str
     label: str
     shown_for: Callable[[RunSpec], bool] = lambda spec: True
+    unit: str = ""
+    """Shown after a value that is set."""
 
 
 def _lora(spec: RunSpec) -> bool:
@@ -64,7 +66,7 @@ FIELDS: tuple[LaunchField, ...] = (
     LaunchField("train.learning_rate", "learning rate"),
     LaunchField("train.epochs", "epochs"),
     LaunchField("train.max_steps", "max steps"),
-    LaunchField("train.gradient_checkpointing", "checkpointing"),
+    LaunchField("train.gradient_checkpointing", "checkpointing", unit="of activations"),
     LaunchField("method.kind", "method"),
     LaunchField("method.adapter_dtype", "adapter dtype", _lora),
     LaunchField("model.quantize", "quantize", _cuda),
@@ -80,9 +82,9 @@ FIELDS: tuple[LaunchField, ...] = (
     LaunchField("data.packing", "packing"),
     LaunchField("data.over_length", "over length"),
     LaunchField("data.loss_on", "loss on"),
-    LaunchField("data.valid_fraction", "validation"),
-    LaunchField("checkpoint.every_steps", "checkpoint"),
-    LaunchField("eval.every_steps", "evaluate"),
+    LaunchField("data.valid_fraction", "held-out share"),
+    LaunchField("checkpoint.every_steps", "save every", unit="steps"),
+    LaunchField("eval.every_steps", "evaluate every", unit="steps"),
     LaunchField("device.memory_gib", "memory GiB"),
     LaunchField("device.reserve_gib", "reserve GiB"),
     LaunchField(DEVICES, "devices", _cuda),
@@ -156,7 +158,7 @@ def _rows_of_field(
         value = options.get(field.key, "")
         return [FieldRow(field.key, field.label, value, "" if value else _default_note(field.key, spec), bool(value))]
     value = overrides.get(field.key, _value(spec, field.key))
-    return [FieldRow(field.key, field.label, value, "", field.key in overrides)]
+    return [FieldRow(field.key, field.label, value, field.unit if value else "", field.key in overrides)]
 
 
 def _stage_rows(

@@ -29,7 +29,9 @@ class PaneChoice:
     has_gpus: bool = False
     """Whether the run has recorded readings of GPUs, and a pane for them."""
     has_samples: bool = False
-    """Whether the run has generated samples, and the terminal room for them beside the other panes."""
+    """Whether the run has generated samples."""
+    samples_beside: bool = False
+    """Whether there is room for the samples beside all other panes; else they take the place of the memory."""
     _below: str = "events"
 
     @property
@@ -45,7 +47,10 @@ class PaneChoice:
         """The names of the panes that fit the room: only the active one if it is enlarged or there is room for one."""
         if self.enlarged or self.room == "one":
             return {self.active}
-        return set(self.names) if self.room == "all" else {*UPPER, self.below}
+        if self.room != "all":
+            return {*UPPER, self.below}
+        left_out = set() if self.samples_beside else {"memory" if self.active == "samples" else "samples"}
+        return set(self.names) - left_out
 
     @property
     def below(self) -> str:

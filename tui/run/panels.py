@@ -116,7 +116,8 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
     if summary.phase == SUSPENDED:
         return Content.styled(f" {SUSPENDED}; it goes on after SIGCONT (kill -CONT)", "$caution")
     if summary.status == "done":
-        ended = f" {summary.reason or 'finished'}; result in {summary.result or '-'}"
+        result = f"; result in {watch.directory.name}/{summary.result}" if summary.result else "; no result"
+        ended = f" {summary.reason or 'finished'}{result}"
         return Content.styled(f" {clean(ended)}", "$muted")
     return Content.styled(f" {clean(summary.phase or 'starting')}", "$muted")
 
@@ -268,8 +269,8 @@ def _micro_batch(watch: RunWatch, step: dict[str, Any]) -> str:
         return "-"
     batch = nested(read_spec(watch.directory), "recipe", "train", "batch_size")
     if watch.state.in_force:
-        held = f"{watch.state.in_force['micro_batch']} of the longest, {pieces} a step"
-        return f"{held}, batch {batch}" if batch else held
+        held = f"{watch.state.in_force['micro_batch']} at full length"
+        return f"{held}; batch {batch} in {pieces}" if batch else f"{held}; {pieces} a step"
     largest = f"{'' if pieces == 1 else '≤'}{rows} × {pieces}" if rows else f"{pieces} a step"
     return f"{largest}, batch {batch}" if batch else largest
 

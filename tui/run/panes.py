@@ -120,7 +120,7 @@ class RunPanes(Vertical):
         if not choice.room and room == "one":
             choice.activate("loss")
         choice.room, choice.has_ranks, choice.has_gpus = room, bool(self._rank_lines), bool(self._cards)
-        choice.has_samples = self._has_samples and (room != "all" or self.screen.has_class("-wide"))
+        choice.has_samples, choice.samples_beside = self._has_samples, self.screen.has_class("-wide")
         if choice.active not in choice.names:
             choice.activate("events")
         for name in PANES:
@@ -155,7 +155,9 @@ class RunPanes(Vertical):
         figures.show([*self._heading("figures", len(numbers) < height), *in_columns(numbers, height, width)])
         self.screen.set_class("expert_utilisation" in (watch.latest or {}), "-experts")
         memory = self.query_one("#memory", TextLines)
-        memory.show([*self._heading("memory", not choice.tabs), *memory_lines(watch, memory.size.width, self._look)])
+        behind = "  answers: tab" if choice.has_samples and not (choice.samples_beside or choice.tabs) else ""
+        heading = [Content.assemble(line, (behind, "$muted")) for line in self._heading("memory", not choice.tabs)]
+        memory.show([*heading, *memory_lines(watch, memory.size.width, self._look)])
         self._paint_ranks(watch)
         self._paint_gpus(watch)
         self._paint_samples(watch)
@@ -178,7 +180,7 @@ class RunPanes(Vertical):
 
     def _paint_samples(self, watch: RunWatch) -> None:
         pane = self.query_one("#samples", ScoresPane)
-        lines = list(sample_lines(watch, pane.size.width))
+        lines = list(sample_lines(watch, pane.size.width, self._glyphs))
         if bool(lines) != self._has_samples:
             self._has_samples = bool(lines)
             self.show_panes(self.choice.room)

@@ -17,6 +17,7 @@ from engine.journal.evaluations import Evaluation
 from engine.journal.event_text import clean, format_score
 from engine.journal.score_groups import best_checkpoints, lower_is_better
 from tui.run.watch import RunWatch
+from tui.theme import SPACE
 
 Glyphs = Callable[[str], str]
 
@@ -38,7 +39,7 @@ def score_lines(watch: RunWatch, width: int, glyphs: Glyphs, back: int = 0) -> l
     of `width` cells. `glyphs` replaces the console's glyphs by ASCII characters where necessary."""
     bar = max(6, min(MOST_BAR, width - LABEL_WIDTH - VALUE_WIDTH - 14))
     lines = [*_of_evaluations(watch.evaluations, bar, glyphs), *_of_training(watch, bar, glyphs)]
-    return [*lines, *sample_lines(watch, width, back)]
+    return [*lines, *sample_lines(watch, width, glyphs, back)]
 
 
 def _of_evaluations(found: Sequence[Evaluation], bar: int, glyphs: Glyphs) -> Iterator[Content]:
@@ -88,7 +89,7 @@ def bar_lines(
     shown = [step for step in known if step in shown or step in best or step == 0]
     top = full_at if full_at is not None else full_bar(metric, known.values())
     better = "lower is better" if lower_is_better(metric) else ""
-    yield Content.assemble(f"  {clean(metric)}", (f"  {better}", "$muted"))
+    yield Content.assemble(f"  {clean(metric).replace('_', ' ')}", (f"  {better}", "$muted"))
     for step in shown:
         full = round(bar * abs(known[step]) / top)
         label = start if step == 0 else f"step {step:,}"
@@ -99,7 +100,7 @@ def bar_lines(
         )  # fmt: skip
 
 
-def sample_lines(watch: RunWatch, width: int, back: int = 0) -> Iterator[Content]:
+def sample_lines(watch: RunWatch, width: int, glyphs: Glyphs, back: int = 0) -> Iterator[Content]:
     """Yield the samples of the last evaluation, or those `back` before: a heading, then each prompt, and below it the
     answer beside its reference if it has one. Nothing if there are none."""
     history = sample_history(watch)
@@ -114,7 +115,8 @@ def sample_lines(watch: RunWatch, width: int, back: int = 0) -> Iterator[Content
     )
     half = max(10, (width - 5) // 2)
     for sample in samples:
-        yield Content.styled(f"  {clean(sample.get('prompt', ''))}", "$muted")
+        prompt = str(sample.get("prompt", ""))
+        yield Content.styled(f"  {clean(prompt)}{glyphs(SPACE) if prompt.endswith(' ') else ''}", "$muted")
         answer = str(sample.get("answer", ""))
         if "reference" not in sample:
             yield from (Content(f"  {line}") for line in _wrapped(answer, max(10, width - 4)))

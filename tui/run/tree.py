@@ -8,7 +8,8 @@ Try: `python -m pytest tests/tui/run/test_tree.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +97,10 @@ class RunTree:
 
     def rows(self, matches: Callable[[RunEntry], bool] | None = None) -> list[TreeRow]:
         """All rows to show; with a filter, each run that matches as a row of its own."""
+        often = Counter(short_name(entry.directory) for entry in self.runs.entries)
+        return [_told_apart(row, often) for row in self._rows(matches)]
+
+    def _rows(self, matches: Callable[[RunEntry], bool] | None) -> list[TreeRow]:
         if matches is not None:
             return [row for (row,) in self._in_order([[_run_row(each)] for each in self.runs.entries if matches(each)])]
         sweeps = _sweeps(self.runs.entries)
@@ -149,6 +154,12 @@ class RunTree:
     def _opened_stages(self) -> list[RunDirectory]:
         opened = [entry.directory for entry in self.runs.entries if str(entry.directory.path) in self._open]
         return [stage for run in opened for stage in stage_directories(run)]
+
+
+def _told_apart(row: TreeRow, often: Mapping[str, int]) -> TreeRow:
+    """The row of one of several runs of a name, with what was changed in this one behind the name."""
+    changed = row.entry.changed if row.entry is not None and not row.parent and often[row.name] > 1 else ""
+    return replace(row, name=f"{row.name} {changed}") if changed else row
 
 
 def _run_row(entry: RunEntry, depth: int = 0, parent: str = "") -> TreeRow:

@@ -8,6 +8,7 @@ reason.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, cast
@@ -51,17 +52,19 @@ def creations(workers: WorkerManager) -> list[Worker[object]]:
 
 
 @cache
-def _screen_tabs(front: str) -> tuple[Content, Content]:
-    """Digit and title of each screen that a digit key opens, for the title bar of the screen `front`; then digits
-    alone."""
-    tabs: tuple[list[Content], list[Content]] = ([], [])
+def _screen_tabs(front: str) -> tuple[Content, ...]:
+    """Digit and title of each screen that a digit key opens, for the title bar of the screen `front`; then titles of
+    four letters, then digits alone."""
+    tabs: tuple[list[Content], ...] = ([], [], [])
     for row in SCREENS:
         if row.key:
             digit = (f" {row.key}", "bold $info")
             shown = Content.assemble(digit, (f" {row.title} ", "bold" if row.name == front else "$muted"))
             tabs[0].append(clickable(shown, f"app.open_screen({row.name!r})"))
-            tabs[1].append(clickable(Content.assemble(digit), f"app.open_screen({row.name!r})"))
-    return Content.assemble(*tabs[0]), Content.assemble(*tabs[1])
+            short = Content.assemble(digit, (f" {row.title[:4]}", "bold" if row.name == front else "$muted"))
+            tabs[1].append(clickable(short, f"app.open_screen({row.name!r})"))
+            tabs[2].append(clickable(Content.assemble(digit), f"app.open_screen({row.name!r})"))
+    return tuple(Content.assemble(*parts) for parts in tabs)
 
 
 class BaseScreen(Screen[None]):
@@ -120,9 +123,10 @@ class BaseScreen(Screen[None]):
         else:
             getattr(self, f"do_{action}")()
 
-    def show_message(self, text: str, style: str = "") -> None:
-        """Show a message for a few seconds in the footer, instead of the keys, in the Textual style `style`."""
-        self.query_one(FooterBar).show_message(visible(text, keep="\n"), style)
+    def show_message(self, text: str, style: str = "", holds: Callable[[], bool] | None = None) -> None:
+        """Show a message for a few seconds in the footer, in the Textual style `style`; it is withdrawn earlier when
+        `holds` returns False at an update of the footer, or the screen is left."""
+        self.query_one(FooterBar).show_message(visible(text, keep="\n"), style, holds)
 
     def write_plot(self, folder: Path, label: str, svg: str) -> None:
         """Write the picture of a plot into `folder` under a name made of `label`, and say its path, or why it cannot be
@@ -225,6 +229,8 @@ class BaseScreen(Screen[None]):
         """Stop polling while another screen is in front. Textual repaints the whole front screen whenever a timer of
         the screen behind it fires. Over SSH that cost 15 KB/s, although the run had ended."""
         self._stop_polling()
+        for footer in self.query(FooterBar):
+            footer.clear()  # what was said here is old when the screen is opened again
 
     def poll(self) -> float | None:
         """Read what the screen shows from files; returns the seconds until it should be called again. A screen that

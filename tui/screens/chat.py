@@ -1,7 +1,8 @@
 """Chat: a conversation with one model, or with several side by side; also a list of chats and runs to begin with.
 
 The models answer in a process of their own (`engine.chat.server`), which this screen starts and talks to through files
-in the chat's folder. Leaving the screen or the console leaves it running; Enter in the list goes on with it.
+in the chat's folder. Leaving the screen leaves it running, leaving the console ends it (`tui.app.run`); Enter in the
+list goes on with it.
 
 Try: `tunedeck`, then `A` on a run
 """
@@ -30,6 +31,7 @@ from tui.chat.column import ChatColumn
 from tui.chat.lines import conversation_lines, token_lines
 from tui.keys import Key, bindings
 from tui.screens.chat_keys import CONVERSATIONS, ChatKeys
+from tui.theme import SPACE
 from tui.widgets.input_prompt import InputPrompt
 from tui.widgets.key_order import OrderedKeys
 from tui.widgets.row_list import RowList
@@ -37,6 +39,9 @@ from tui.widgets.text_lines import TextLines
 
 POLL_SECONDS, BUSY_SECONDS = 0.5, 0.1
 """Intervals at which events are read: while nothing is answered, and while a model loads or answers."""
+
+QUESTION = "a question, or /help"
+PLAIN_QUESTION = f"a text as the data have it, with the space at its end if it has one ({SPACE} in answers); or /help"
 
 OPEN_ACTIONS = ("base", "difference", "tokens", "again", "undo", "prefer", "reject", "system", "save", "image",
                 "warmer", "colder", "wider", "narrower", "reseed", "end", "stop", "next_column", "previous_column",
@@ -97,7 +102,7 @@ class ChatScreen(ChatKeys):
             yield Horizontal(id="columns")
             yield TextLines(id="sampling", classes="heading")
             yield InputPrompt()
-            yield ChatField(placeholder="a question, or /help", id="question", compact=True)
+            yield ChatField(placeholder=QUESTION, id="question", compact=True)
 
     def on_screen_resume(self) -> None:
         """Begin the chat that was asked for, and show what is open."""
@@ -120,6 +125,7 @@ class ChatScreen(ChatKeys):
 
     def _open(self, directory: RunDirectory) -> None:
         self.directory, self.state, self._tail = directory, ChatState(), EventTail(directory.events)
+        self.query_one("#question", ChatField).placeholder = QUESTION
         self._told, self.front, self.view, self.shows_base = 0, 0, "text", False
         self.images, self._sent, self.wanted = [], [], {}
         self._read()
@@ -157,6 +163,7 @@ class ChatScreen(ChatKeys):
         for note in self.state.notes[self._told :]:
             self.show_message(note, "$caution")
         self._told = len(self.state.notes)
+        self._tell_plain()
         return changed
 
     @property
@@ -220,6 +227,11 @@ class ChatScreen(ChatKeys):
         lines = (self.state.error or "the chat's process has ended").splitlines()
         again = Content.styled("a question starts it again, with what was said", "$muted")
         return [*(Content.styled(clean(line), "$caution") for line in lines), again]
+
+    def _tell_plain(self) -> None:
+        """Say in the empty field how a model of plain text is asked."""
+        if self.state.plain:
+            self.query_one("#question", ChatField).placeholder = PLAIN_QUESTION
 
     def _sampling(self) -> Content:
         settings = self.settings()
@@ -290,7 +302,12 @@ class ChatScreen(ChatKeys):
                 self._open(opens)
 
     def do_leave_chat(self) -> None:
-        """Go to the list; the chat goes on."""
+        """Go to the list; the chat goes on, and says what it keeps."""
+        self._close()
+        if self.state.status != "ended":
+            self.show_message("the chat keeps its model in memory: x in it ends it, and so does q")
+
+    def _close(self) -> None:
         self.directory = None
         self._arrange()
 
@@ -356,7 +373,7 @@ class ChatScreen(ChatKeys):
     def do_end(self) -> None:
         """End the chat's process, which frees its memory; what was said is kept."""
         self.send("end")
-        self.do_leave_chat()
+        self._close()
         self.show_message("the chat has ended; Enter on it goes on with it")
 
     def on_resize(self, event: events.Resize) -> None:

@@ -24,6 +24,11 @@ class EngineKeys(BaseScreen):
         raise NotImplementedError
 
     @property
+    def status(self) -> str:
+        """The run's status, as it was read last."""
+        raise NotImplementedError
+
+    @property
     def is_stopping(self) -> bool:
         """Whether a stop was requested and the engine has not ended yet."""
         raise NotImplementedError
@@ -60,7 +65,8 @@ class EngineKeys(BaseScreen):
         except OSError as error:
             self.show_message(f"the request cannot be written: {error.strerror or error}", "bold $bad")
         else:
-            self.show_message(message)
+            asked_in = self.status
+            self.show_message(message, holds=lambda: self.status == asked_in)
         self.refresh_now()
 
     def _force(self) -> None:

@@ -237,9 +237,15 @@ class LaunchScreen(DataKeys):
         self.action_press(f"pick_{event.kind}")
 
     def step_back(self) -> bool:
-        """Close the open list of files, or show all panes again; False if there is nothing to undo."""
+        """Close the open list of files, take back a value that is refused, or show all panes again; False if there is
+        nothing to undo."""
         if self.view.picked:
             self.close_picker(keep=False)
+            return True
+        row = self.view.fields.row
+        if row is not None and row.changed and self.state.evaluated.problem_of(row.key):
+            self.do_restore()
+            self.show_message(f"{row.key} has the value of its file again; u takes that back, esc leaves")
             return True
         return super().step_back()
 

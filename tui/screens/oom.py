@@ -57,7 +57,10 @@ class OomScreen(TextScreen):
         """First what would have avoided the newest failure, then a sentence for each backoff, then the reports, newest
         first."""
         room = max(10, width - 2)
-        heading = Content.styled("what would have avoided the latest one (a opens Launch with it)", "bold $good")
+        heading = Content.styled(
+            "what would have avoided the latest one, each alone; a opens Launch with that under the cursor",
+            "bold $good",
+        )
         found = [(-1, line) for line in heading.wrap(room)] if self._ways else []
         for number, way in enumerate(self._ways):
             found += [

@@ -109,7 +109,8 @@ class QueueScreen(BaseScreen):
         if self._read_error:
             yield from Content.styled(clean(self._read_error), "$bad").wrap(self.size.width)
         else:
-            yield Content.styled("  the queue is empty; add a run on Launch, or with: tunedeck queue add", "$muted")
+            yield Content.styled("  the queue is empty; Q on Launch (2) puts a run into it,", "$muted")
+            yield Content.styled("  and so does: tunedeck queue add", "$muted")
 
     def _worker_status(self) -> str:
         if self._order.worker is not None:

@@ -162,7 +162,7 @@ class RunsScreen(ModelKeys, RunKeys):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect on the run under the cursor; None if the key has an effect."""
         row = self.chosen
-        if row is None and action in ("open", "resume", "clone", "delete", "mark", "unfold", "fold", *RUN_ACTIONS):
+        if row is None and action in ("open", "resume", "delete", "mark", "unfold", "fold", *RUN_ACTIONS):
             return "there is no run here"
         if action in MODEL_ACTIONS:
             return self.no_model_reason()
@@ -234,10 +234,9 @@ class RunsScreen(ModelKeys, RunKeys):
             self.do_open()
 
     def do_clone(self) -> None:
-        """Open Launch with the settings of this run."""
+        """Open Launch with the settings of this run, or as it is where there is none."""
         directory = self.chosen.directory if self.chosen is not None else None
-        if directory is not None:
-            self.console.open_screen("launch", launch_settings(directory))
+        self.console.open_screen("launch", launch_settings(directory) if directory is not None else None)
 
     def do_mark(self) -> None:
         """Mark or unmark the run under the cursor, and move the cursor to the next run."""

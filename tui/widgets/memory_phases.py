@@ -86,12 +86,18 @@ def phase_table(planned: PlannedMemory, width: int) -> Iterator[Content]:
     names = [name for name in COMPONENTS if any(parts.get(name) for parts in planned.phases.values())]
     large = planned.capacity_bytes >= 2**30
     unit, digits = (2**30, 2) if large else (2**20, 1)
-    cells = max(NARROW, min(WIDE, (width - PHASE_WIDTH - len(MARK)) // (len(names) + 1)))
-    heads = "".join(f"{_abbreviated(name, cells - 1):>{cells}}" for name in [*names, "total"])
+    room = width - PHASE_WIDTH - len(MARK)
+    cells = [max(NARROW, len(name) + 2) for name in [*names, "total"]]
+    if sum(cells) > room:
+        cells = [max(NARROW, min(WIDE, room // len(cells)))] * len(cells)
+    heads = "".join(
+        f"{_abbreviated(name, size - 1):>{size}}" for name, size in zip([*names, "total"], cells, strict=True)
+    )
     yield Content.styled(f"{'GiB' if large else 'MiB':<{PHASE_WIDTH}}{heads}", "$muted")
     for phase, parts in planned.phases.items():
         sizes = [*(parts.get(name, 0) for name in names), sum(parts.values())]
-        texts = "".join(f"{f'{size / unit:,.{digits}f}' if size else '':>{cells}}" for size in sizes)
+        shown = [f"{size / unit:,.{digits}f}" if size else "" for size in sizes]
+        texts = "".join(f"{text:>{size}}" for text, size in zip(shown, cells, strict=True))
         mark = MARK if phase == planned.deciding_phase else ""
         yield Content.styled(f"{phase_words(phase):<{PHASE_WIDTH}}{texts}{mark}", "bold" if mark else "")
 

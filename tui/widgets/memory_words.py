@@ -34,7 +34,7 @@ MOVES = {
     "adapters": "a lower method.rank",
     "gradients": "fewer trained weights, such as LoRA's, or more devices that share them (sharding)",
     "optimizer": "fewer trained weights, such as LoRA's, an 8-bit optimizer, or offloading its state to the host",
-    "activations": "a smaller micro-batch, shorter sequences, or gradient checkpointing",
+    "activations": "a smaller micro-batch, shorter sequences, gradient checkpointing, or their offload to the host",
     "recompute": "a smaller micro-batch, or shorter sequences",
     "loss": "a smaller micro-batch, shorter sequences, or the loss in chunks",
     "buffers": "a smaller micro-batch, or shorter sequences",

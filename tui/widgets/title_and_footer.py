@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from textual.content import Content
@@ -23,6 +23,10 @@ GAP = "   "
 
 KEYS_CELLS = 40
 """The least room beside a message in which keys are shown: that of the keys that work on every screen, and a few."""
+
+
+ROOM_FOR_BOTH = 24
+"""Rows of a screen from which on the keys stay when a message is shown."""
 
 
 class TitleBar(TextLines):
@@ -58,19 +62,23 @@ class FooterBar(TextLines):
         super().__init__()
         self._keys: list[tuple[Key, bool]] = []
         self._message: Content | None = None
+        self._holds: Callable[[], bool] | None = None
         self._timer: Timer | None = None
 
     def set_keys(self, keys: Sequence[tuple[Key, bool]]) -> None:
         """Show these keys, each with a flag that says whether the key is enabled now; a disabled key is grey. A key
         without a label is not shown."""
+        if self._message is not None and self._holds is not None and not self._holds():
+            self.clear()
         shown = [(key, usable) for key, usable in keys if key.label]
         if shown != self._keys:
             self._keys = shown
             self._fill()
 
-    def show_message(self, text: str, style: str = "") -> None:
-        """Show a message for MESSAGE_SECONDS, as plain text without markup."""
-        self._message = Content.styled(text, style)
+    def show_message(self, text: str, style: str = "", holds: Callable[[], bool] | None = None) -> None:
+        """Show a message for MESSAGE_SECONDS, as plain text without markup, but not longer than `holds` returns
+        True."""
+        self._message, self._holds = Content.styled(text, style), holds
         if self._timer is not None:
             self._timer.stop()
         self._timer = self.set_timer(MESSAGE_SECONDS, self.clear)
@@ -78,8 +86,9 @@ class FooterBar(TextLines):
 
     def clear(self) -> None:
         """Remove the message and show the keys again."""
-        self._message = None
-        self._fill()
+        if self._message is not None:
+            self._message = self._holds = None
+            self._fill()
 
     def on_resize(self) -> None:
         """Fit keys or message to the new width."""
@@ -94,11 +103,12 @@ class FooterBar(TextLines):
         self.show(lines)
 
     def _beside_keys(self, message: Content, width: int) -> list[Content]:
-        """The lines of a message; a message of one line has the keys beside it for which there is room."""
+        """The lines of a message; a message of one line has the keys beside it for which there is room, or under it on
+        a screen with the rows for that."""
         lines = shorten_message(message, width)
         room = width - lines[0].cell_length - len(GAP)
         if len(lines) > 1 or room < KEYS_CELLS:
-            return lines
+            return [*lines, self._key_line(width)] if self.screen.size.height >= ROOM_FOR_BOTH else lines
         return [Content.assemble(lines[0], GAP, self._key_line(room))]
 
     def _key_line(self, width: int) -> Content:

@@ -84,7 +84,8 @@ def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
     _, known = spec_of(DEMO)
     assert basis_words(known, reading=False, readable=False) == "for the longest of the data, 41 tokens"
     assert "has 41 tokens, not 64; predicted peak 192.2 MiB -> 126.7 MiB" in change_words(plan, known)
-    assert verdict_line(known, 60, ascii_only=False).plain.endswith("missing as written")
+    assert verdict_line(known, 60, ascii_only=False).plain.startswith("◐ too big; fits with micro-batch 28 ")
+    assert verdict_line(known, 60, ascii_only=True).plain.startswith("~ too big"), "% reads as a share"
     few = replace(plan, basis="data", row_targets=12)
     words = basis_words(few, reading=False, readable=False)
     assert words == "for the longest of the data, 64 tokens (12 target tokens)"

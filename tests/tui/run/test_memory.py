@@ -69,5 +69,5 @@ def test_what_runs_after_a_cut_stands_beside_the_measured(tmp_path: Path) -> Non
     listed = [row for row in detail_rows(summarise(run)) if row[0].startswith("  ")]
     assert [name.strip() for name, _ in listed] == ["weights", "activations"], "components of 0 MiB were listed, too"
     figures = "\n".join(line.plain for line in figure_lines(watch, str, ascii_only=False))
-    assert "25 of the longest, 3 a step, batch 64" in figures and "31" not in figures
+    assert "25 at full length; batch 64 in 3" in figures and "31" not in figures
     assert ("peak memory", "58 of 64 MiB, predicted 59 MiB for micro-batch 25") in result_rows(summarise(run))

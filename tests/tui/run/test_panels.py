@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from tests.journal.event_fields import step_fields
 from tests.tui.recorded_runs import add, make_run
+from tui.run.pane_choice import PaneChoice
 from tui.run.panels import figure_strip, headline_lines
+from tui.run.scores import sample_lines
 from tui.run.watch import RunWatch
+from tui.theme import glyphs
 
 
 @pytest.fixture
@@ -38,6 +42,38 @@ def watch(tmp_path: Path) -> RunWatch:
 )
 def test_the_state_line_keeps_what_matters_most(watch: RunWatch, width: int, line: str) -> None:
     assert headline_lines(watch, width, str, ascii_only=False)[0].plain.strip().startswith(line)
+
+
+def test_a_finished_run_names_the_folder_of_its_result(watch: RunWatch) -> None:
+    assert watch.summary is not None
+    watch.summary = replace(watch.summary, status="done", result="model", reason="")
+    line = headline_lines(watch, 200, str, ascii_only=False)[1].plain
+    assert line == f" finished; result in {watch.directory.name}/model"
+
+
+@pytest.mark.parametrize(
+    ("to_ascii", "shown"), [(str, "2039 ->␠"), (lambda text: glyphs(text, ascii_only=True), "2039 ->_")]
+)
+def test_a_space_at_the_end_of_a_prompt_is_seen(watch: RunWatch, to_ascii: Callable[[str], str], shown: str) -> None:
+    """Regression: who asked the trained model without it got other answers, and no screen showed it."""
+    samples = [{"prompt": "november 17, 2039 -> ", "answer": "x", "reference": "2039-11-17"}]
+    add(watch.directory, lambda writer: writer.write("eval", step=100, metrics={"loss": 1.0}, samples=samples))
+    watch.read_more(seconds=9.0)
+    assert any(line.plain.strip() == f"november 17, {shown}" for line in sample_lines(watch, 80, to_ascii))
+
+
+@pytest.mark.parametrize(
+    ("beside", "active", "hidden"),
+    [
+        (True, "events", set()),
+        (False, "events", {"samples"}),
+        (False, "samples", {"memory"}),
+    ],
+)
+def test_answers_are_had_by_tab_where_there_is_no_room_for_all(beside: bool, active: str, hidden: set[str]) -> None:
+    """Regression: at 120x36 a finished run showed no answer of its model."""
+    choice = PaneChoice(room="all", active=active, has_samples=True, samples_beside=beside)
+    assert set(choice.names) - choice.shown == hidden and "samples" in choice.names
 
 
 def test_a_long_run_says_when_it_is_ready(watch: RunWatch) -> None:

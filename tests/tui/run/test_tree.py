@@ -56,6 +56,15 @@ def test_a_sweep_is_one_row_with_the_best_of_its_runs(tmp_path: Path) -> None:
     assert [row.name for row in shown] == ["demo-seed=0", "demo-seed=1", "demo-seed=2"]
 
 
+def test_runs_of_one_name_are_told_apart_by_what_was_changed(tmp_path: Path) -> None:
+    """Regression: at 120 columns two runs of a recipe looked alike."""
+    make_run(tmp_path, "other")
+    first, second = (make_run(tmp_path, "demo") for _ in range(2))
+    first.run_toml.write_text(first.run_toml.read_text().replace('set = ["train.max_steps=100"]', "set = []"))
+    second.path.rename(tmp_path / "20261123T020000Z-demo")
+    assert sorted(row.name for row in read_tree(tmp_path).rows()) == ["demo", "demo max_steps=100", "other"]
+
+
 def test_a_filter_shows_runs_without_the_tree(tmp_path: Path) -> None:
     make_sweep(tmp_path, "done", "failed")
     make_staged_run(tmp_path)

@@ -40,7 +40,7 @@ async def test_state_and_progress_are_in_sight_at_every_size(
     run = make_run(runs)
     async with console(width, height) as pilot:
         await open_run(pilot)
-        await pilot.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "result in model")
+        await pilot.sees(run.name[:20], "✓ done", "(simulated device)", "step 30 of 100  30 %", "/model")
 
 
 async def test_alerts_are_marked_on_the_plot(console: Opener, runs: Path) -> None:
@@ -323,7 +323,7 @@ async def test_the_chain_stands_above_and_brackets_look_into_other_stages(
         await pilot.press("right_square_bracket")
         await pilot.sees("stage router has not begun")
         await pilot.press("left_square_bracket")
-        await pilot.sees(" expert-qmsum  done", "finished; result in model")
+        await pilot.sees(" expert-qmsum  done", "finished; result in ", "/model")
         assert pilot.screen.run_watch.directory.name == "02-expert-qmsum"
         assert pilot.screen.directory == run, "requests go to the run as a whole"
         assert pilot.screen.run_watch.latest["loss"] == 2.2

@@ -28,7 +28,11 @@ async def test_at_200x50_samples_stand_beside_memory_and_events(console: Opener,
         await pilot.press("z")
         assert shown_panes(pilot) == ["samples"]
         await pilot.textual_pilot.resize_terminal(120, 36)
-        await pilot.until(lambda: shown_panes(pilot) == ["events"], "another pane, where samples have no room")
+        await pilot.press("z")
+        await pilot.until(lambda: {"samples", "memory"} & set(shown_panes(pilot)) == {"samples"}, "in memory's place")
+        await pilot.press("shift+tab")
+        await pilot.sees(" memory   answers: tab", "as written")
+        assert "samples" not in shown_panes(pilot)
 
 
 async def test_the_way_back_is_the_same_by_key_and_by_click(console: Opener, runs: Path) -> None:

@@ -40,7 +40,7 @@ async def test_a_bar_for_each_checkpoint_and_answers_beside_references(
         await pilot.press("enter")
         await pilot.until(lambda: pilot.screen.screen_name == "run" and pilot.screen.run_watch.evaluations)
         await pilot.press("b")
-        await pilot.sees("scored on held out (20 samples)", "mean_iou")
+        await pilot.sees("scored on held out (20 samples)", "mean iou")
         for _ in range(40):
             if "And the chair?" in pilot.text:
                 break
