@@ -23,6 +23,7 @@ from tests.fixes import (
     test_results,
     test_settings,
     test_sweeps_and_shares,
+    test_unexpected_ends,
 )
 from tests.fixes.rows import TEXTS, text_of
 from tests.fixes.walk import ROOT
@@ -39,6 +40,7 @@ WALKED = {
         *test_loading.WALKED,
         *test_queues_and_resumes.WALKED,
         *test_sweeps_and_shares.WALKED,
+        *test_unexpected_ends.WALKED,
     )
 }  # fmt: skip
 ELSEWHERE = {key: test for test, keys in OTHERS["tests"].items() for key in keys}
