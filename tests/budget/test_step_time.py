@@ -3,6 +3,7 @@ the machine correct it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_runs_on_this_machine_correct_the_prediction() -> None:
     assert present(make_plan(other).time).basis == "other_models"
     pace_file().write_text("{}")
     assert present(make_plan(spec).time).basis == "profile"
+
+
+@pytest.mark.parametrize("runs", [[], [0.0], [1.2, -1.0]])
+def test_an_entry_without_sound_runs_does_not_cost_the_others(runs: list[float]) -> None:
+    spec = spec_of()
+    record_pace(spec, 1.3)
+    kept = json.loads(pace_file().read_text("utf-8"))
+    kept["entries"].insert(0, {**kept["entries"][0], "model": "another", "runs": runs})
+    pace_file().write_text(json.dumps(kept))
+    found = present(make_plan(spec).time)
+    assert (found.basis, found.factor) == ("same_model", 1.3)
 
 
 def test_nothing_is_told_where_nothing_is_known() -> None:
