@@ -52,7 +52,7 @@ def test_a_finished_run_names_the_folder_of_its_result(watch: RunWatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to_ascii", "shown"), [(str, "2039 ->␠"), (lambda text: glyphs(text, ascii_only=True), "2039 ->_")]
+    ("to_ascii", "shown"), [(str, "2039 ->␣"), (lambda text: glyphs(text, ascii_only=True), "2039 ->_")]
 )
 def test_a_space_at_the_end_of_a_prompt_is_seen(watch: RunWatch, to_ascii: Callable[[str], str], shown: str) -> None:
     """Regression: who asked the trained model without it got other answers, and no screen showed it."""
