@@ -86,6 +86,11 @@ class LossPlotData:
     may_be_log: bool = False
     """Whether the axis is logarithmic by itself where the values span more than a decade."""
 
+    @property
+    def end(self) -> float:
+        """The last step shown. A step whose loss is not finite is not applied: its mark lies behind the curve."""
+        return max([self.series.end, *(step for mark in self.marks for step in mark.steps[-1:])])
+
 
 DECADE = 10.0
 
@@ -145,7 +150,7 @@ class LossPlot(CursorPlot):
         return self._data.label if self._data is not None else ""
 
     def _scale(self, data: LossPlotData, width: int) -> XScale:
-        end = data.series.end
+        end = data.end
         return XScale(end - (end - data.series.start) * ZOOMS[self.options.zoom], end, width)
 
     def paint(self) -> None:
@@ -212,9 +217,8 @@ class LossPlot(CursorPlot):
         row = [Cell()] * x_scale.width
         for mark in data.marks:
             for step in mark.steps:
-                # The step of a loss that is not finite is not applied: it lies one behind the end of the curve.
                 if x_scale.start <= step:
-                    row[x_scale.column(min(step, x_scale.end))] = Cell(self._glyphs(mark.glyph), mark.style)
+                    row[x_scale.column(step)] = Cell(self._glyphs(mark.glyph), mark.style)
         return row
 
     def _empty_note(self, data: LossPlotData) -> str:

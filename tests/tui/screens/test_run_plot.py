@@ -39,14 +39,16 @@ async def test_other_metrics_are_plotted_by_key(console: Opener, runs: Path) -> 
         await pilot.sees(" GPU power, W ")
 
 
-async def test_the_mark_of_a_step_that_was_not_applied_is_at_the_end_of_the_curve(console: Opener, runs: Path) -> None:
-    """Regression: the legend named it, and it was nowhere."""
+async def test_the_mark_of_a_step_that_was_not_applied_is_behind_the_curve(console: Opener, runs: Path) -> None:
+    """Regression: the legend named it, and it was nowhere, then at the step before."""
     run = make_run(runs)
     add(run, lambda writer: writer.write("warning", code="not_finite", text="step 31 is not finite", fix="", step=31))
     async with console() as pilot:
         await open_run(pilot)
         await pilot.sees("✗ not finite")
-        assert any(line.rstrip().endswith("✗") for line in pilot.text.splitlines())
+        lines = pilot.text.splitlines()
+        (marked,) = [number for number, line in enumerate(lines) if line.rstrip().endswith("✗")]
+        assert lines[marked + 1].split()[-1] == "31", "the axis ends at that step"
 
 
 async def test_a_cursor_reads_the_plot_and_escape_removes_it(console: Opener, runs: Path) -> None:
