@@ -41,7 +41,7 @@ POLL_SECONDS, BUSY_SECONDS = 0.5, 0.1
 """Intervals at which events are read: while nothing is answered, and while a model loads or answers."""
 
 QUESTION = "a question, or /help"
-PLAIN_QUESTION = f"a text as the data have it, with the space at its end if it has one ({SPACE} in answers); or /help"
+PLAIN_QUESTION = f"a text as in the data, its last space, too ({SPACE} in answers); or /help"
 
 OPEN_ACTIONS = ("base", "difference", "tokens", "again", "undo", "prefer", "reject", "system", "save", "image",
                 "warmer", "colder", "wider", "narrower", "reseed", "end", "stop", "next_column", "previous_column",
