@@ -199,7 +199,9 @@ def test_a_staged_run_goes_from_launch_to_its_end_without_a_stage_and_while_the_
     terminal.press("l")
     terminal.sees("└ expert", "└ mixture", "└ router")
     terminal.press("Enter")
-    screen = terminal.sees("✓ expert done", "✓ mixture done", "router  done", "result in stages/03-router/model")
+    screen = terminal.sees(
+        "✓ expert done", "✓ mixture done", "router  done", "finished; result in ", "/stages/03-router/model"
+    )
     assert "full" not in screen
     terminal.press("[")
     terminal.press("[")
