@@ -67,7 +67,7 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     (demo,) = list_runs(runs)
     until(lambda: any(demo.checkpoints.glob("step-*")), lambda: f"a checkpoint: {summarise(demo)}")
     terminal.press("A")
-    terminal.sees("ready", demo.name, "a text as the data have it", "enter send")
+    terminal.sees("ready", demo.name, "a text as in the data", "enter send")
     ask(terminal, "3 May 2021 ->")
     assert summarise(demo).status == "running"
     send_request(demo, "stop")
