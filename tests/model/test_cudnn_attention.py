@@ -133,6 +133,19 @@ def test_the_cost_is_that_of_padded_rows() -> None:
     assert (cost(2, 3000), cost(2, 3000, 7), cost(1, 100), cost(1, 4090)) == (6016, 6023, 100, 4096)
 
 
+def test_a_run_is_set_up_with_it_and_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORTEST", 8)
+    made = CudnnAttention(longest=64, layers=2)
+    monkeypatch.setattr("engine.train.run.setup.cudnn_attention", lambda *given: made)
+    with small_setup(tmp_path) as setup:
+        context = setup.context
+        assert context.cudnn is made and context.cost_recomputing is not None
+        longest = int(context.data.lengths.max())
+        length = next(each for each in range(longest - 8, 0, -1) if each % 8 == 3)
+        for cost in (context.cost, context.cost_recomputing(1)):
+            assert cost(2, length - 3) < cost(2, length) == cost(2, length + 5), "3 more tokens are padded to 8"
+
+
 def test_a_faster_kernel_is_used_and_a_slower_one_is_not(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from engine.train.proofs.record import Proof, ProvedRun, drawn, tolerance, worst
 
 LENGTHS = (SHORTEST, SHORTEST + 64)
 TIMED_TOKENS = 8192
-"""Tokens of the micro-batch that is timed: enough to fill a GPU with one head a row."""
+"""Most tokens of the micro-batch that is timed; a GPU is busy with as many."""
 REPEATS, REPEATED = 6, 64
 """Passes of which the fastest counts; tokens that are drawn, then repeated."""
 MOST_OF_FLASH = 0.95

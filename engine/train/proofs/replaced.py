@@ -118,7 +118,7 @@ def _stop_tiling(run: ProvedRun) -> str:
     return "feed-forward blocks are computed whole, and need more memory than with train.mlp_tiles"
 
 
-def _tiled_facts(run: ProvedRun) -> list[str]:
+def _model_facts(run: ProvedRun) -> list[str]:
     loaded = run.context.loaded
     return [loaded.config.to_json_string(), str(loaded.precision), str(run.spec.recipe.method)]
 
@@ -321,14 +321,14 @@ EXPERT_ADAPTERS = Proof(
     prove_expert_adapters,
     _leave_to_peft,
     lambda run: run.context.loaded.expert_adapters is not None and run.context.loaded.shards is None,
-    _tiled_facts,
+    _model_facts,
 )
 TILED_MLP = Proof(
     "tiled_mlp",
     prove_tiled_mlp,
     _stop_tiling,
     lambda run: run.context.loaded.tiles is not None,
-    _tiled_facts,
+    _model_facts,
     votes=True,
 )
 COMPILED = Proof("compile", prove_compiled, _stop_compiling, lambda run: run.spec.recipe.train.compile)
