@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingCase
 from engine.budget.advise.levers import with_changes
+from engine.budget.advise.plan import make_plan
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory
@@ -171,7 +172,7 @@ def compared(device: SuiteDevice, folder: Path, *, contestants: tuple[str, ...])
 
     job, spec, tokens = write_speed_job(device, folder, checkpointing=True)
     ready = {
-        OURS: partial(ours, spec),
+        OURS: partial(ours, with_changes(spec, {"model.kernels": "torch"})),
         FUSED: partial(ours, with_changes(spec, {"model.kernels": "auto"})),
         **{
             name + liger: partial(peer, job, name, bool(liger)) for name in (TRAINER, TRL) for liger in ("", WITH_LIGER)
@@ -273,6 +274,42 @@ def experts(device: SuiteDevice, folder: Path) -> Result:
         found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes}
         said.append(f"{name} {1000 * statistics.median(seconds[WARM_UP:]):.0f} ms, {peak_bytes / 2**30:.2f} GiB")
     return {"ok": True, **found, "said": "; ".join(said)}
+
+
+OFFLOADED = {
+    "kept": {"train.gradient_checkpointing": False},
+    "recomputed": {"train.gradient_checkpointing": True},
+    "offloaded": {"train.gradient_checkpointing": False, "train.activation_offload": True},
+}
+COMPILED = {
+    "torch": {"model.kernels": "torch"},
+    "fused": {"model.kernels": "auto"},
+    "compiled": {"model.kernels": "torch", "train.compile": True},
+}
+ON_HOST = {"on the GPU": {}, "on the host": {"train.optimizer_offload": True}}
+SETTINGS: dict[str, tuple[TrainingCase, dict[str, dict[str, Any]]]] = {
+    "compiled": (TrainingCase(MODEL, {"rank": RANK}, 2, LENGTH, {"gradient_checkpointing": False}), COMPILED),
+    "activation-offload": (TrainingCase(MODEL, {"rank": RANK}, 1, LENGTH, {}), OFFLOADED),
+    "optimizer-offload": (TrainingCase("Qwen/Qwen2.5-1.5B", {"kind": "full"}, 2, 2048, {}), ON_HOST),
+}
+"""What is trained with each of several settings: changes to the recipe, by a name for them."""
+
+
+def settings(case: TrainingCase, choices: dict[str, dict[str, Any]], device: SuiteDevice, folder: Path) -> Result:
+    """Train `case` with each of `choices`, one after the other: seconds of a step, and the largest number of bytes
+    allocated in one beside the plan's."""
+    spec = case.spec(device, folder)
+    found: dict[str, Any] = {}
+    for name, changes in choices.items():
+        chosen = with_changes(spec, changes)
+        predicted = make_plan(chosen).prediction.peak_bytes
+        seconds, peak_bytes = _timed_steps(chosen, WARM_UP + FIXED)
+        found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes, "predicted_peak_bytes": predicted}
+    said = (
+        f"{name} {1000 * statistics.median(each['step_seconds'][WARM_UP:]):.0f} ms, {each['peak_bytes'] / 2**30:.2f} GiB"
+        for name, each in found.items()
+    )
+    return {"ok": True, "settings": found, "said": "; ".join(said)}
 
 
 def _timed_steps(spec: RunSpec, count: int) -> tuple[list[float], int]:

@@ -170,10 +170,11 @@ def _largest(case: TrainingCase, cap_gib: float, device: SuiteDevice, folder: Pa
 
 
 def speed(_device: SuiteDevice) -> Iterator[Measurement]:
-    """Yield measurements of tokens/s beside transformers' Trainer and TRL, and of the time of each kernel in a step,
-    with recomputed and with kept activations."""
+    """Yield measurements of tokens/s beside transformers' Trainer and TRL, of the time of each kernel in a step, and of
+    settings beside each other."""
     # Imports torch, which the other suites leave to their engines.
-    from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER, attention, compared, experts, profiled
+    from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER
+    from benchmarks.gpu_speed import SETTINGS, attention, compared, experts, profiled, settings
 
     for name, contestants in {
         "peers-with-liger": (FUSED, TRAINER + WITH_LIGER, TRL + WITH_LIGER),
@@ -185,6 +186,8 @@ def speed(_device: SuiteDevice) -> Iterator[Measurement]:
     yield Measurement("kernels-kept-fused", partial(profiled, checkpointing=False, kernels="auto"))
     yield Measurement("experts", experts)
     yield Measurement("attention", attention)
+    for name, (case, choices) in SETTINGS.items():
+        yield Measurement(name, partial(settings, case, choices))
 
 
 SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
@@ -196,7 +199,7 @@ SMALL = {
     "budget": ("qwen2.5-7b-padded-4x1024", "qwen2.5-7b-nf4-1x2048"),
     "backoff": ("attention-lora-0.02gb",),
     "edge": ("full-0.03gb",),
-    "speed": ("kernels-recomputed",),
+    "speed": ("kernels-recomputed", "activation-offload"),
 }
 """The measurements that are run on the metered device: the others run the same code with other numbers."""
 
