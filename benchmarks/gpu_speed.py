@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingCase
+from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingCase, measured_run
 from engine.budget.advise.levers import with_changes
-from engine.budget.advise.plan import make_plan
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.journal.directory import RunDirectory
@@ -114,7 +113,7 @@ def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], int]]:
                 set_learning_rates(setup.context.optimizer, setup.schedule.factor(step))
                 transaction.run(step, setup.order.step(step))
                 device.synchronize()
-                return device.memory().peak_bytes
+                return transaction.work.peak_bytes
 
             yield one_step
 
@@ -240,23 +239,61 @@ def profiled(device: SuiteDevice, folder: Path, *, checkpointing: bool, kernels:
     }
 
 
+Choices = dict[str, dict[str, Any]]
+"""Changes to a recipe, by a name for them."""
+FLASH: Choices = {"cuDNN": {}, "flash": {"model.attention": "sdpa"}}
+OFFLOADED: Choices = {
+    "kept": {"train.gradient_checkpointing": False},
+    "recomputed": {"train.gradient_checkpointing": True},
+    "offloaded": {"train.gradient_checkpointing": False, "train.activation_offload": True},
+}
+COMPILED: Choices = {"compiled": {"train.compile": True}, "fused": {}, "torch": {"model.kernels": "torch"}}
+ON_HOST: Choices = {"on the GPU": {}, "on the host": {"train.optimizer_offload": True}}
+SETTINGS: dict[str, tuple[TrainingCase, Choices]] = {
+    "compiled": (TrainingCase(MODEL, {"rank": RANK}, MICRO, LENGTH, {"gradient_checkpointing": False}), COMPILED),
+    "activation-offload": (TrainingCase(MODEL, {"rank": RANK}, 1, LENGTH, {}), OFFLOADED),
+    "optimizer-offload": (TrainingCase("Qwen/Qwen2.5-1.5B", {"kind": "full"}, 2, 2048, {}), ON_HOST),
+}
+"""What is trained with each of several settings."""
+
+
+def settings(case: TrainingCase, choices: Choices, device: SuiteDevice, folder: Path) -> Result:
+    """Train `case` with each of `choices`: seconds of a step, and the largest number of bytes allocated in one beside
+    the plan's."""
+    found = _each(case.spec(device, folder, max_steps=WARM_UP + 2 * FIXED), choices, device, folder)
+    said = []
+    for name, each in found.items():
+        seconds = statistics.median(each["step_seconds"][WARM_UP:])
+        said.append(f"{name} {1000 * seconds:.0f} ms, {each['peak_bytes'] / 2**30:.2f} GiB")
+    return {"ok": True, "settings": found, "said": "; ".join(said)}
+
+
 def attention(device: SuiteDevice, folder: Path) -> Result:
     """Train with cuDNN's attention where the engine takes it, then with torch's flash kernel alone, with nothing
     recomputed: tokens per second for rows of equal and of mixed lengths, and the largest number of bytes allocated."""
-    from engine.model.cudnn_attention import cudnn_attention
-
     _, spec, tokens = write_speed_job(device, folder, checkpointing=False)
-    found: dict[str, Any] = {}
-    for name, choice in (("cuDNN", cudnn_attention), ("flash", lambda *given: None)):
-        with patch("engine.train.run.setup.cudnn_attention", choice):
-            seconds, peak_bytes = _timed_steps(spec, STEPS)
-        speeds = {
-            part: round(sum(tokens[chosen]) / sum(seconds[chosen]), 1)
+    found = _each(spec, FLASH, device, folder)
+    for each in found.values():
+        each["tokens_per_second"] = {
+            part: round(sum(tokens[chosen]) / sum(each["step_seconds"][chosen]), 1)
             for part, chosen in {"fixed": FIXED_STEPS, "mixed": MIXED_STEPS}.items()
         }
-        found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes, "tokens_per_second": speeds}
-    said = (f"{name} {each['tokens_per_second']['fixed']:.0f} tokens/s" for name, each in found.items())
-    return {"ok": True, **found, "said": ", ".join(said)}
+    said = (f"{name} {each['tokens_per_second']} tokens/s" for name, each in found.items())
+    return {"ok": True, "settings": found, "said": "; ".join(said)}
+
+
+def _each(spec: RunSpec, choices: Choices, device: SuiteDevice, folder: Path) -> dict[str, dict[str, Any]]:
+    """Train with each of `choices` in a process of its own, one after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, changes in choices.items():
+        run = measured_run(with_changes(spec, changes), folder / name, device).expect()
+        found[name] = {
+            "step_seconds": [round(event["step_seconds"], 4) for event in run.of_kind("step")],
+            "peak_bytes": run.peak_bytes,
+            "predicted_peak_bytes": run.finished["measured"]["predicted"]["peak_bytes"],
+            "proofs": {event["name"]: event["detail"] for event in run.of_kind("proof")},
+        }
+    return found
 
 
 def experts(device: SuiteDevice, folder: Path) -> Result:
@@ -276,45 +313,11 @@ def experts(device: SuiteDevice, folder: Path) -> Result:
     return {"ok": True, **found, "said": "; ".join(said)}
 
 
-OFFLOADED = {
-    "kept": {"train.gradient_checkpointing": False},
-    "recomputed": {"train.gradient_checkpointing": True},
-    "offloaded": {"train.gradient_checkpointing": False, "train.activation_offload": True},
-}
-COMPILED = {
-    "torch": {"model.kernels": "torch"},
-    "fused": {"model.kernels": "auto"},
-    "compiled": {"model.kernels": "torch", "train.compile": True},
-}
-ON_HOST = {"on the GPU": {}, "on the host": {"train.optimizer_offload": True}}
-SETTINGS: dict[str, tuple[TrainingCase, dict[str, dict[str, Any]]]] = {
-    "compiled": (TrainingCase(MODEL, {"rank": RANK}, 2, LENGTH, {"gradient_checkpointing": False}), COMPILED),
-    "activation-offload": (TrainingCase(MODEL, {"rank": RANK}, 1, LENGTH, {}), OFFLOADED),
-    "optimizer-offload": (TrainingCase("Qwen/Qwen2.5-1.5B", {"kind": "full"}, 2, 2048, {}), ON_HOST),
-}
-"""What is trained with each of several settings: changes to the recipe, by a name for them."""
-
-
-def settings(case: TrainingCase, choices: dict[str, dict[str, Any]], device: SuiteDevice, folder: Path) -> Result:
-    """Train `case` with each of `choices`, one after the other: seconds of a step, and the largest number of bytes
-    allocated in one beside the plan's."""
-    spec = case.spec(device, folder)
-    found: dict[str, Any] = {}
-    for name, changes in choices.items():
-        chosen = with_changes(spec, changes)
-        predicted = make_plan(chosen).prediction.peak_bytes
-        seconds, peak_bytes = _timed_steps(chosen, WARM_UP + FIXED)
-        found[name] = {"step_seconds": seconds, "peak_bytes": peak_bytes, "predicted_peak_bytes": predicted}
-    said = (
-        f"{name} {1000 * statistics.median(each['step_seconds'][WARM_UP:]):.0f} ms, {each['peak_bytes'] / 2**30:.2f} GiB"
-        for name, each in found.items()
-    )
-    return {"ok": True, "settings": found, "said": "; ".join(said)}
-
-
 def _timed_steps(spec: RunSpec, count: int) -> tuple[list[float], int]:
     """Run so many steps of the engine. Returns the seconds of each, and the largest number of bytes allocated in one;
     nothing is left on the device."""
+    import torch
+
     seconds, peak_bytes = [], 0
     with engine_steps(spec) as one_step:
         for step in range(1, count + 1):
@@ -323,6 +326,7 @@ def _timed_steps(spec: RunSpec, count: int) -> tuple[list[float], int]:
             seconds.append(round(time.perf_counter() - began, 4))
     del one_step
     gc.collect()
+    torch.cuda.empty_cache()
     return seconds, peak_bytes
 
 

@@ -173,21 +173,21 @@ def speed(_device: SuiteDevice) -> Iterator[Measurement]:
     """Yield measurements of tokens/s beside transformers' Trainer and TRL, of the time of each kernel in a step, and of
     settings beside each other."""
     # Imports torch, which the other suites leave to their engines.
+    from benchmarks import gpu_speed as its
     from benchmarks.gpu_speed import FUSED, OURS, TRAINER, TRL, WITH_LIGER
-    from benchmarks.gpu_speed import SETTINGS, attention, compared, experts, profiled, settings
 
     for name, contestants in {
         "peers-with-liger": (FUSED, TRAINER + WITH_LIGER, TRL + WITH_LIGER),
         "peers": (OURS, TRAINER, TRL),
     }.items():
-        yield Measurement(name, partial(compared, contestants=contestants))
+        yield Measurement(name, partial(its.compared, contestants=contestants))
     for name, checkpointing in (("recomputed", True), ("kept", False)):
-        yield Measurement(f"kernels-{name}", partial(profiled, checkpointing=checkpointing))
-    yield Measurement("kernels-kept-fused", partial(profiled, checkpointing=False, kernels="auto"))
-    yield Measurement("experts", experts)
-    yield Measurement("attention", attention)
-    for name, (case, choices) in SETTINGS.items():
-        yield Measurement(name, partial(settings, case, choices))
+        yield Measurement(f"kernels-{name}", partial(its.profiled, checkpointing=checkpointing))
+    yield Measurement("kernels-kept-fused", partial(its.profiled, checkpointing=False, kernels="auto"))
+    yield Measurement("experts", its.experts)
+    yield Measurement("attention", its.attention)
+    for name, (case, choices) in its.SETTINGS.items():
+        yield Measurement(name, partial(its.settings, case, choices))
 
 
 SUITES: dict[str, Callable[[SuiteDevice], Iterator[Measurement]]] = {
