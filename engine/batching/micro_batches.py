@@ -96,8 +96,8 @@ def launch_tokens(large: tuple[int, float], small: tuple[int, float], floor: int
 
 
 def _steady(tokens: float) -> int:
-    """Rounded to a power of two, so that timing noise seldom changes it."""
-    return 2 ** round(math.log2(tokens)) if tokens >= 1 else 0
+    """Rounded to one of four numbers between one power of two and the next, so that timing noise seldom changes it."""
+    return round(2 ** (round(4 * math.log2(tokens)) / 4)) if tokens >= 1 else 0
 
 
 def costliest_sequences(

@@ -99,7 +99,8 @@ def test_passes_that_take_equally_long_are_not_split_to_save_padding() -> None:
     ("tokens_of_large", "seconds", "shortest_seconds", "floor"),
     [
         (16_384, 0.4, 0.05, 2048),  # a GPU: launching the kernels takes as long as 2,000 tokens
-        (16_384, 0.4, 0.055, 2048),  # noise of some per cent changes nothing
+        (16_384, 0.4, 0.052, 2048),  # noise of some per cent changes nothing
+        (16_384, 0.4, 0.0708, 2896),  # no more than a tenth beside what was measured
         (512, 0.05, 0.05, 512),  # all passes of the run take equally long
         (512, 0.05, 0.06, 512),
         (4096, 4.0, 0.0001, 0),
@@ -116,7 +117,8 @@ def test_the_floor_is_what_could_be_computed_meanwhile(
     ("large", "small", "launch"),
     [
         ((16_384, 0.50), (8192, 0.30), 4096),  # 0.1 s, and 24 us for each token
-        ((16_384, 0.51), (8192, 0.30), 4096),  # noise of some per cent changes nothing
+        ((16_384, 0.503), (8192, 0.30), 4096),  # a little noise changes nothing
+        ((16_384, 0.51), (8192, 0.30), 3444),
         ((16_384, 0.50), (8192, 0.25), 0),  # no fixed time
         ((16_384, 0.50), (8192, 0.24), 0),  # noise
         ((16_384, 0.50), (8192, 0.49), 8192),  # no more than the shortest pass

@@ -43,13 +43,15 @@ def test_the_floor_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
         training.measure_floor(lengths.argsort()[::-1][:8].copy())
         assert sizes[1] == sizes[2] > sizes[5] == sizes[6] > sizes[3] == sizes[4] == lengths.min()
         assert sizes[5] == sizes[1] // 2
-        assert budget.floor_tokens == 64  # 50 ms at nearly a thousand tokens a second, as a power of two
-        assert budget.launch_tokens == 16  # 20 ms at a thousand tokens a second, as a power of two
+        assert budget.floor_tokens == 45  # 50 ms at nearly a thousand tokens a second, rounded
+        assert budget.launch_tokens == 19  # 20 ms at a thousand tokens a second, rounded
         saved = memory_as_json(setup.context)
         budget.floor_tokens, budget.launch_tokens = 0, 256
         adopt_memory(setup.context, saved)
         training.measure_floor(np.arange(1))
         assert len(sizes) == 7  # a run that goes on keeps its splits
         plan = training.transaction._plan(setup.order.step(1))
-        fresh = plan_micro_batches(lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, 64, None, 16)
+        fresh = plan_micro_batches(
+            lengths[setup.order.step(1)], setup.context.cost, budget.budget_bytes, budget.floor_tokens, None, 19
+        )
         assert plan == fresh

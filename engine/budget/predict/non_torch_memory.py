@@ -104,7 +104,7 @@ def host_bytes(arch: Architecture, config: MemoryConfig, profile: Profile, rows:
         shape = shape_of(rows, layout.positions(length), config.chunk_tokens, patches=patches)
         found["activations"] = _activations(arch, config).at(shape)
     if config.optimizer_offload:
-        found["optimizer"] = _optimizer(arch, config, layout)
+        found["optimizer"] = state_on_host(arch, config, layout)
     return {name: size * profile.device.count for name, size in found.items()}
 
 
@@ -119,5 +119,6 @@ def _activations(arch: Architecture, config: MemoryConfig) -> BytesPolynomial:
     return total
 
 
-def _optimizer(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
+def state_on_host(arch: Architecture, config: MemoryConfig, layout: ParallelLayout) -> int:
+    """Bytes of one rank's optimizer state that optimizer offload keeps on the host."""
     return static_of_a_rank(arch, replace(config, optimizer_offload=False), layout).optimizer

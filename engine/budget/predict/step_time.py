@@ -15,6 +15,7 @@ from typing import NamedTuple
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.parameters import elements, layer_parameters
 from engine.budget.predict.layer_traces import layer_forward
+from engine.budget.predict.non_torch_memory import state_on_host
 from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.products import Flops, adapter_weights, layer_flops, trained_weights, used_weights
 from engine.budget.predict.recompute import recompute_order
@@ -29,11 +30,11 @@ from engine.config.schema.run import Profile
 PRODUCT_SHARE = 0.67
 """Share of the datasheet's FLOP/s that a layer's products reach (the largest reach 0.8: an H200, 770 to 800 of 989
 TFLOP/s at 8192³)."""
-FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 1.2, 0.53, 0.98
+FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 1.2, 0.53, 0.79
 """FLOP/s of attention, forward and backward, as a share of the datasheet's, where pairs that a causal mask hides count
 although they are left out: torch's flash kernel on the Ampere cards it was written for (190 of 312 TFLOP/s without the
-hidden pairs: Dao, FlashAttention-2, 2023, figure 4), on an H100, and cuDNN's kernel there (3.7 and 2.0 ms for 2 x 4096
-tokens of an 8B layer)."""
+hidden pairs: Dao, FlashAttention-2, 2023, figure 4), on an H100, and cuDNN's kernel there (3.7 and 2.5 ms for 2 x 4096
+tokens of an 8B layer, by steps of 1,158 and 1,080 ms)."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass as a multiple of those of forward: five products for two."""
 FP32_SHARE = 1 / 15
@@ -55,8 +56,9 @@ MICRO_BATCH_SECONDS = 2e-3
 CPU_TFLOPS, CPU_GBS, CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS = 0.054, 52.0, 78e-6, 5e-3
 """Of one core with fp32, where the profile does not tell, fitted to small models (`python -m benchmarks.checkpointing
 times`), whose activations partly stay in caches. Launches do not overlap with the work."""
-HOST_LINK_GBS = 25.0
-"""Between device and host: PCIe 4 with 16 lanes."""
+HOST_LINK_GBS, HOST_LINK_GBS_ON_HOPPER = 25.0, 38.0
+"""Between device and host, each way: PCIe 4 with 16 lanes, and what an H100 reached with PCIe 5 (73 GB of an 8B LoRA's
+activations in 1.9 s)."""
 UPDATE_PASSES = 4
 """How often the optimizer's step moves a trained weight, its gradient and its state."""
 
@@ -73,6 +75,8 @@ class Speed(NamedTuple):
     """What one more micro-batch costs beside its work: its batch is made, its results are read."""
     stated: bool
     """Arithmetic and bandwidth are the profile's, not typical values."""
+    link_bytes: float
+    """Between device and host, each way."""
     attention_flops: float | None = None
     """FLOP/s of a fused attention kernel; None: attention is products like those of a layer."""
 
@@ -87,7 +91,8 @@ def speed_of(profile: Profile, config: MemoryConfig, recipe: Recipe) -> Speed:
     if not on_cuda:
         launch, micro_batch = CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS
     attention = tflops * 1e12 * _attention_share(profile, config, recipe)
-    speed = Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated)
+    link = HOST_LINK_GBS_ON_HOPPER if (device.compute_capability or 0.0) >= HOPPER else HOST_LINK_GBS
+    speed = Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated, link * 1e9)
     return speed._replace(attention_flops=attention) if on_cuda and config.attention_scratch else speed
 
 
@@ -166,6 +171,8 @@ class StepTime:
     """In the order in which they become recomputed ones."""
     head: LayerWork
     update_bytes: int
+    offloaded_state_bytes: int
+    """Optimizer state that crosses to the device and back in each step."""
     batch: int
     sequence: int
     """Devices that share each sequence."""
@@ -176,11 +183,13 @@ class StepTime:
     def of(cls, predictor: Predictor) -> StepTime:
         arch, config = predictor.arch, replace(predictor.config, checkpointing=False, kept_layers=0)
         total = predictor.total
+        on_host = state_on_host(arch, config, predictor.layout) if config.optimizer_offload else 0
         return cls(
             speed_of(predictor.profile, config, predictor.recipe),
             _layers(arch, replace(config, activation_offload=False)),
             _head(arch, config),
-            total.optimizer + 2 * total.gradients,
+            total.optimizer + on_host + 2 * total.gradients,
+            on_host,
             predictor.batch,
             predictor.layout.sequence,
             config.activation_offload,
@@ -201,8 +210,9 @@ class StepTime:
 
     @property
     def update(self) -> float:
-        """Seconds of the optimizer's step."""
-        return UPDATE_PASSES * self.update_bytes / self.speed.bytes
+        """Seconds of the optimizer's step. Offloaded state goes both ways at once, beside the arithmetic."""
+        on_device = UPDATE_PASSES * self.update_bytes / self.speed.bytes
+        return max(on_device, self.offloaded_state_bytes / self.speed.link_bytes)
 
     def micro_batch(self, rows: int, length: int, recomputed: int) -> Parts:
         """The seconds of one micro-batch."""
@@ -219,7 +229,7 @@ class StepTime:
             launches += layer.launches * (1 + again + 2 * layer.learns)
             launches += layer.tiled_launches * (1 + tiles_again + 2 * layer.learns)
             if self.offloads and not again:
-                copied += 2 * layer.saved.at(shape) / (HOST_LINK_GBS * 1e9)
+                copied += 2 * layer.saved.at(shape) / self.speed.link_bytes
         multiplied, moved, _ = self.head.seconds(self.speed, shape, rows, length)
         work = Parts(products + multiplied, between + moved, recompute).times(1 / self.sequence)
         host = launches * self.speed.launch_seconds

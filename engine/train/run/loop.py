@@ -167,8 +167,9 @@ class Training:
         budget.floor_tokens, budget.launch_tokens = self.ranks.broadcast_object([floor, launch])
         self.journal.phase(
             "probing",
-            f"passes of up to {budget.floor_tokens} tokens take equally long; one more micro-batch costs as much time "
-            f"as {budget.launch_tokens} tokens",
+            f"a pass of {large.tokens} tokens takes {large.seconds:.3f} s, the shortest {small.seconds:.3f} s, so up "
+            f"to {budget.floor_tokens} tokens count alike; one more micro-batch costs as much time as "
+            f"{budget.launch_tokens} tokens",
         )
 
     def _timed_pass(self, samples: NDArray[np.int64]) -> TimedPass:
