@@ -21,7 +21,6 @@ from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
 from engine.data.prompts import was_trained_plain
 from engine.device.base import Device, holders_of
-from engine.device.oom import retry_on_oom
 from engine.errors import DeviceBusyError, DoesNotFitError, UnknownArchitectureError, UsageError
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
@@ -34,7 +33,7 @@ from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import set_adapter_dtype
 from engine.model.config import model_config_dict
 from engine.model.decoder import eval_mode
-from engine.model.load import load_model
+from engine.model.load import load_and_tell
 from engine.model.loaded import ADAPTER, LoadedModel
 from engine.model.reference import find_run_weights, find_starting_weights
 from engine.model.tokenizer import load_tokenizer
@@ -120,13 +119,8 @@ def _load(
         if not (_has_whole_modules(loaded, ADAPTER) or _saves_whole_modules(source.weights)):
             return ChatModel(source.label, spec, loaded, _add_adapter(loaded, source, f"chat{number}", device))
         notify(f"{source.label} has modules that were trained in full: it is loaded with a base of its own")
-    notify(f"loading {source.label}")
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
-
-    def report(failure: object, remedy: str, attempt: int) -> None:
-        notify(f"out of memory while loading {source.label}: {remedy} {attempt}")
-
-    loaded = retry_on_oom(lambda: load_model(spec, device, tokenizer), "load", device, report)
+    loaded = load_and_tell(spec, device, tokenizer, notify, source.label)
     if source.weights is not None:
         loaded.load_weights(source.weights)
     if isinstance(loaded.model, PeftModel):

@@ -89,7 +89,7 @@ def right_command(message: str, arguments: Sequence[str]) -> str | None:
         or _stray_argument(message, words)
         or _missing_file(message, words)
     )
-    if meant and meant[0] in CALLS_WITH_A_RECIPE:
+    if meant and (meant[0] in CALLS_WITH_A_RECIPE or _scores_a_model(meant)):
         meant = _with_files(meant)
     return shlex.join(["tunedeck", *meant]) if meant else None
 
@@ -216,9 +216,18 @@ def _with_files(words: list[str]) -> list[str]:
         return words
     from engine.launch.requirements import own_profile, own_recipe
 
-    if not any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words) and words[0] != "data":
+    if not _gives_profile(words) and words[0] != "data":
         words = [*words, "-p", own_profile() or "demo"]
     return words if _gives_recipe(words) else [*words, "-r", own_recipe() or "demo"]
+
+
+def _scores_a_model(words: Sequence[str]) -> bool:
+    """Whether it is an `eval` with a profile or a recipe, which then takes both."""
+    return words[0] == "eval" and (_gives_profile(words) or _gives_recipe(words))
+
+
+def _gives_profile(words: Sequence[str]) -> bool:
+    return any(word in ("-p", "--profile") or word.startswith("--profile=") for word in words)
 
 
 def _gives_recipe(words: Sequence[str]) -> bool:

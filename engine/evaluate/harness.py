@@ -30,7 +30,7 @@ from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.score_groups import bootstrap, lower_is_better
 from engine.model.config import model_config_dict
-from engine.model.load import load_model
+from engine.model.load import load_and_tell
 from engine.model.loaded import LoadedModel
 from engine.model.tokenizer import load_tokenizer
 
@@ -140,8 +140,8 @@ def _tasks_of(spec: RunSpec) -> Any:
 
 
 def _load(spec: RunSpec, device: Device, notify: Notify) -> LoadedModel:
-    notify("loading model")
-    return load_model(spec, device, load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code))
+    tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
+    return load_and_tell(spec, device, tokenizer, notify)
 
 
 def evaluate_tasks(

@@ -44,7 +44,7 @@ from engine.journal.evaluations import Evaluation, append_evaluation, now, scori
 from engine.journal.stages import typed_name
 from engine.model.config import check_packing, model_config_dict
 from engine.model.decoder import eval_mode
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel, load_and_tell
 from engine.model.loss import LossChoice, make_loss
 from engine.model.reference import find_run_weights, find_starting_weights, refuse_removed
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -252,8 +252,7 @@ def _prepare(spec: RunSpec, device: Device, notify: Notify) -> tuple[EvaluationC
     facts = model_config_dict(spec)
     if int(data.lengths.max()) > (table_of_positions(facts) or math.inf):
         refuse_long_sequences(facts, spec.recipe)
-    notify("loading model")
-    loaded = load_model(spec, device, tokenizer)
+    loaded = load_and_tell(spec, device, tokenizer, notify)
     if spec.recipe.data.packing:
         require_separation(loaded)
     spec = with_largest_image(spec, data, images)

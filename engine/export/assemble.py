@@ -34,7 +34,7 @@ from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.oom import classify
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel, load_and_tell
 from engine.model.tokenizer import load_tokenizer
 
 SAMPLES = 64
@@ -56,8 +56,7 @@ def hidden_router_rows(
         tokenizer = load_tokenizer(base.recipe.model, trust_remote_code=base.limits.trust_remote_code)
         with device.host_region():
             data = [prepare_data(expert, tokenizer, notify=notify).train for expert in experts]
-        notify("loading model")
-        loaded = load_model(base, device, tokenizer)
+        loaded = load_and_tell(base, device, tokenizer, notify)
         means = []
         for number, samples in enumerate(data, 1):
             notify(f"hidden states of expert {number} of {len(data)}")

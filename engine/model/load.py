@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import install_command
 from engine.config.schema.run import RunSpec
 from engine.device.base import Device
+from engine.device.oom import retry_on_oom
 from engine.errors import EnvironmentProblem, UnknownArchitectureError, UsageError
 from engine.model.adapted_experts import AdaptersInGroups
 from engine.model.adapted_linear import compute_in_input_dtype
@@ -132,6 +133,23 @@ def load_model(
     if place is None:
         device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
     return loaded
+
+
+def load_and_tell(
+    spec: RunSpec,
+    device: Device,
+    tokenizer: PreTrainedTokenizerBase,
+    notify: Callable[[str], None],
+    name: str = "model",
+) -> LoadedModel:
+    """As `load_model`, outside training: tells `notify` what is loaded, and each out-of-memory error, after which it is
+    loaded again. MemoryExhaustedError: it never fitted."""
+    notify(f"loading {name}")
+
+    def report(failure: object, remedy: str, attempt: int) -> None:
+        notify(f"out of memory while loading {name}: {remedy} {attempt}")
+
+    return retry_on_oom(lambda: load_model(spec, device, tokenizer), "load", device, report)
 
 
 def assemble(

@@ -60,6 +60,9 @@ USAGE: dict[str, Wrong] = {
     "option --optim": Wrong("train -p mine -r my.toml --optim adamw_torch", 2, ("--set train.optimizer=adamw",)),
     "option --output-dir": Wrong("train -p mine -r my.toml --output-dir out", 2, ("--runs out",)),
     "option --dataset": Wrong("plan -p mine -r my.toml --dataset rows.jsonl", 2, ("data.sources.0.path=rows.jsonl",)),
+    "option --data of a score": Wrong(
+        "eval builtin:tiny -p mine --data rows.jsonl", 2, ("data.sources.0.path=rows.jsonl -r demo",)
+    ),
     "option --model": Wrong("plan -p mine -r my.toml --model builtin:tiny", 2, ("--set model.id=builtin:tiny",)),
     "option that nobody has": Wrong("plan -p mine -r my.toml --frobnicate", 2, ("fix: tunedeck plan --help",)),
     "--set with a space": Wrong("plan -p mine -r my.toml --set train.batch_size 4", 2, ("--set train.batch_size=4",)),

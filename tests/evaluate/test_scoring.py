@@ -17,11 +17,11 @@ from engine.batching.budget import MicroBatchBudget
 from engine.config.load import load_run_spec
 from engine.data.prepare import prepare_data
 from engine.device import open_device
-from engine.errors import UsageError
+from engine.errors import MemoryExhaustedError, UsageError
 from engine.evaluate.answers import KeptAnswers, KeptLosses, planned_rows
 from engine.evaluate.context import EvaluationContext, FailedPass
 from engine.evaluate.metrics import score_labels
-from engine.evaluate.run import score_run
+from engine.evaluate.run import score_model, score_run
 from engine.evaluate.scores import Scores, evaluate
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import read_evaluations, values_of
@@ -77,7 +77,7 @@ KILLED_AFTER = """
 import os, signal, sys
 from pathlib import Path
 from engine.evaluate import answers
-from engine.evaluate.run import score_run
+from engine.evaluate.run import score_model, score_run
 from engine.journal.directory import RunDirectory
 from engine.evaluate import context
 limit, written, append = int(sys.argv[2]), [0], answers.append_rows
@@ -220,3 +220,17 @@ def test_training_records_the_same_scores_as_scoring_afterwards(trained: RunDire
     recorded = of_kind(list(read_events(trained.events)), "eval")[-1]["metrics"]["loss"]
     ((_, scores),) = score_run(trained, None, lambda text: None)
     assert spec.recipe.eval.metrics == ["loss"] and scores.metrics["loss"] == pytest.approx(recorded, rel=1e-5)
+
+
+def test_a_model_that_never_fits_ends_with_what_to_do(tmp_path: Path) -> None:
+    held = {"data": {"valid_fraction": 0.2}}
+    spec = make_spec(write_samples(tmp_path / "samples.jsonl"), memory_gib=0.0001, **held)
+    said: list[str] = []
+    with pytest.raises(MemoryExhaustedError, match="out of memory in load") as ended:
+        score_model(spec, said.append)
+    assert "a profile with more of it" in str(ended.value.fix)
+    assert [text for text in said if text.startswith("out of memory")] == [
+        "out of memory while loading model: retry 1",
+        "out of memory while loading model: retry 2",
+        "out of memory while loading model: give_up 3",
+    ]
