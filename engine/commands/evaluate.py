@@ -18,6 +18,7 @@ from engine.commands.shared import (
     OverridesOption,
     RunsOption,
     find_result_run,
+    find_run,
     importing,
     make_console,
     prepare_libraries,
@@ -126,6 +127,7 @@ def evaluate(
         _judge(targets, runs, asked, Judging(answers, verdicts), beside, as_json)
         return
     if profile or recipe:
+        _refuse_runs(targets, runs)
         files = _both_files(targets[0], profile, recipe, checkpoint)
         results, tasks = _score_models(targets, *files, asked, only_tasks=harness is not None)
     else:
@@ -243,6 +245,21 @@ def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint
     if checkpoint is not None:
         raise UsageError("--checkpoint is for a RUN, and -p and -r say that a model is scored", fix=model)
     return profile, recipe
+
+
+def _refuse_runs(targets: Sequence[str], runs: Path | None) -> None:
+    """Raises UsageError for a target that can only be a run: a short name may be a model of the hub."""
+    from engine.journal.directory import RunDirectory
+    from engine.journal.index import DIRECTORY_NAME
+
+    for target in targets:
+        if target == "last" or DIRECTORY_NAME.match(target) or RunDirectory(Path(target)).exists():
+            find_run(target, runs)
+            raise UsageError(
+                f"{target} is a run, which is scored with its own settings",
+                expected="-p and -r with a MODEL, such as the folder of a run's result",
+                fix=f"tunedeck eval {shlex.quote(target)}",
+            )
 
 
 def _find_run(target: str, runs: Path | None) -> RunDirectory:

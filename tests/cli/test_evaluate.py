@@ -23,3 +23,6 @@ def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tm
     assert (base["step"], of_run["step"], of_model["step"]) == (0, 4, None)
     assert base["metrics"]["loss"] > of_run["metrics"]["loss"]
     assert len((tmp_path / "runs" / name / "evaluations.jsonl").read_text().splitlines()) == 2
+    refused = tunedeck("eval", "last", "-p", "demo", "-r", "demo")
+    refused.complains(2, "last is a run, which is scored with its own settings", "fix: tunedeck eval last")
+    assert json.loads(tunedeck("eval", "last", "--json").out)[0]["metrics"] == of_run["metrics"]
