@@ -144,7 +144,13 @@ def evaluate(
 def _score_models(
     targets: list[str], profile: str, recipe: str, asked: Asked, *, only_tasks: bool
 ) -> tuple[list[Scored], TaskResults]:
+    from engine.budget.advise.gate import refuse_model
+    from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+
     specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
+    for _, spec in specs:
+        if not Path(spec.recipe.model.id, ADAPTER_CONFIG).is_file():  # which a run names otherwise
+            refuse_model(spec)
     results = [] if only_tasks else [_score_model(name, spec, asked) for name, spec in specs]
     return results, _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
 

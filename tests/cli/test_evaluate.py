@@ -26,3 +26,10 @@ def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tm
     refused = tunedeck("eval", "last", "-p", "demo", "-r", "demo")
     refused.complains(2, "last is a run, which is scored with its own settings", "fix: tunedeck eval last")
     assert json.loads(tunedeck("eval", "last", "--json").out)[0]["metrics"] == of_run["metrics"]
+
+
+def test_a_file_is_no_model_to_score(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}')
+    refused = tunedeck("eval", str(rows), "-p", "demo", "-r", "demo")
+    refused.complains(2, f"model.id = '{rows}' is a file", f"--set data.sources.0.path={rows}")

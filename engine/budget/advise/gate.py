@@ -16,7 +16,7 @@ from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_
 from engine.budget.architecture.classes import refuse_class, refuse_images
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.families import refuse_family, refuse_own_code
-from engine.budget.architecture.lookup import ModelFacts, continues_adapter
+from engine.budget.architecture.lookup import ModelFacts, continues_adapter, find_facts
 from engine.budget.architecture.model_folder import refuse_files
 from engine.budget.architecture.parameters import (
     HEAD,
@@ -85,6 +85,16 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
             if error.render() not in said:
                 said.add(error.render())
                 yield error
+
+
+def refuse_model(spec: RunSpec) -> None:
+    """Raise UsageError for a model that cannot be scored, as far as its files and its config tell."""
+    facts = find_facts(spec.recipe.model)
+    _refuse_unusable(facts)
+    _refuse_untrusted_code(spec, facts)
+    refuse_files(spec, facts.config)
+    if facts.config is not None:
+        refuse_class(facts.config, spec.recipe.model.id)
 
 
 def refuse_unsafe(spec: RunSpec, facts: ModelFacts, *, has_images: bool | None = None) -> None:
