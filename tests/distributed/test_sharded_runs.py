@@ -22,9 +22,10 @@ from engine.train.run.run_context import RunStart
 from engine.train.step.checkpoint_storage import read_parts
 from engine.train.step.piecewise_update import join_
 from tests.distributed.rank_processes import run_ranks
-from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model
+from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model, spec_of
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks
 from tests.events import read_events
+from tests.model.samples import write_model as write_family
 from tests.train.run_helpers import losses, new_run, of_kind, write_samples
 
 pytestmark = NEEDS_SHARDS
@@ -191,3 +192,34 @@ def test_an_adapter_out_of_shards_opens_with_peft_on_the_base_beside_it(runs: Ru
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder)
+
+
+OPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32,
+       "max_position_embeddings": 128, "vocab_size": 264, "pad_token_id": 258}  # fmt: skip
+PACKED: dict[str, dict[str, Any]] = {
+    "refused": {},
+    "not packed": {"data": {"packing": False}},
+    "replicated": {"parallel": {"strategy": "replicated"}},
+}
+"""What the fix says to change."""
+
+
+def packed_spec(folder: Path, name: str) -> RunSpec:
+    """A run of OPT, which the budget has no model of, in shards and packed, changed as the fix says."""
+    tables: dict[str, Any] = small_model(folder, CASES["full"])
+    own: dict[str, Any] = {"model": {"id": str(folder / "opt")}, "data": {"packing": True}, "train": {"max_steps": 1}}
+    return spec_of(folder, 2, {**tables, **own, **PACKED[name]})
+
+
+def packed_leg(ranks: Ranks, folder: Path) -> Any:
+    return run_on_ranks(ranks, folder, {name: packed_spec(folder, name) for name in PACKED}, resume=False)
+
+
+def test_shards_of_a_family_that_is_not_known_train_as_the_fix_says(tmp_path: Path) -> None:
+    write_samples(tmp_path / SAMPLES)
+    write_family(tmp_path / "opt", "opt", **OPT)
+    for name in PACKED:
+        os.rename(new_run(tmp_path, packed_spec(tmp_path, name)).path, tmp_path / name)
+    assert run_ranks([packed_leg], tmp_path)["packed_leg"][0] == ["failed", "done", "done"]
+    error = of_kind(list(read_events(tmp_path / "refused" / "events.jsonl")), "run_finished")[-1]["error"]
+    assert 'fix: set data.packing = false, or parallel.strategy = "replicated"' in error

@@ -6,6 +6,7 @@ Needs lm-eval: `pip install lm-eval==0.4.13`, beside the packages of constraints
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
-from engine.errors import EnvironmentProblem, UsageError
+from engine.errors import DataError, EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.load import load_model
 from engine.model.tokenizer import load_tokenizer
 from tests.budget.metered_step import GPT2, LLAMA, folder_of, run_spec
@@ -61,6 +62,8 @@ filter_list:
   - {name: letters, filter: [{function: regex, regex_pattern: "([^ ]+)"}, {function: take_first}]}
   - {name: strict, filter: [{function: take_first}]}
 """
+MEMORY = (8.0, 64.0)
+"""MiB in which a request of a few tokens fits and the longest text does not, and in which all fit."""
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
 
 
@@ -151,7 +154,8 @@ def test_a_kill_in_the_middle_goes_on(tmp_path: Path, tasks: Path) -> None:
     kept, spec = tmp_path / "kept.jsonl", spec_of(LLAMA, tmp_path, tasks)
     killed = subprocess.run(
         [sys.executable, "-P", "-c", KILLED, str(tmp_path), str(tasks), str(kept)], check=False,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert killed.returncode == -9, killed.stderr
     before = len(kept.read_text().splitlines())
@@ -197,3 +201,46 @@ def test_a_run_on_plain_text_is_asked_without_the_template() -> None:
     assert used == {True: False, False: True}
     with pytest.raises(UsageError, match="no chat template"):
         harness.task_options(asked.model_copy(update={"harness_template": "on"}), has_template=False)
+
+
+def test_a_task_that_is_not_known_is_found_in_the_folder_that_the_fix_asks_for(tasks: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        harness.load_tasks(["tiny_choice"], None)
+    assert refused.value.fix == "for tasks of your own: --include-path DIR"
+    assert "tiny_choice" in harness.load_tasks(["tiny_choice"], str(tasks)).all_tasks
+
+
+def asked(spec: RunSpec, **keys: Any) -> RunSpec:
+    """The run spec with other keys of [evaluate]."""
+    evaluate = spec.recipe.evaluate.model_copy(update=keys)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"evaluate": evaluate})})
+
+
+def with_memory(spec: RunSpec, mib: float) -> RunSpec:
+    device = spec.profile.device.model_copy(update={"kind": "metered", "memory_gib": mib / 1024})
+    return spec.model_copy(update={"profile": spec.profile.model_copy(update={"device": device})})
+
+
+def test_a_request_that_does_not_fit_does_with_more_memory_or_without_its_task(tmp_path: Path, tasks: Path) -> None:
+    spec = spec_of(LLAMA, tmp_path, tasks)
+    tight, roomy = MEMORY
+    with pytest.raises(MemoryExhaustedError, match="loglikelihood of one request") as refused:
+        harness.score_model_on_tasks(with_memory(asked(spec, harness=["tiny_rolling"]), tight), lambda text: None)
+    assert refused.value.fix == "use a profile with more memory, or leave the task out"
+    for mib, names in ((roomy, ["tiny_choice", "tiny_rolling"]), (tight, ["tiny_choice"])):
+        found = harness.score_model_on_tasks(with_memory(asked(spec, harness=names), mib), lambda text: None)
+        assert [task.task for task in found.tasks] == names
+
+
+REFUSES = "{% for m in messages %}{{ raise_exception('no such role: ' + m.role) if m.role == 'system' }}{% endfor %}"
+
+
+def test_messages_that_the_template_refuses_are_asked_without_it(tmp_path: Path, tasks: Path) -> None:
+    spec = asked(spec_of(LLAMA, tmp_path, tasks, "on"), harness=["tiny_choice"])
+    model = spec.recipe.model.model_copy(update={"chat_template": REFUSES})
+    data = spec.recipe.data.model_copy(update={"system_prompt": "be brief"})
+    spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model, "data": data})})
+    with pytest.raises(DataError, match="no such role: system") as refused:
+        harness.score_model_on_tasks(spec, lambda text: None)
+    assert refused.value.fix == "--set evaluate.harness_template=off"
+    assert harness.score_model_on_tasks(asked(spec, harness_template="off"), lambda text: None).tasks

@@ -172,6 +172,29 @@ def test_a_step_allocates_nothing_once_there_is_room(kind: str, mode: RoundingMo
         assert updated.update.allocation_free
 
 
+def test_adafactor_holds_the_update_of_one_weight_at_a_time() -> None:
+    """Regression: torch's loop held the one before while it computed the next, which no plan counted."""
+    shape = (512, 256)
+    parameters = [Parameter(torch.ones(shape)) for _ in range(3)]
+    optimizer = OPTIMIZERS["adafactor"](groups_of(parameters))
+    rounding = Rounding("exact", torch.float32, 3)
+    allocate_state(optimizer, rounding)
+    update = PiecewiseUpdate(optimizer, [(f"w{n}", each) for n, each in enumerate(parameters)], rounding)
+    for parameter in parameters:
+        parameter.grad = torch.ones(shape)
+    alike = [Parameter(parameter.detach().clone()) for parameter in parameters]
+    plain = OPTIMIZERS["adafactor"](groups_of(alike))
+    for parameter in alike:
+        parameter.grad = torch.ones(shape)
+    plain.step()
+    device = MeteredDevice(2**30)
+    with device.activate():
+        update.step(1)
+        peak_bytes = device.memory().peak_bytes
+    assert parameters[0].numel() * 4 <= peak_bytes < 1.5 * parameters[0].numel() * 4
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters, alike, strict=True))
+
+
 def test_a_parameter_without_gradient_keeps_weight_state_and_counter() -> None:
     updated = Updated("adamw", "exact")
     updated.step(1)

@@ -42,6 +42,10 @@ GPU_SECONDS = 10.0
 GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
 
 
+LEANER = 'method.kind = "lora", or train.optimizer = "sgd", which has no state and allocates nothing in its step'
+"""What needs less memory where the step of adafactor or adamw_8bit ran out: the state of adamw would need more."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """`status` is "done", "stopped", "paused" or "failed"; `reason` is a sentence or empty."""
@@ -339,11 +343,11 @@ class Training:
             self.sound = False
             raise MemoryExhaustedError(
                 "out of memory inside the optimizer step, and there is no checkpoint to go back to",
-                fix='start again with train.optimizer = "adamw", which allocates nothing in its step',
+                fix=f"start again with {LEANER}",
             )
         self._go_back_to(checkpoint)
         if self._reloads >= ATTEMPTS:
             raise MemoryExhaustedError(
                 f"out of memory inside the optimizer step, {self._reloads} times in a row",
-                fix='set train.optimizer = "adamw", which allocates nothing in its step, or method.kind = "lora"',
+                fix=f"set {LEANER}",
             )

@@ -269,8 +269,8 @@ def read_parts(checkpoint: Path, present: dict[str, Tensor]) -> None:
 
 def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]) -> None:
     """Raise UsageError unless the names of the saved and the current optimizer state are equal."""
-    if {name.partition("::")[2] for name in saved ^ present} == {REMAINDER}:
-        raise _other_rounding(checkpoint, saved_exactly=present < saved)
+    if {name.partition("::")[2] for name in present - saved} == {REMAINDER} and saved < present:
+        raise _without_remainders(checkpoint)
     if saved != present:
         raise UsageError(
             f"checkpoint {checkpoint.name} holds optimizer state for other parameters",
@@ -279,13 +279,11 @@ def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]
         )
 
 
-def _other_rounding(checkpoint: Path, *, saved_exactly: bool) -> UsageError:
-    """The error for a checkpoint with remainders of bf16 weights (`saved_exactly`) in a run that keeps none, or the
-    reverse. Checkpoints from before `train.rounding` existed hold none: bf16 weights were rounded to nearest and their
-    optimizer state was bf16."""
-    key = 'train.rounding = "exact"' if saved_exactly else 'train.rounding = "nearest", train.state_dtype = "bfloat16"'
+def _without_remainders(checkpoint: Path) -> UsageError:
+    """The error for a checkpoint from before `train.rounding` existed, in a run that keeps remainders of bf16 weights:
+    weights were rounded to nearest then, and their optimizer state was bf16."""
     return UsageError(
-        f"checkpoint {checkpoint.name} was saved with{'' if saved_exactly else 'out'} remainders of bf16 weights",
-        expected="the train.rounding that the run was started with",
-        fix=f"set {key} in run.toml, or start a new run",
+        f"checkpoint {checkpoint.name} was saved without remainders of bf16 weights",
+        expected="the rounding that the run was started with",
+        fix='set train.rounding = "nearest", train.state_dtype = "bfloat16" in run.toml, or start a new run',
     )

@@ -143,12 +143,22 @@ class PiecewiseUpdate:
         groups = self.optimizer.param_groups
         given = [[parameter for parameter in group["params"] if parameter.grad is not None] for group in groups]
         direct = [[p for p in parameters if not self.rounding.needs_scratch(p)] for parameters in given]
-        if any(direct):
-            with self._only(direct), self._int_counters(chain(*direct)):
+        for parameters in self._together(direct):
+            with self._only(parameters), self._int_counters(chain(*parameters)):
                 self.optimizer.step()
         scratched = [[p for p in parameters if self.rounding.needs_scratch(p)] for parameters in given]
         for piece in self._pieces(scratched):
             self._step_piece(piece, number)
+
+    def _together(self, direct: list[list[Parameter]]) -> Iterator[list[list[Parameter]]]:
+        """What one call of the optimizer updates, by group: all parameters; for adafactor each alone, as torch's loop
+        holds the update of the one before while it computes the next."""
+        if not self._whole:
+            yield from [direct] if any(direct) else []
+            return
+        for number, parameters in enumerate(direct):
+            for parameter in parameters:
+                yield [[parameter] if number == other else [] for other in range(len(direct))]
 
     @property
     def _rows(self) -> int:
