@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands.evaluate import spec_for_model
+from engine.commands.model_specs import spec_for_base, spec_for_model
 from engine.commands.shared import find_result_run, importing, prepare_libraries
 from engine.errors import EnvironmentProblem, UsageError
 
@@ -137,30 +137,26 @@ def _run_spec(place: RunDirectory, asked: Asked) -> RunSpec:
 
 
 def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSource]:
-    """A model, on this machine unless -p names a profile. Raises UsageError for --base if it is no adapter."""
-    adapter = Path(target, "adapter_config.json").is_file()
-    if asked.base and not adapter:
-        raise UsageError(
-            f"--base: {target} is not an adapter, so its base is not known",
-            expected="a RUN, or the folder of an adapter",
-            fix="name the base as a second model: tunedeck chat MODEL BASE",
-        )
-    recipe = asked.recipe or ("lora" if adapter else "full")
+    """A model, on this machine unless -p names a profile. Raises UsageError for one that can't answer, and for --base
+    if it is no adapter."""
+    from engine.budget.advise.gate import refuse_model
+
+    recipe = asked.recipe or ("lora" if Path(target, "adapter_config.json").is_file() else "full")
+    overrides = list(asked.overrides)
+    specs: dict[str, RunSpec] = {}
     with tempfile.TemporaryDirectory() as folder:
         profile = asked.profile or _profile_of_this_machine(Path(folder))
-        spec = spec_for_model(target, recipe, profile, list(asked.overrides))
+        if asked.base:
+            specs[f"{target}'s base"] = spec_for_base(target, asked.recipe or "full", profile, overrides, "chat")
+        specs[target] = spec_for_model(target, recipe, profile, overrides)
+    for name, spec in specs.items():
         limits = spec.limits.model_copy(update={"trust_remote_code": trust_remote_code})
-        spec = spec.model_copy(update={"limits": limits})
-    prepare_libraries(spec)
+        specs[name] = spec.model_copy(update={"limits": limits})
+        refuse_model(specs[name])
+        prepare_libraries(specs[name])
     with importing():
         from engine.chat.sources import ChatSource
-    found = [ChatSource(target, spec, None)]
-    if asked.base:
-        from engine.model.reference import base_of_adapter
-
-        base = base_of_adapter(Path(target))[0]
-        return [*_of_model(base, replace(asked, base=False), trust_remote_code), *found]
-    return found
+    return [ChatSource(name, spec, None) for name, spec in specs.items()]
 
 
 def _profile_of_this_machine(folder: Path) -> str:

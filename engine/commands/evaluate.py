@@ -145,12 +145,10 @@ def _score_models(
     targets: list[str], profile: str, recipe: str, asked: Asked, *, only_tasks: bool
 ) -> tuple[list[Scored], TaskResults]:
     from engine.budget.advise.gate import refuse_model
-    from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 
     specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
     for _, spec in specs:
-        if not Path(spec.recipe.model.id, ADAPTER_CONFIG).is_file():  # which a run names otherwise
-            refuse_model(spec)
+        refuse_model(spec)
     results = [] if only_tasks else [_score_model(name, spec, asked) for name, spec in specs]
     return results, _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
 
@@ -288,22 +286,13 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
 def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[tuple[str, RunSpec]]:
     """(name, run spec) of the model `target`; with --base, that of the model it was trained from comes first. Raises
     UsageError for --base if `target` is no adapter."""
-    from engine.budget.architecture.model_folder import ADAPTER_CONFIG
-    from engine.model.reference import base_of_adapter
+    from engine.commands.model_specs import spec_for_base, spec_for_model
 
     overrides = list(asked.overrides)
     found = [(target, spec_for_model(target, recipe, profile, overrides))]
     if not asked.base:
         return found
-    if not Path(target, ADAPTER_CONFIG).is_file():
-        raise UsageError(
-            f"--base: {target} is not an adapter, so its base is not known",
-            expected="a RUN, or the folder of an adapter",
-            fix="name the base as a model of its own: tunedeck eval MODEL BASE -p PROFILE -r RECIPE",
-        )
-    base, revision = base_of_adapter(Path(target))
-    more = [f"model.revision={revision}"] if revision else []
-    return [(f"{target}'s base", spec_for_model(base, recipe, profile, [*overrides, *more])), *found]
+    return [(f"{target}'s base", spec_for_base(target, recipe, profile, overrides, "eval")), *found]
 
 
 def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:
@@ -323,20 +312,6 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
         place, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides, scorer=asked.scorer
     )
     return [Scored(place.name, step, scores) for step, scores in found]
-
-
-def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
-    """The run spec for scoring `model` (hub id, folder, builtin:NAME) on a recipe's data. The recipe's settings for its
-    own model are reset (adapter and revision, and unless `model` is built-in, random weights and tokenizer);
-    `overrides` come last."""
-    from engine.config.files.find import BUILTIN_PREFIX
-    from engine.config.load import resolve
-
-    chosen = str(Path(model).absolute()) if Path(model).is_dir() else model
-    own = ["model.adapter=", "model.revision="]
-    if not model.startswith(BUILTIN_PREFIX):
-        own += ["model.init=", "model.tokenizer="]
-    return resolve(profile, recipe, [*own, f"model.id={json.dumps(chosen)}", *overrides]).spec
 
 
 def _as_json(scored: Scored) -> dict[str, Any]:

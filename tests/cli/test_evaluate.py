@@ -28,6 +28,22 @@ def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tm
     assert json.loads(tunedeck("eval", "last", "--json").out)[0]["metrics"] == of_run["metrics"]
 
 
+def test_an_adapter_in_its_folder_scores_as_its_run(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    """With a recipe of full fine-tuning, and beside its base, which has no tokenizer of its own."""
+    sets = [part for text in (*SHORT, "method.kind=lora") for part in ("--set", text)]
+    assert tunedeck("train", "-p", "demo", "-r", "demo", *sets).code == 0
+    (name,) = os.listdir(tmp_path / "runs")
+    of_run = json.loads(tunedeck("eval", "last", "--base", "--json").out)
+    adapter = str(tmp_path / "runs" / name / "adapter")
+    limit = ("--set", "evaluate.limit=32")
+    of_folder = json.loads(tunedeck("eval", adapter, "-p", "demo", "-r", "demo", *limit, "--base", "--json").out)
+    assert [each["metrics"] for each in of_folder] == [each["metrics"] for each in of_run]
+    answered = tunedeck("chat", adapter, "--base", "--plain", "--prompt", "7 april 2005 -> ")
+    assert answered.code == 0 and f"{adapter}'s base: " in answered.out
+    refused = tunedeck("chat", f"{adapter}/base", "--plain", "--prompt", "hi")
+    refused.complains(2, "no tokenizer in", "model.tokenizer")
+
+
 def test_a_file_is_no_model_to_score(tunedeck: Tunedeck, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}')

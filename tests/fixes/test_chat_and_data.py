@@ -93,14 +93,14 @@ ROWS = {
     "commands/chat_sources:_run_spec": Row(
         begun, "chat last --prompt x --set train.epochs=1", "chat last --prompt x", answer="neither", code=2
     ),
-    "commands/chat_sources:_of_model": Row(
+    "commands/model_specs:spec_for_base": Row(
         own_files, f"{CHAT} --base --prompt x", "chat builtin:tiny builtin:tiny -p demo --prompt x"
     ),
     "config/files/data_files:read_prompts: correct the file or": Row(
         prompts_missing, f"{CHAT} --file asked.txt", f"{CHAT} --file asked.txt", prompts_there
     ),
     "commands/evaluate:_find_run": Row(own_files, "eval builtin:tiny", EVAL),
-    "commands/evaluate:_model_specs": Row(
+    "commands/model_specs:spec_for_base: name the base": Row(
         own_files, f"{EVAL} --base", EVAL.replace("builtin:tiny", "builtin:tiny builtin:tiny")
     ),
     "commands/handover:require_weights": Row(begun, "merge last", answer="done"),
