@@ -100,6 +100,7 @@ def options(
     \b
       -p, --profile PROFILE    open the Launch screen with this profile
       -r, --recipe RECIPE      open the Launch screen with this recipe
+      --set KEY=VALUE          open the Launch screen with this setting
       --runs DIR               folder of runs (else $TUNEDECK_RUNS, else ./runs)
       --theme dark|light|ansi  colours
       --ascii                  draw without special characters

@@ -113,13 +113,15 @@ class TunedeckApp(SequentialKeysApp):
         return RunEnds(self.runs_dir)
 
     def on_mount(self) -> None:
-        """Open the Runs screen; if there is no run yet, or the command line names a profile or recipe, the Launch
-        screen."""
+        """Open the Runs screen; if there is no run yet, or the command line names a profile, recipe or setting, the
+        Launch screen."""
         self.set_class(self.ascii_only, "-ascii")
         self.set_interval(REAP_SECONDS, self._reap)
         self.set_interval(ENDS_SECONDS, self._tell_ends)
         self.set_timer(PAINTED_SECONDS, _collect_garbage_from_now_on)
-        settings = {"profile": self.flags.profile, "recipe": self.flags.recipe}
+        settings = {
+            "profile": self.flags.profile, "recipe": self.flags.recipe, "overrides": self.flags.overrides
+        }  # fmt: skip
         if any(settings.values()):
             self.open_screen("launch", settings)
         else:
@@ -361,6 +363,10 @@ def _ignore_exported_size() -> None:
 
 
 def _check(flags: Flags) -> None:
+    if unset := [text for text in flags.overrides if "=" not in text]:
+        raise UsageError(
+            f"--set {unset[0]}: no '='", expected="KEY=VALUE, such as train.learning_rate=1e-4", fix="tunedeck --help"
+        )
     if flags.theme and flags.theme not in arguments.THEMES:
         raise UsageError(f"there is no theme {flags.theme!r}", expected=" or ".join(arguments.THEMES))
     if not arguments.on_a_terminal():

@@ -3,7 +3,7 @@
 Imports the standard library only: `tunedeck.py` imports this before every command, to find out whether the console or
 a command is meant.
 
-Try: `tunedeck --ascii --theme light`, `tunedeck -p demo -r demo`
+Try: `tunedeck --ascii --theme light`, `tunedeck -p demo -r demo --set train.max_steps=50`
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Flags:
     theme: str = ""
     profile: str = ""
     recipe: str = ""
+    overrides: tuple[str, ...] = ()
+    """KEY=VALUE of each --set."""
     ascii: bool = False
 
 
@@ -38,6 +40,7 @@ def parse(arguments: Sequence[str]) -> Flags | None:
     Also returns None if the value of a flag is missing: the parser of the commands then prints the error.
     """
     values: dict[str, str] = {}
+    overrides: list[str] = []
     ascii_flag = False
     rest = list(arguments)
     while rest:
@@ -46,9 +49,11 @@ def parse(arguments: Sequence[str]) -> Flags | None:
             ascii_flag = True
         elif flag in VALUED and (equals or rest):
             values[VALUED[flag]] = value if equals else rest.pop(0)
+        elif flag == "--set" and (equals or rest):
+            overrides.append(value if equals else rest.pop(0))
         else:
             return None
-    return Flags(ascii=ascii_flag, **values)
+    return Flags(ascii=ascii_flag, overrides=tuple(overrides), **values)
 
 
 def without_flags(arguments: Sequence[str]) -> list[str]:

@@ -42,9 +42,13 @@ OPTIONS = {
 CALLS_WITH_A_RECIPE = ("train", "plan", "advise", "fit", "data")
 
 FLAGS_OF_CONSOLE = {
-    "-p": 1, "--profile": 1, "-r": 1, "--recipe": 1, "--runs": 1, "--theme": 1, "--ascii": 0,
+    "-p": 1, "--profile": 1, "-r": 1, "--recipe": 1, "--set": 1, "--runs": 1, "--theme": 1, "--ascii": 0,
 }  # fmt: skip
 """What may stand behind `tunedeck` without a command, and how many values follow it."""
+
+OPTIONS_OF_TRAIN = ("--force", "--name", "--devices", "--detach", "--json", "--max-hours", "--on-finish", "--run-spec",
+                    "--trust-remote-code", "--wait")  # fmt: skip
+"""What is asked of the console although only `train` takes it."""
 
 TAKE_PROFILE_AND_RECIPE = ("train", "plan", "advise", "fit", "launch", "eval", "chat")
 TAKE_RUNS = ("train", "resume", "stop", "pause", "checkpoint", "wait", "runs", "show", "watch", "log", "compare", "tag",
@@ -67,6 +71,8 @@ WHAT_EXISTS = {
 def refusal(message: str, arguments: Sequence[str], command: str) -> UsageError:
     """The error for a message of the parser; `command` is the command that refused `arguments`."""
     meant = right_command(message, arguments)
+    if message.startswith("No such option") and command == "tunedeck":
+        message = _of_console(message, arguments)
     near = re.search(r" Did you mean '(.*)'\?", message)
     if near and near[1] not in shlex.split(meant or ""):
         message = message.replace(near[0], "")  # a similar spelling misleads where the word means something else
@@ -95,21 +101,45 @@ def right_command(message: str, arguments: Sequence[str]) -> str | None:
 
 
 def _flags_before_command(message: str, words: list[str]) -> list[str] | None:
-    """The console's flags before a command go behind it; those that it does not take are left out."""
+    """The console's flags before a command, or an option of `train`, go behind it; those that it does not take are left
+    out."""
+    given, rest = _split_flags(words)
+    if not given or not rest or not message.startswith("No such option"):
+        return None
+    if rest[0].partition("=")[0] in OPTIONS_OF_TRAIN:
+        return ["train", *(word for each in given if each[0] not in ("--theme", "--ascii") for word in each), *rest]
+    if rest[0].startswith("-"):
+        return None
+    kept = {"--runs"} if rest[0] in TAKE_RUNS else set()
+    if rest[0] in TAKE_PROFILE_AND_RECIPE:
+        kept |= {"-p", "--profile", "-r", "--recipe", "--set"}
+    if rest[0] == "data":
+        kept |= {"-r", "--recipe", "--set"}
+    return [*rest, *(word for each in given if each[0].partition("=")[0] in kept for word in each)]
+
+
+def _split_flags(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """The console's flags at the beginning, each with its value, and the words behind them."""
     given: list[list[str]] = []
     rest = list(words)
     while rest and (flag := rest[0].partition("=")[0]) in FLAGS_OF_CONSOLE:
         taken = 1 if "=" in rest[0] else 1 + FLAGS_OF_CONSOLE[flag]
         given.append(rest[:taken])
         rest = rest[taken:]
-    if not given or not rest or rest[0].startswith("-") or not message.startswith("No such option"):
-        return None
-    kept = {"--runs"} if rest[0] in TAKE_RUNS else set()
-    if rest[0] in TAKE_PROFILE_AND_RECIPE:
-        kept |= {"-p", "--profile", "-r", "--recipe"}
-    if rest[0] == "data":
-        kept |= {"-r", "--recipe"}
-    return [*rest, *(word for each in given if each[0].partition("=")[0] in kept for word in each)]
+    return given, rest
+
+
+def _of_console(message: str, words: Sequence[str]) -> str:
+    """The parser names the first flag of the console, which is right: the message about the word that is wrong."""
+    given, rest = _split_flags(words)
+    if not given:
+        return message
+    if rest and rest[0].startswith("-"):
+        return f"No such option without a command: {rest[0].partition('=')[0]}"
+    flag = given[-1][0]
+    if not rest and "=" not in flag and len(given[-1]) <= FLAGS_OF_CONSOLE[flag]:
+        return f"Option '{flag}' needs a value"
+    return f"{given[0][0].partition('=')[0]} stands before the command" if rest else message
 
 
 def _other_command(message: str, words: list[str]) -> list[str] | None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from engine.commands.wrong_usage import OPTIONS_OF_TRAIN
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import GOOD_DATA, RECIPE, write_profile
 
@@ -41,6 +42,19 @@ USAGE: dict[str, Wrong] = {
     "profile before the command": Wrong("-p mine train -r my.toml", 2, ("fix: tunedeck train -r my.toml -p mine",)),
     "recipe before the data": Wrong("-p mine --recipe=my.toml data", 2, ("fix: tunedeck data --recipe=my.toml",)),
     "runs before the command": Wrong("--runs runs --ascii runs", 2, ("fix: tunedeck runs --runs runs",)),
+    "setting before the command": Wrong(
+        "--set train.max_steps=1 -p mine plan -r my.toml", 2,
+        ("--set stands before the command", "fix: tunedeck plan -r my.toml --set train.max_steps=1 -p mine"),
+    ),
+    "option of train without a command": Wrong(
+        "-p mine -r my.toml --set train.max_steps=1 --json", 2,
+        ("No such option without a command: --json", "fix: tunedeck train -p mine -r my.toml"),
+    ),
+    "option of nothing without a command": Wrong(
+        "-p mine -r my.toml --nonsense", 2, ("No such option without a command: --nonsense", "fix: tunedeck --help"),
+        "--help",
+    ),
+    "profile without its value": Wrong("-r my.toml -p", 2, ("Option '-p' needs a value",), "--help"),
     "misspelled command": Wrong("trian -p mine -r my.toml", 2, ("Did you mean 'train'", "fix: tunedeck train -p mine")),
     "misspelled command of a group": Wrong("profiles lst", 2, ("fix: tunedeck profiles list",)),
     "help as a command": Wrong("help", 2, ("fix: tunedeck --help",)),
@@ -177,6 +191,11 @@ def test_wrong_usage_is_one_block_whose_fix_works_when_typed(tunedeck: Tunedeck,
     right = tunedeck(*right_command(wrong, outcome.err))
     assert right.code == 0, right.err
     assert right.out or "no runs in" in right.err
+
+
+def test_what_is_said_to_be_of_train_is(tunedeck: Tunedeck) -> None:
+    shown = tunedeck("train", "--help").out.split()
+    assert [option for option in OPTIONS_OF_TRAIN if option not in shown] == []
 
 
 def test_without_a_profile_of_ones_own_the_fix_writes_one(tunedeck: Tunedeck, tmp_path: Path) -> None:

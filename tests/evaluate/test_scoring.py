@@ -223,7 +223,7 @@ def test_training_records_the_same_scores_as_scoring_afterwards(trained: RunDire
 
 
 def test_a_model_that_never_fits_ends_with_what_to_do(tmp_path: Path) -> None:
-    held = {"data": {"valid_fraction": 0.2}}
+    held: dict[str, Any] = {"data": {"valid_fraction": 0.2}}
     spec = make_spec(write_samples(tmp_path / "samples.jsonl"), memory_gib=0.0001, **held)
     said: list[str] = []
     with pytest.raises(MemoryExhaustedError, match="out of memory in load") as ended:

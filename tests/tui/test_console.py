@@ -59,6 +59,8 @@ def test_every_screen_opens_without_torch_or_typer_in_the_process() -> None:
         (["--ascii", "--runs", "there"], Flags(runs="there", ascii=True)),
         (["--runs=there", "--theme", "light"], Flags(runs="there", theme="light")),
         (["-p", "demo", "-r", "demo"], Flags(profile="demo", recipe="demo")),
+        (["--set", "a.b=1", "--set=a.c=d=e"], Flags(overrides=("a.b=1", "a.c=d=e"))),
+        (["--set"], None),
         (["runs"], None),
         (["--runs", "there", "runs"], None),
         (["--runs"], None),

@@ -43,6 +43,14 @@ async def test_start_makes_the_run_starts_an_engine_and_opens_its_screen(console
     assert "max_steps = 25" in spec and 'set = ["train.max_steps=25"]' in spec
 
 
+async def test_launch_opens_with_the_settings_of_the_command_line(console: Opener, empty_folder: Path) -> None:
+    async with console(120, 36, overrides=("train.max_steps=25", "train.nonsense=1"), **DEMO) as pilot:
+        await pilot.sees("2 changed", "max steps", "25", "✗ cannot start: train.nonsense: unknown key")
+    async with console(120, 36, overrides=("train.max_steps=25",)) as pilot:
+        await pilot.sees("1 changed", "was 300")
+        assert pilot.screen.state.choice.overrides == {"train.max_steps": "25"}
+
+
 async def test_a_run_that_is_being_created_stops_neither_screen_nor_order(
     console: Opener, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
