@@ -29,6 +29,7 @@ from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingC
 from engine.budget.advise.levers import with_changes
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
+from engine.device.oom import frozen_gc
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
 from engine.train.proofs.prove import prove
@@ -115,7 +116,8 @@ def engine_steps(spec: RunSpec) -> Iterator[Callable[[int], int]]:
                 device.synchronize()
                 return transaction.work.peak_bytes
 
-            yield one_step
+            with frozen_gc():
+                yield one_step
 
 
 def peer(job: SpeedJob, name: str, liger: bool, step_done: StepDone) -> None:

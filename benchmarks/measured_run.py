@@ -16,6 +16,7 @@ from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.device import open_device
 from engine.device.base import Device
+from engine.device.oom import frozen_gc
 from engine.errors import TunedeckError
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
@@ -54,9 +55,10 @@ def _train(spec: RunSpec, place: RunDirectory, device: Device, journal: Journal)
     prove(setup, journal)
     run = RunContext(place, journal, RunRequests(None, None, None), Watchdog(journal, 600.0))
     training = Training(setup, run, emergency_memory)
-    training.probe()
-    while training.state.step < setup.total_steps:
-        training.one_step()
+    with frozen_gc():
+        training.probe()
+        while training.state.step < setup.total_steps:
+            training.one_step()
     calibrate(device, 1, training.probe_memory, journal)
     journal.write(
         "run_finished",
