@@ -38,10 +38,19 @@ def test_sharding_makes_a_full_fine_tuning_fit() -> None:
     assert plan_for(4, SHARDED, "Qwen/Qwen2.5-14B", **FULL).verdict == "fits"
 
 
-def test_each_rank_holds_an_equal_part() -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"kind": "full"},
+        {"kind": "full", "freeze": ["model.embed_tokens", "model.layers.*.mlp"]},
+        {"kind": "lora", "also_train": ["model.embed_tokens", "lm_head"]},
+    ],
+    ids=["full", "partly frozen", "lora"],
+)
+def test_each_rank_holds_an_equal_part(method: dict[str, Any]) -> None:
     """Small differences are allowed, because parts of small tensors are rounded up to blocks of 512 bytes."""
     alone, quarter = (
-        plan_for(count, parallel, **FULL).prediction.phases["optimizer_step"]
+        plan_for(count, parallel, **{**FULL, "method": method}).prediction.phases["optimizer_step"]
         for count, parallel in ((1, {}), (4, SHARDED))
     )
     for part in ("weights", "gradients", "optimizer"):

@@ -147,6 +147,14 @@ def test_a_frozen_model_part_costs_no_gradient_and_no_state() -> None:
     assert whole - half == pytest.approx(2 * 2 * 4 * layer, rel=0.02)
 
 
+def test_only_an_embedding_that_learns_has_a_backward_pass() -> None:
+    phases = [
+        predict(TINY, run_spec(method=method), rows=2, length=64).phases
+        for method in (LORA, {"kind": "full", "freeze": ["model.embed_tokens"]}, FULL)
+    ]
+    assert ["embedding_backward" in each for each in phases] == [False, False, True]
+
+
 @pytest.mark.parametrize(("checkpointing", "over"), [(True, 0.01), (False, 0.02)])
 def test_offloaded_activations_are_never_priced_too_low(checkpointing: bool, over: float, tmp_path: Path) -> None:
     train = {"gradient_checkpointing": checkpointing, "activation_offload": True, "batch_size": 4}

@@ -26,7 +26,7 @@ LLAMA_8B += ["model.kernels=torch"]
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("TUNEDECK_STATE", str(tmp_path / "not made yet" / "state"))
 
 
 def spec_of(*sets: str, profile: str = "80gb", recipe: str = "lora") -> RunSpec:

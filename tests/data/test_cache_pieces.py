@@ -28,7 +28,7 @@ ROWS[7] = {"text": ""}
 ROWS[2100] = {"text": " "}
 
 BUILD = """
-import os, sys, time
+import sys
 from engine.data import store
 from engine.data.prepare import prepare_data
 from tests.data.specs import run_spec, tokenizer
@@ -37,7 +37,7 @@ commit = store.StoreWriter._commit
 def committed(writer):
     commit(writer)
     print(writer.counts[-1].read, flush=True)
-    time.sleep(float(sys.argv[2]))
+    sys.stdin.readline()
 store.StoreWriter._commit = committed
 sources = [{"name": str(number), "path": path} for number, path in enumerate(sys.argv[1].split(","))]
 prepare_data(run_spec({"sources": sources, "workers": 0}), tokenizer())
@@ -62,11 +62,14 @@ def test_a_killed_build_is_gone_on_with_and_gives_the_same_tokens(
 ) -> None:
     paths = [jsonl(ROWS, "a.jsonl"), jsonl(ROWS[::-1], "b.jsonl")]
     process = subprocess.Popen(
-        [sys.executable, "-c", BUILD, ",".join(paths), "0.05"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", BUILD, ",".join(paths)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    for _ in range(8 if source else 2):
+    assert process.stdin is not None and process.stdout is not None
+    for _ in range(7 if source else 1):
         assert process.stdout.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     process.wait()
     (draft,) = (tmp_path / "cache" / "tokens").glob(".*-draft")

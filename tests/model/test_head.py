@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.type_configs import tiny_config
 from engine.errors import UsageError
-from engine.model.config import auto_class
+from engine.model.config import auto_class, layer_configs
 from engine.model.head import find_head
 from engine.model.trained import decoder_of
 
@@ -85,3 +86,9 @@ def test_logits_that_are_not_those_of_one_head_are_refused(model_type: str, said
     model = auto_class(config).from_config(config)
     with pytest.raises(UsageError, match=said):
         find_head(model)
+
+
+def test_a_config_that_knows_nothing_of_layers_that_differ_is_that_of_all_layers() -> None:
+    """Older versions of transformers have no such key."""
+    config: Any = SimpleNamespace(hidden_size=8)
+    assert layer_configs(config) == [config]

@@ -16,7 +16,7 @@ from engine.model.chunked import LossSettings, chunked_loss, token_losses, torch
 from engine.model.head import OutputHead
 from engine.model.loss import LossChoice, choose_implementation, make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, load_family, run_spec
-from tests.present import grad_of
+from tests.present import grad_of, present
 
 HIDDEN, VOCABULARY, TOKENS = 24, 97, 53
 
@@ -96,6 +96,22 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other() -> None:
     frozen = outcome(chunked_loss(head, hidden_NH, targets_N, LossSettings(0.0, None, 7)), head, hidden_NH)
     assert head.project.weight.grad is None
     assert torch.equal(frozen[1][0], learning[1][0])
+
+
+def test_an_adapter_of_the_head_learns_where_nothing_before_it_does() -> None:
+    """With method.targets = ["lm_head"], the hidden states have no gradient."""
+    head, hidden_NH, targets_N = problem(torch.float32)
+    hidden_NH.requires_grad_(False)
+    wrapped = replace(head, project=nn.Sequential(head.project))
+    grads = []
+    for loss in (
+        token_losses(wrapped.logits(hidden_NH), targets_N, 0.0).sum(),
+        chunked_loss(wrapped, hidden_NH, targets_N, LossSettings(0.0, None, 7)),
+    ):
+        head.project.zero_grad()
+        loss.backward()
+        grads.append(grad_of(present(head.linear).weight).clone())
+    torch.testing.assert_close(*grads)
 
 
 def test_the_chunk_loop_is_correct_by_finite_differences() -> None:

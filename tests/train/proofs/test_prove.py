@@ -17,7 +17,7 @@ from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import LORA as RANK_LORA
 from tests.distributed.rank_workbench import RankWorkbench
 from tests.events import read_events
-from tests.present import metered
+from tests.present import metered, present
 from tests.train.proofs.proved import LORA, break_attention, proved, small_setup, wrong_scale
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
@@ -61,6 +61,17 @@ def test_proofs_leave_nothing_behind(tmp_path: Path) -> None:
         assert all(torch.equal(now[name], weights[name]) for name in weights)
         assert context.budget is budget and context.active_remedies == []
         assert all(parameter.grad is None for parameter in context.loaded.model.parameters())
+
+
+def test_a_block_that_looks_at_other_tokens_is_computed_whole(tmp_path: Path) -> None:
+    with small_setup(tmp_path) as setup:
+        tiles = present(setup.context.loaded.tiles)
+        for _, block in tiles.blocks:
+            block.get_submodule("gate_proj").register_forward_hook(lambda module, given, out: out + out.mean(1, True))
+        found = proved(setup, tmp_path)["tiled_mlp"]
+        assert found.passed is False and "in pieces is off by" in found.detail
+        assert found.fallback.startswith("feed-forward blocks are computed whole")
+        assert setup.context.loaded.tiles is None
 
 
 @pytest.mark.parametrize("allocation", [1, 5, 30, 90, 200, 400])
