@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from engine.budget.advise.gate import problems_with_model
+from engine.budget.advise.gate import problems_of_run
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.predict.simulated import keep_simulation
 from engine.commands.background import simulation
@@ -61,7 +61,7 @@ def refused(model_type: str, config: dict[str, Any], method: str, folder: Path) 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}), "utf-8")
     spec = run_spec(str(folder), method={"kind": method}, init="random", tokenizer="builtin:bytes")
-    problems = problems_with_model(spec.recipe)
+    problems = problems_of_run(spec)
     if not problems:
         try:
             create_run(spec, folder / "runs")

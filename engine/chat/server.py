@@ -7,18 +7,17 @@ tell. It ends on request, on a signal, or after IDLE_SECONDS without a request, 
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from engine.chat.answer import Conversation, Listener, Speaker
 from engine.config.schema.recipe import Generate
 from engine.errors import DataError, MemoryExhaustedError, TunedeckError, UsageError
 from engine.journal.chats import ChatInbox, ChatState, question_message
+from engine.journal.control import calling_on_signal
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter, Journal, heartbeats
 from engine.journal.liveness import claim
@@ -70,6 +69,10 @@ class ChatProcess:
             except (DataError, UsageError, MemoryExhaustedError) as error:
                 self.write("chat_refused", text=error.render())
             self._asked_at = time.monotonic()
+
+    def end_by_signal(self, number: int) -> None:
+        """The answer that is being written is the last."""
+        self.ending = f"signal {number}"
 
     def write(self, kind: str, **fields: Any) -> None:
         self.journal.write(kind, **fields)
@@ -178,8 +181,6 @@ def serve(
     directory: RunDirectory,
     names: list[str],
     load: Callable[[ExitStack, Callable[[str], None]], LoadedChat],
-    *,
-    idle_seconds: float = IDLE_SECONDS,
 ) -> int:
     """Be the process of a chat until it ends; returns the exit code. `load` opens the device for the stack's life, and
     calls the function it is given with sentences for the user."""
@@ -191,9 +192,9 @@ def serve(
         journal.write("chat_started", pid=os.getpid(), models=names)
         try:
             chat = load(stack, lambda text: journal.write("chat_note", text=text))
-            process = ChatProcess(chat, journal, ChatInbox(directory), state, idle_seconds)
+            process = ChatProcess(chat, journal, ChatInbox(directory), state)
             _tell_ready(process, time.monotonic() - began)
-            with _ended_by_signals(process):
+            with calling_on_signal(process.end_by_signal):
                 process.run()
         except TunedeckError as error:
             journal.write("run_finished", status="failed", exit_code=error.exit_code, result=None, error=error.render())
@@ -218,19 +219,3 @@ def _tell_ready(process: ChatProcess, seconds: float) -> None:
     )  # fmt: skip
     for speaker in [*chat.speakers, *([chat.base] if chat.base else [])]:
         speaker.settings = Generate.model_validate(settings)
-
-
-@contextmanager
-def _ended_by_signals(process: ChatProcess) -> Iterator[None]:
-    """TERM and INT end the chat after the answer that is written; HUP (a closed terminal) does nothing."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        process.ending = f"signal {number}"
-
-    previous: dict[int, Any] = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

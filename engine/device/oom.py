@@ -239,12 +239,11 @@ def free_failed_graph(device: Device) -> None:
         wait_until_steady(lambda: device.memory().allocated_bytes)
 
 
-def wait_until_steady(
-    read: Callable[[], int], pause: Callable[[float], None] = time.sleep, *, limit: int = STEADY_LIMIT
-) -> bool:
-    """Read every few milliseconds until STEADY_READINGS successive values are equal; False if not after `limit`."""
+def wait_until_steady(read: Callable[[], int], pause: Callable[[float], None] = time.sleep) -> bool:
+    """Read every few milliseconds until STEADY_READINGS successive values are equal; False if not after
+    STEADY_LIMIT."""
     last, same = read(), 1
-    for _ in range(limit - 1):
+    for _ in range(STEADY_LIMIT - 1):
         pause(STEADY_PAUSE_SECONDS)
         now = read()
         same = same + 1 if now == last else 1

@@ -269,14 +269,8 @@ class WeightFiller:
 
     @contextmanager
     def __call__(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager: fill all parameters and buffers in and below `modules` that are not filled yet; inside, the
-        modules are sharded. All ranks call it.
-
-        Raises:
-            PeerFailedError, LostRankError: another rank failed or is gone.
-            UsageError: a file is damaged.
-            torch.OutOfMemoryError: no memory for this rank's rows.
-        """
+        """Fill what is not filled yet in and below `modules`, which are sharded inside the block. All ranks call it.
+        Raises PeerFailedError or LostRankError, or UsageError: a file is damaged."""
         self._before_sharding(modules)
         yield
         self._after_sharding()

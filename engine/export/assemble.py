@@ -4,7 +4,6 @@ router rows from hidden states."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -34,6 +33,7 @@ from engine.data.tokens import TokenData
 from engine.device import open_device
 from engine.device.oom import classify
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.journal.files import flush
 from engine.model.load import LoadedModel, load_and_tell
 from engine.model.tokenizer import load_tokenizer
 
@@ -164,8 +164,8 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
             if (mixture.experts[0].folder / name).is_file():
                 shutil.copyfile(mixture.experts[0].folder / name, draft / name)
         for file in draft.iterdir():
-            _flush(file)
-        _flush(draft)
+            flush(file)
+        flush(draft)
         draft.rename(target)
     except OSError as error:
         raise EnvironmentProblem(
@@ -174,15 +174,6 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return difference
-
-
-def _flush(path: Path) -> None:
-    """Write from the operating system's memory to the disk (fsync)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checked_config(mixture: Mixture) -> dict[str, Any]:

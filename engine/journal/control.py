@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,6 +22,22 @@ REQUESTS = ("stop", "pause", "checkpoint")
 
 BY_SIGNAL = "signal"
 """The reason of a stop that a signal asked for."""
+
+
+@contextmanager
+def calling_on_signal(act: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block, SIGTERM and SIGINT call `act`, SIGHUP (a closed terminal) does nothing. Main thread only."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        act(number)
+
+    previous: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -134,15 +150,10 @@ class RunRequests:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Inside the block, SIGTERM and SIGINT request a stop, SIGHUP (a closed terminal) nothing. Main thread only."""
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
+        with calling_on_signal(self._on_signal):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, _number: int) -> None:
         self._signals += 1
         if self._signals > 1:
             os._exit(KILLED_CODE)

@@ -83,12 +83,12 @@ def speed_text(slower_percent: float) -> str:
     return f"about {abs(slower_percent):.0f} % {'slower' if slower_percent > 0 else 'faster'}"
 
 
-def format_number(value: object, digits: int = 4) -> str:
-    """With `digits` significant digits; None is "not finite": the journal has null for a loss that is not finite."""
+def format_number(value: object) -> str:
+    """With four significant digits; None is "not finite": the journal has null for a loss that is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not finite" if value is None else clean(value)
-    whole = isinstance(value, int) or abs(value) >= 10**digits
-    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
+    whole = isinstance(value, int) or abs(value) >= 10_000
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:

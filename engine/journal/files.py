@@ -36,6 +36,15 @@ def write_atomically(path: Path, text: str, *, durable: bool = True, mode: int =
         raise
 
 
+def flush(path: Path) -> None:
+    """Write a file, or a folder's list of files, from the operating system's memory to the disk (fsync)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def remove_drafts(path: Path) -> None:
     """Remove what killed processes left of `write_atomically` for this path; no other process may be writing it. Raises
     OSError."""

@@ -119,11 +119,14 @@ def _time_text(seconds: float, total: float | None) -> str:
     return format_duration(seconds) + (f", {format_duration(total or 0)} over all starts" if several else "")
 
 
-def sample_rows(samples: object, count: int = 3) -> Rows:
+MOST_ANSWERS = 3
+
+
+def sample_rows(samples: object) -> Rows:
     """The newest generated answers of an evaluation, each beside its reference where there is one."""
     rows: Rows = []
     for sample in samples if isinstance(samples, list) else []:
-        if not isinstance(sample, dict) or len(rows) == count:
+        if not isinstance(sample, dict) or len(rows) == MOST_ANSWERS:
             continue
         reference = f" (reference {_quoted(sample['reference'])})" if sample.get("reference") is not None else ""
         rows.append(

@@ -130,13 +130,9 @@ def _document(
     *,
     of_each_kind: int | None,
 ) -> dict[str, Any] | None:
-    """Simulate the steps of the model with the config `facts` at several shapes; returns static memory and offloaded
-    optimizer state by component, gradients, the peak of the optimizer step, the coefficients of the levels by kind of
-    pass and phase, and those of generation (None if the recipe generates nothing). Sizes are in bytes.
-
-    `of_each_kind`: how many layers of those that are alike are run (`LayerStack.choose`); None: all. Returns None if no
-    layer can be left out. Raises StackError, or an error of the model's own code, if some cannot stand for others.
-    """
+    """Simulate steps at several shapes. `of_each_kind`: how many layers of those that are alike are run
+    (`LayerStack.choose`); None: all. Returns None if no layer can be left out. Raises StackError, or an error of the
+    model's own code, if some cannot stand for others."""
     with simulated_run(spec, PhaseLog, facts, row_images, assumed) as run:
         stack = LayerStack(run.loaded.base)
         if of_each_kind is None:

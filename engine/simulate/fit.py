@@ -175,11 +175,8 @@ def _solved_sizes(found: Sequence[list[Segment]], shapes: list[StepShape], phase
 
 
 def _of_any_chunks(sizes: Sizes) -> Sizes:
-    """Turn the coefficients of the first and the last of two chunks into those of all targets and of a full chunk, so
-    that they hold for any number of chunks.
-
-    What both chunks have in common exists for all targets. What only the last one has is counted as for a full one.
-    """
+    """The coefficients of all targets and of a full chunk, from those of the first and the last of two chunks."""
+    # What both have in common exists for all targets. What only the last one has is counted as for a full one.
     first, last = sizes[:, -2], sizes[:, -1]
     return np.column_stack([sizes[:, :-2], np.minimum(first, last), np.abs(first - last)])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.chat.answer import Conversation, Speaker, TextStream, decode
+from engine.chat.server import ChatProcess
 from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens
@@ -18,7 +19,9 @@ from engine.device.base import GpuProcess, GpuReading
 from engine.device.metered import MeteredDevice
 from engine.errors import DataError, DeviceBusyError, DoesNotFitError
 from engine.evaluate.generation import end_tokens
+from engine.journal.chats import ChatInbox, ChatState, create_chat
 from engine.journal.directory import create_run_directory
+from engine.journal.events import EventWriter, Journal
 from engine.journal.liveness import identify, record_engine
 from engine.model.tokenizer import byte_tokenizer
 from tests.budget.metered_step import GEMMA3, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, run_spec
@@ -131,6 +134,15 @@ def test_a_busy_device_says_who_holds_it(tmp_path: Path) -> None:
     with device.activate(), pytest.raises(DeviceBusyError, match=f"pid {os.getppid()}") as refused:
         load_sources([ChatSource("it", spec, None)], device, silent)
     assert refused.value.exit_code == 6
+
+
+def test_a_forgotten_chat_ends_by_itself(tmp_path: Path) -> None:
+    directory = create_chat(tmp_path, {})
+    with EventWriter(directory) as writer:
+        chat: Any = None  # it is asked nothing
+        process = ChatProcess(chat, Journal(writer), ChatInbox(directory), ChatState(), idle_seconds=0.0)
+        process.run()
+    assert process.ending == "nothing was asked for 0 minutes"
 
 
 def test_what_a_training_is_predicted_to_need_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

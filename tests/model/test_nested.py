@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from engine.budget.advise.gate import problems_with_model
+from engine.budget.advise.gate import problems_of_run
 from engine.budget.architecture import classes
 from engine.budget.architecture.classes import why_not_text_alone
 from engine.budget.architecture.families import refuse_family
@@ -189,7 +189,7 @@ def test_a_class_that_cannot_learn_from_text_is_refused_by_its_files(
     model_type: str, words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    problems = problems_with_model(run_spec(str(tmp_path), tokenizer="builtin:bytes").recipe)
+    problems = problems_of_run(run_spec(str(tmp_path), tokenizer="builtin:bytes"))
     assert [words in problem and "choose another model.id" in problem for problem in problems] == [True]
 
 
@@ -200,7 +200,7 @@ def test_a_vision_encoder_of_a_package_that_is_missing_is_refused_by_its_files(
     monkeypatch.setattr(classes, "find_spec", lambda name: None if name == "timm" else find_spec(name))
     config = {"model_type": "gemma3n", "vision_config": {"model_type": part}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (problem,) = problems_with_model(run_spec(str(tmp_path), tokenizer="builtin:bytes").recipe)
+    (problem,) = problems_of_run(run_spec(str(tmp_path), tokenizer="builtin:bytes"))
     assert "timm, which is not installed; pip install timm" in problem
 
 
@@ -209,12 +209,12 @@ def test_check_and_load_refuse_a_model_that_predicts_no_text_in_the_same_words(t
     spec = run_spec(str(tmp_path), tokenizer="builtin:bytes")
     with pytest.raises(UsageError) as refusal:
         load(spec)
-    assert problems_with_model(spec.recipe) == [f"{refusal.value.found}; {refusal.value.fix}"]
+    assert problems_of_run(spec) == [f"{refusal.value.found}; {refusal.value.fix}"]
 
 
 @pytest.mark.parametrize("family", NESTED)
 def test_the_files_of_a_class_that_takes_text_tell_nothing_against_it(bases: dict[str, Path], family: str) -> None:
-    assert problems_with_model(run_spec(str(bases[family])).recipe) == []
+    assert problems_of_run(run_spec(str(bases[family]))) == []
     model_type, (name,) = named_class(bases[family])
     assert why_not_text_alone(name, model_type) is None
 

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
-from engine.budget.advise.gate import problems_with_model
+from engine.budget.advise.gate import problems_of_run
 from engine.budget.architecture.lookup import find_config
 from engine.budget.architecture.positions import positions_of, refuse_long_sequences, scaled_config, table_of_positions
 from engine.cli import app
-from engine.config.schema.recipe import Model, Recipe, RopeScaling
+from engine.config.schema.recipe import Model, RopeScaling
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.errors import UsageError
@@ -39,33 +39,32 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def recipe_of(model: str, max_length: int, **model_keys: Any) -> Recipe:
-    recipe = run_spec(model, **model_keys).recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": max_length})})
+def long_run(model: str, max_length: int, **keys: Any) -> RunSpec:
+    spec = run_spec(model, **keys)
+    data = spec.recipe.data.model_copy(update={"max_length": max_length})
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"data": data})})
 
 
 def long_spec(folder: Path, max_length: int, scaling: dict[str, Any] | None, method: str = "lora") -> RunSpec:
-    spec = run_spec(str(folder), method={"kind": method}, rope_scaling=scaling)
-    recipe = recipe_of(str(folder), max_length).model_copy(update={"method": spec.recipe.method})
-    return spec.model_copy(update={"recipe": recipe.model_copy(update={"model": spec.recipe.model})})
+    return long_run(str(folder), max_length, method={"kind": method}, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize(("family", "config"), [("gpt2", {}), ("opt", OPT)])
 def test_learned_positions_end_where_their_table_ends(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     folder = str(write_model(tmp_path / family, family, **config))
-    assert problems_with_model(recipe_of(folder, 128)) == []
-    (problem,) = problems_with_model(recipe_of(folder, 129))
+    assert problems_of_run(long_run(folder, 128)) == []
+    (problem,) = problems_of_run(long_run(folder, 129))
     assert problem == f"data.max_length = 129 is beyond the 128 positions of {folder}; set data.max_length = 128"
-    (problem,) = problems_with_model(recipe_of(folder, 129, rope_scaling=RopeScaling(**YARN)))
+    (problem,) = problems_of_run(long_run(folder, 129, rope_scaling=RopeScaling(**YARN)))
     assert f"cannot scale the positions of {family}; leave model.rope_scaling out" in problem
 
 
 def test_rotary_positions_may_be_scaled_instead(tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "model", "llama"))
-    (problem,) = problems_with_model(recipe_of(folder, 400))
+    (problem,) = problems_of_run(long_run(folder, 400))
     assert 'model.rope_scaling = {type = "yarn", factor = 3.13}' in problem
-    assert problems_with_model(recipe_of(folder, 400, rope_scaling=RopeScaling(type="yarn", factor=3.13))) == []
-    (problem,) = problems_with_model(recipe_of(folder, 600, rope_scaling=RopeScaling(**YARN)))
+    assert problems_of_run(long_run(folder, 400, rope_scaling=RopeScaling(type="yarn", factor=3.13))) == []
+    (problem,) = problems_of_run(long_run(folder, 600, rope_scaling=RopeScaling(**YARN)))
     assert "beyond the 512 positions that model.rope_scaling reaches (128 x 4)" in problem
     assert "factor = 4.69" in problem
 
@@ -126,7 +125,7 @@ def test_phi_3_scales_its_positions_in_its_own_way_alone() -> None:
     with pytest.raises(UsageError, match="cannot scale the positions of phi3"):
         scaled_config(phi, RopeScaling(**YARN))
     with pytest.raises(UsageError) as refused:
-        refuse_long_sequences(phi, recipe_of("it", 8192))
+        refuse_long_sequences(phi, long_run("it", 8192).recipe)
     assert refused.value.fix == "set data.max_length = 4096"
 
 
@@ -140,9 +139,9 @@ def test_a_scaling_that_the_model_has_already_is_not_replaced() -> None:
 
 
 def test_the_model_for_long_context_needs_no_scaling_and_its_predecessor_does() -> None:
-    refuse_long_sequences(find_config("Qwen/Qwen3-4B-Instruct-2507"), recipe_of("it", 262144))
+    refuse_long_sequences(find_config("Qwen/Qwen3-4B-Instruct-2507"), long_run("it", 262144).recipe)
     with pytest.raises(UsageError, match="262144 is beyond the 40960 positions"):
-        refuse_long_sequences(find_config("Qwen/Qwen3-4B"), recipe_of("it", 262144))
+        refuse_long_sequences(find_config("Qwen/Qwen3-4B"), long_run("it", 262144).recipe)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])

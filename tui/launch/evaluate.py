@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.budget.advise.gate import refusals
@@ -24,7 +23,7 @@ from engine.config.check.hardware_rules import parse_device_indices, require_lau
 from engine.config.files.caches import offline_variable
 from engine.config.files.data_files import find_data_files
 from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.files.machine import install_packages, working_directory
+from engine.config.files.machine import install_packages
 from engine.config.load import resolve
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Limits, Profile, RunSpec
@@ -175,15 +174,12 @@ class BatchSplit(NamedTuple):
         return "=" if self.micro_batch * self.accumulation * self.devices == self.batch else "≥"
 
 
-def evaluate_choice(choice: Choice, cwd: Path | None = None) -> EvaluatedChoice:
+def evaluate_choice(choice: Choice) -> EvaluatedChoice:
     """Resolve and check a choice, and plan its memory. No input of the user makes this raise: errors are returned as
-    problems. `cwd` is the folder to which paths are relative, by default the working directory."""
-    cwd = (cwd or working_directory()).absolute()
+    problems."""
     try:
         limits = Limits(devices=parse_device_indices(choice.devices or None), on_finish=choice.on_finish or None)
-        resolved = resolve(
-            choice.profile, choice.recipe, choice.set_arguments, name=choice.name or None, limits=limits, cwd=cwd
-        )
+        resolved = resolve(choice.profile, choice.recipe, choice.set_arguments, name=choice.name or None, limits=limits)
         require_matching_devices(resolved.spec)
     except SpecError as error:
         return EvaluatedChoice(problems=tuple(map(_field_problem, error.problems)))

@@ -161,11 +161,6 @@ ANY_PROFILE = Profile(schema=1, name="any", device=Device(kind="cuda", memory_gi
 """Hardware for a check of a recipe that names no profile: no rule speaks against it."""
 
 
-def problems_with_model(recipe: Recipe) -> list[str]:
-    """`problems_of_run` on any hardware."""
-    return problems_of_run(RunSpec(schema=1, name="check", profile=ANY_PROFILE, recipe=recipe))
-
-
 def problems_of_run(spec: RunSpec) -> list[str]:
     """Why a run, or each point of a sweep, cannot be started, a line for each reason: what is wrong, and the fix. A
     model's own code is none: whether it may run is decided by the command line (`notes_on_code`)."""

@@ -148,15 +148,15 @@ def _cached_lengths(arch: Architecture, tokens: int) -> list[int]:
 
 
 def _scores_bytes(generate: Generate) -> int:
-    """Bytes per token of the vocabulary that the choice of one row's next token takes beside the model's own logits.
-
-    - greedy: fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
-    - sampling: this token's logits, the scores of the previous and of this token, their softmax and its sums.
-    - top_p: these logits and scores, sorted scores with int64 indices, sums, two masks, and the scores that are left.
-    """
+    """Bytes per token of the vocabulary that the choice of one row's next token takes beside the model's own logits."""
     if generate.temperature == 0.0:
+        # fp32 logits of the previous and of this token; a repetition penalty makes a copy of each.
         return (4 if generate.repetition_penalty != 1.0 else 2) * FLOAT
-    return 5 * FLOAT if generate.top_p == 1.0 else 6 * FLOAT + 8 + 2
+    if generate.top_p == 1.0:
+        # This token's logits, the scores of the previous and of this token, their softmax and its sums.
+        return 5 * FLOAT
+    # These logits and scores, sorted scores with int64 indices, sums, two masks, and the scores that are left.
+    return 6 * FLOAT + 8 + 2
 
 
 INPUT_COPIES = 24

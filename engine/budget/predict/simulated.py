@@ -341,8 +341,7 @@ def _value(coefficients: Sequence[float], units: Sequence[float]) -> float:
 
 
 def _outline(spec: RunSpec) -> Architecture:
-    """A placeholder `Architecture` for a model of unknown family. Only its vocabulary size is real; it is used to build
-    a `MemoryConfig`, of which only values that come from the recipe are read."""
+    """For a `MemoryConfig` of which only what comes from the recipe is read: only the vocabulary size is real."""
     return Architecture("unknown", "llama", _vocabulary(spec), 64, 64, 1, 1, 1, 64, False, "silu")
 
 

@@ -48,10 +48,10 @@ def user_folder() -> Path:
     return Path(platformdirs.user_config_dir("tunedeck")) / "profiles"
 
 
-def own_folder(kind: SpecKind, cwd: Path | None = None) -> Path:
+def own_folder(kind: SpecKind) -> Path:
     """Where new profiles or recipes go: ./profiles, or the user's folder where ./profiles is that of the shipped files,
     as in Tunedeck's own checkout."""
-    project = (cwd or working_directory()).absolute() / "profiles"
+    project = working_directory().absolute() / "profiles"
     return (user_folder() if project.resolve() == SHIPPED_FOLDER else project) / KIND_FOLDERS[kind]
 
 

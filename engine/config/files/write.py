@@ -91,15 +91,7 @@ def _table(model: type[BaseModel], values: Values) -> TomlTable:
     return table
 
 
-def rewrite_text(
-    kind: SpecKind,
-    source: str,
-    overrides: Sequence[str],
-    changes: dict[str, Any],
-    target: Path,
-    *,
-    cwd: Path | None = None,
-) -> str:
+def rewrite_text(kind: SpecKind, source: str, overrides: Sequence[str], changes: dict[str, Any], target: Path) -> str:
     """The text of `source` (a name or path) with overrides and `changes` (dotted key = value) applied, to be written to
     `target`. Overrides of the other kind of file are left out; [parallel] belongs to a recipe that has it.
 
@@ -110,7 +102,7 @@ def rewrite_text(
             f"{target} is not a valid name for a {kind}",
             expected=f"a file such as my-{kind}.toml, in lower-case letters",
         )
-    cwd = cwd or working_directory()
+    cwd = working_directory()
     source_file = find_spec_file(kind, source, cwd)
     document = read_document(source_file.path)
     parsed, problems = parse_overrides(overrides)

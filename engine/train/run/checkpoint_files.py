@@ -23,7 +23,7 @@ from engine.journal.checkpoints_on_disk import (
     find_checkpoints,
     hashes_of,
 )
-from engine.journal.files import write_atomically
+from engine.journal.files import flush, write_atomically
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""
@@ -49,7 +49,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
         if found is None or isinstance(error, OSError):
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
-    _flush(folder)
+    flush(folder)
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)
     return Checkpoint(step, final)
@@ -147,16 +147,8 @@ def _write_manifest(draft: Path, step: int, known: Mapping[Path, str]) -> None:
     manifest = draft / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n", "utf-8")
     for path in [*unknown, manifest, *(folder for folder in draft.rglob("*") if folder.is_dir()), draft]:
-        _flush(path)
+        flush(path)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -179,12 +179,15 @@ def suggested_fixes(spec: RunSpec, oom: RankOom, row_targets: int | None) -> dic
     }
 
 
-def fixes_sentence(spec: RunSpec, oom: RankOom, row_targets: int | None, most: int = 3) -> str:
-    """The first `most` fixes as one sentence; empty where there are none."""
+MOST_FIXES = 3
+
+
+def fixes_sentence(spec: RunSpec, oom: RankOom, row_targets: int | None) -> str:
+    """The first fixes as one sentence; empty where there are none."""
     fixes = [
         ", ".join(f"{key} = {json.dumps(value)}" for key, value in fix["changes"].items())
         + f" (a peak of {fix['peak_bytes'] / 2**20:,.1f} MiB{', tight' if fix['tight'] else ''})"
-        for fix in suggested_fixes(spec, oom, row_targets)["avoided_by"][:most]
+        for fix in suggested_fixes(spec, oom, row_targets)["avoided_by"][:MOST_FIXES]
     ]
     return "; or ".join(fixes)
 
