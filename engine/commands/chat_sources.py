@@ -142,18 +142,17 @@ def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSo
     from engine.budget.advise.gate import refuse_model
 
     recipe = asked.recipe or ("lora" if Path(target, "adapter_config.json").is_file() else "full")
-    overrides = list(asked.overrides)
     specs: dict[str, RunSpec] = {}
     with tempfile.TemporaryDirectory() as folder:
-        profile = asked.profile or _profile_of_this_machine(Path(folder))
+        settings = asked.profile or _profile_of_this_machine(Path(folder)), asked.overrides
         if asked.base:
-            specs[f"{target}'s base"] = spec_for_base(target, asked.recipe or "full", profile, overrides, "chat")
-        specs[target] = spec_for_model(target, recipe, profile, overrides)
-    for name, spec in specs.items():
-        limits = spec.limits.model_copy(update={"trust_remote_code": trust_remote_code})
-        specs[name] = spec.model_copy(update={"limits": limits})
-        refuse_model(specs[name])
-        prepare_libraries(specs[name])
+            specs[f"{target}'s base"] = spec_for_base(
+                target, asked.recipe or "full", *settings, "chat", trust_remote_code=trust_remote_code
+            )
+        specs[target] = spec_for_model(target, recipe, *settings, trust_remote_code=trust_remote_code)
+    for spec in specs.values():
+        refuse_model(spec)
+        prepare_libraries(spec)
     with importing():
         from engine.chat.sources import ChatSource
     return [ChatSource(name, spec, None) for name, spec in specs.items()]

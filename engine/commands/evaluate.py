@@ -17,6 +17,7 @@ from engine.commands.shared import (
     JsonOption,
     OverridesOption,
     RunsOption,
+    TrustOption,
     find_result_run,
     find_run,
     importing,
@@ -51,6 +52,7 @@ class Asked:
     base: bool = False
     overrides: tuple[str, ...] = ()
     scorer: str | None = None
+    trust_remote_code: bool = False
 
 
 class Scored(NamedTuple):
@@ -110,6 +112,7 @@ def evaluate(
     profile: ModelProfile = None,
     recipe: ModelRecipe = None,
     overrides: OverridesOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
@@ -120,7 +123,7 @@ def evaluate(
     sets = (*(overrides or []), *([f"evaluate.limit={limit}"] if limit else []))
     if harness is not None or include_path is not None:
         sets += tuple(harness_overrides(harness, include_path))
-    asked = Asked(checkpoint, base, sets, scorer)
+    asked = Asked(checkpoint, base, sets, scorer, trust_remote_code)
     if answers is not None or verdicts is not None:
         others = {"-p": profile, "-r": recipe, "--harness": harness, "--scorer": scorer}
         beside = [name for name, given in others.items() if given]
@@ -288,11 +291,11 @@ def _model_specs(target: str, recipe: str, profile: str, asked: Asked) -> list[t
     UsageError for --base if `target` is no adapter."""
     from engine.commands.model_specs import spec_for_base, spec_for_model
 
-    overrides = list(asked.overrides)
-    found = [(target, spec_for_model(target, recipe, profile, overrides))]
+    settings, trusted = (recipe, profile, asked.overrides), asked.trust_remote_code
+    found = [(target, spec_for_model(target, *settings, trust_remote_code=trusted))]
     if not asked.base:
         return found
-    return [(f"{target}'s base", spec_for_base(target, recipe, profile, overrides, "eval")), *found]
+    return [(f"{target}'s base", spec_for_base(target, *settings, "eval", trust_remote_code=trusted)), *found]
 
 
 def _score_model(name: str, spec: RunSpec, asked: Asked) -> Scored:

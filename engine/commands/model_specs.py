@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.budget.architecture.model_folder import ADAPTER_CONFIG
@@ -12,10 +13,10 @@ from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 from engine.model.reference import base_of_adapter
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
-
-def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) -> RunSpec:
+def spec_for_model(
+    model: str, recipe: str, profile: str, overrides: Sequence[str], *, trust_remote_code: bool
+) -> RunSpec:
     """The run spec for scoring `model` (hub id, folder of a model or an adapter, builtin:NAME) on a recipe's data. The
     recipe's settings for its own model are reset (adapter and revision, and unless `model` is built-in, random weights
     and tokenizer); `overrides` come last."""
@@ -26,13 +27,16 @@ def spec_for_model(model: str, recipe: str, profile: str, overrides: list[str]) 
     if Path(chosen, ADAPTER_CONFIG).is_file():
         base, revision = base_of_adapter(Path(chosen))
         own |= {"model.id": base, "model.revision": revision or "", "model.adapter": chosen, "method.kind": "lora"}
-        if Path(chosen, TOKENIZER_CONFIG).is_file():
+        if _has_tokenizer(Path(chosen)):
             own["model.tokenizer"] = chosen
     sets = [f"{key}={json.dumps(value) if value else ''}" for key, value in own.items()]
-    return resolve(profile, recipe, [*sets, *overrides]).spec
+    spec = resolve(profile, recipe, [*sets, *overrides]).spec
+    return spec.model_copy(update={"limits": spec.limits.model_copy(update={"trust_remote_code": trust_remote_code})})
 
 
-def spec_for_base(adapter: str, recipe: str, profile: str, overrides: list[str], command: str) -> RunSpec:
+def spec_for_base(
+    adapter: str, recipe: str, profile: str, overrides: Sequence[str], command: str, *, trust_remote_code: bool
+) -> RunSpec:
     """`spec_for_model` of the model that `adapter` started from. Raises UsageError, which names `command`, if it is no
     folder of an adapter."""
     if not Path(adapter, ADAPTER_CONFIG).is_file():
@@ -44,6 +48,10 @@ def spec_for_base(adapter: str, recipe: str, profile: str, overrides: list[str],
         )
     base, revision = base_of_adapter(Path(adapter))
     more = [f"model.revision={revision}"] if revision else []
-    if Path(base).is_dir() and not Path(base, TOKENIZER_CONFIG).is_file():  # one that only this adapter's run has
+    if Path(base).is_dir() and not _has_tokenizer(Path(base)):  # a base that only the adapter's run has
         more.append(f"model.tokenizer={json.dumps(str(Path(adapter).absolute()))}")
-    return spec_for_model(base, recipe, profile, [*more, *overrides])
+    return spec_for_model(base, recipe, profile, [*more, *overrides], trust_remote_code=trust_remote_code)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*"))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from tests.cli.conftest import Tunedeck
+from tests.model.test_families import WORKS, own_code
 
 SHORT = ("train.max_steps=4", "train.warmup_steps=0", "eval.limit=16", "evaluate.limit=32", "evaluate.log_samples=2")
 
@@ -42,6 +43,14 @@ def test_an_adapter_in_its_folder_scores_as_its_run(tunedeck: Tunedeck, tmp_path
     assert answered.code == 0 and f"{adapter}'s base: " in answered.out
     refused = tunedeck("chat", f"{adapter}/base", "--plain", "--prompt", "hi")
     refused.complains(2, "no tokenizer in", "model.tokenizer")
+
+
+def test_code_that_comes_with_a_model_runs_when_the_score_allows_it(tunedeck: Tunedeck, tmp_path: Path) -> None:
+    own_code(tmp_path / "own", WORKS)
+    words = ("eval", str(tmp_path / "own"), "-p", "demo", "-r", "demo", "--limit", "2")
+    tunedeck(*words).complains(2, "not run unasked", "add --trust-remote-code")
+    scored = tunedeck(*words, "--trust-remote-code")
+    assert scored.code == 0 and "perplexity" in scored.out, scored.err
 
 
 def test_a_file_is_no_model_to_score(tunedeck: Tunedeck, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ WALKED = (
     "journal/queue:_refuse_second_worker", "journal/stages:result_run", "launch/queue_worker:_ending",
     "launch/queue_worker:follow_queue", "launch/queue_worker:start_queue_worker",
     "launch/queue_worker:wait_until_registered: see what", "launch/queue_worker:wait_until_registered: see why",
-    "tui/app:_check", "train/step/context:check: put these keys",
+    "tui/app:_check: use a command", "tui/app:_check: tunedeck --help", "train/step/context:check: put these keys",
     "train/step/transaction:_finish_step: lower train.learning_rate or",
     "export/merge:_require_space: make room", "export/merge:merge: make room",
 )  # fmt: skip
@@ -90,7 +90,13 @@ def test_without_a_terminal_a_command_shows_the_runs(tunedeck: Tunedeck, tmp_pat
     run = make_run(tmp_path, write_recipe(tmp_path))
     with pytest.raises(TunedeckError):
         tui_app._check(Flags(ascii=True))
-    assert run.name in tunedeck(*typed(refused_as("tui/app:_check", given))).out
+    assert run.name in tunedeck(*typed(refused_as("tui/app:_check: use a command", given))).out
+
+
+def test_a_setting_without_a_value_is_explained_by_the_help(tunedeck: Tunedeck, given: Given) -> None:
+    with pytest.raises(TunedeckError):
+        tui_app._check(Flags(overrides=("train.max_steps",)))
+    assert "--set KEY=VALUE" in tunedeck(*typed(refused_as("tui/app:_check: tunedeck --help", given))).out
 
 
 def test_a_last_stage_that_has_not_begun_is_shown_with_its_run(

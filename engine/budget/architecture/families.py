@@ -377,5 +377,5 @@ def refuse_own_code(facts: Mapping[str, Any], model: str, *, trusted: bool) -> N
 def own_code(model: str) -> UsageError:
     return UsageError(
         f"{model} needs Python code that comes with it, which is not run unasked",
-        fix="if you trust its author, start the run with --trust-remote-code",
+        fix="if you trust its author, add --trust-remote-code",
     )
