@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,20 +63,30 @@ FailIfOption = Annotated[
 ]  # fmt: skip
 
 
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV: exact values, a column for each run.")]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, for a report.")]
+
+
 def compare(
     targets: RunArguments,
     metric: MetricOption = None,
     against: AgainstOption = None,
     fail_if: FailIfOption = None,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+    as_markdown: MarkdownOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
+    from engine.commands.compare_formats import comparison_csv, comparison_markdown
     from engine.journal.compare import compare as compare_runs
     from engine.journal.compare import failures, parse_condition
+    from engine.journal.event_text import clean
     from engine.journal.folder_summaries import FolderSummaries
     from engine.journal.score_groups import gains, refuse_unscored
 
+    if as_json + as_csv + as_markdown > 1:
+        raise UsageError("--json, --csv and --markdown are three formats", fix="choose one of them")
     conditions = [parse_condition(text) for text in fail_if or ()]
     kept = FolderSummaries(runs_folder(runs))
     directories = [directory for target in targets for directory in _find(target, runs, kept)]
@@ -94,10 +105,16 @@ def compare(
         more = {"gains": asdict(found)} if found else {}
         gate = {"failed": [each._asdict() for each in failed]} if conditions else {}
         print_json(comparison.as_json() | more | gate, indent=None)
+    elif as_csv:
+        sys.stdout.write(comparison_csv(comparison, metric, found))
+    elif as_markdown:
+        sys.stdout.write(comparison_markdown(comparison, metric, found))
     else:
         _print(comparison, metric)
         if found is not None:
             _print_gains(found)
+    if not as_json:
+        print_notices(clean(warning) for warning in comparison.warnings)
     if failed:
         raise WorseError(
             "\n".join(f"{each.condition}: {each.sentence}" for each in failed),
@@ -160,7 +177,6 @@ def _print(comparison: Comparison, metric: str | None) -> None:
     console.print(table)
     if comparison.sentence:
         console.print(Text(clean(comparison.sentence)), soft_wrap=True)
-    print_notices(clean(warning) for warning in comparison.warnings)
 
 
 def _print_gains(found: Gains) -> None:
@@ -173,9 +189,8 @@ def _print_gains(found: Gains) -> None:
     table.add_row(Text(clean(found.against)), f"{found.reference:.4g}", "", "")
     best = max(found.rows, key=lambda row: row.gain)
     for row in sorted(found.rows, key=lambda row: -row.gain):
-        interval = f"{row.low:+.4g} to {row.high:+.4g}" if row.low is not None and row.high is not None else "-"
         star = " *" if row is best and row.gain > 0 else ""
-        table.add_row(Text(clean(row.run) + star), f"{row.value:.4g}", f"{row.gain:+.4g}", interval)
+        table.add_row(Text(clean(row.run) + star), f"{row.value:.4g}", f"{row.gain:+.4g}", row.interval)
     console = make_console()
     console.print(table)
     console.print(clean(found.sentence), soft_wrap=True)

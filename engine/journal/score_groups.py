@@ -66,6 +66,10 @@ class Gain(NamedTuple):
     """Lower end of the 95 % interval, as `high` is the upper; None for a metric that is not a mean over samples."""
     high: float | None
 
+    @property
+    def interval(self) -> str:
+        return f"{self.low:+.4g} to {self.high:+.4g}" if self.low is not None and self.high is not None else "-"
+
 
 @dataclass(frozen=True)
 class Gains:

@@ -1,11 +1,9 @@
-"""Prepares a run to be resumed: which keys may change, the checks of the changed spec, and its writing."""
+"""Prepares a run to be resumed: the checks of its folder and of the changed spec, and its writing."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,154 +13,31 @@ from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts
 from engine.config.check.hardware_rules import require_matching_devices
 from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
-from engine.config.schema.recipe import Recipe, Stage
 from engine.config.schema.run import RunSpec
-from engine.config.stages import dependants, stage_recipe
+from engine.config.stages import dependants
 from engine.errors import EnvironmentProblem, UsageError
 from engine.journal.checkpoints_on_disk import find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory, rewrite_spec
+from engine.journal.events import EventTail
 from engine.journal.files import write_atomically
 from engine.journal.index import record_start
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import stage_directories, stage_name, typed_name
 from engine.journal.summary import summarise
+from engine.launch.changed_keys import (
+    STAGES_KEY,
+    UNFELT_KEYS,
+    Changes,
+    comparable,
+    enables_stage,
+    find_changes,
+    makes_longer,
+    notices_of,
+    refused_changes,
+)
 from engine.launch.create_run import drop_untrusted_limits
 from engine.launch.destinations import allow_typed, notes_on_destinations
 from engine.trackers.tracker import require_trackers
-
-FREELY_CHANGEABLE = (
-    "name",
-    "limits.*",
-    "provenance.*",
-    "profile.*",
-    "recipe.name",
-    "recipe.title",
-    "recipe.notes",
-    "recipe.profile",
-    "recipe.parallel.*",
-    "recipe.train.epochs",
-    "recipe.train.max_steps",
-    "recipe.train.micro_batch",
-    "recipe.train.gradient_checkpointing",
-    "recipe.train.mlp_tiles",
-    "recipe.train.activation_offload",
-    "recipe.train.optimizer_offload",
-    "recipe.train.loss",
-    "recipe.train.compile",
-    "recipe.train.deterministic",
-    "recipe.train.log_every_steps",
-    "recipe.model.attention",
-    "recipe.data.workers",
-    "recipe.checkpoint.*",
-    "recipe.eval.*",
-    "recipe.evaluate.*",
-    "recipe.generate.*",
-    "recipe.backoff.*",
-    "recipe.moe.watch_experts",
-    "recipe.trackers.*",
-    "recipe.finish.*",
-    "recipe.stages.*.enabled",
-)
-"""Keys that do not alter what a step learns, beyond the rounding of another kernel: a resumed run must lead
-to the same steps as those already taken."""
-
-CHANGEABLE_WITH_NOTICE = (
-    "recipe.train.learning_rate",
-    "recipe.train.min_learning_rate",
-    "recipe.train.scheduler",
-    "recipe.train.restarts",
-    "recipe.train.warmup_*",
-    "recipe.train.weight_decay",
-    "recipe.train.betas*",
-    "recipe.train.eps",
-    "recipe.train.momentum",
-    "recipe.train.max_grad_norm",
-    "recipe.train.label_smoothing",
-    "recipe.moe.aux_loss_weight",
-)
-"""Keys that alter what is learned from the resumed step on, so the user is told."""
-
-
-STAGES_KEY = "recipe.stages"
-STAGE_OF_KEY = re.compile(r"^recipe\.stages\.[a-z0-9][a-z0-9._-]*?\.(?=(?:" + "|".join(Recipe.model_fields) + r")\b)")
-"""A stage's name may contain dots."""
-
-UNFELT_KEYS = ("enabled", "name", "title", "notes")
-"""Keys of a stage that is done which may change: they have no effect on what it trained."""
-
-Changes = dict[str, tuple[Any, Any]]
-"""Dotted key = (value before, value after)."""
-
-
-def comparable(spec: RunSpec) -> dict[str, Any]:
-    """As nested dicts for `find_changes`. A staged run's recipe is replaced by the complete recipe of each stage, so
-    that a change counts only for the stages that it affects."""
-    data = spec.model_dump(by_alias=True)
-    if spec.recipe.stages:
-        data["recipe"] = {"stages": {stage.name: _comparable_stage(spec, stage) for stage in spec.recipe.stages}}
-    return data
-
-
-def _comparable_stage(spec: RunSpec, stage: Stage) -> dict[str, Any]:
-    own = stage.model_dump(by_alias=True, include={"enabled", "from_", "experts_per_token", "shared", "router"})
-    return {**stage_recipe(spec.recipe, stage).model_dump(by_alias=True), **own, "stage_kind": stage.kind}
-
-
-def find_changes(before: Any, after: Any, key: str = "") -> Changes:
-    """Every key whose value differs; a list counts as one value. `key` is the prefix of the keys."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        found: Changes = {}
-        for name in {**before, **after}:
-            found |= find_changes(before.get(name), after.get(name), f"{key}.{name}" if key else name)
-        return found
-    return {} if before == after else {key: (before, after)}
-
-
-def refused_changes(changes: Changes) -> list[str]:
-    """A line for each change that is not allowed when a run is resumed."""
-    return [
-        f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; a run keeps its model, data, seed and batch"
-        for key, (old, new) in changes.items()
-        if not _matches(key, FREELY_CHANGEABLE) and not _matches(key, CHANGEABLE_WITH_NOTICE)
-    ]
-
-
-def notices_of(changes: Changes) -> list[str]:
-    """A sentence for each change that alters what is learned from the resumed step on."""
-    return [
-        f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}: the steps to come learn differently"
-        for key, (old, new) in changes.items()
-        if _matches(key, CHANGEABLE_WITH_NOTICE)
-    ]
-
-
-def enables_stage(changes: Changes) -> bool:
-    """Whether a stage that was disabled is enabled."""
-    return any(
-        key.startswith(f"{STAGES_KEY}.") and key.endswith(".enabled") and new is True
-        for key, (_, new) in changes.items()
-    )
-
-
-def makes_longer(changes: Changes) -> bool:
-    """Whether the run gets more steps; no limit counts as more than any limit."""
-    for key, (old, new) in changes.items():
-        if _of_any_stage(key) not in ("recipe.train.epochs", "recipe.train.max_steps"):
-            continue
-        if old is not None and (new is None or new > old):
-            return True
-        if old is None and new is not None and key.endswith("epochs") and new > 1:
-            return True
-    return False
-
-
-def _matches(key: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(_of_any_stage(key), glob) for glob in globs)
-
-
-def _of_any_stage(key: str) -> str:
-    """Gives "recipe.train.eps" for "recipe.stages.NAME.train.eps"."""
-    return STAGE_OF_KEY.sub("recipe.", key)
 
 
 def prepare_resume(
@@ -180,8 +55,8 @@ def prepare_resume(
     as they were at the last start. `from_stage` is done again from its start, with all stages that start from it.
 
     Raises:
-        UsageError: `from_step` has no checkpoint, `from_stage` is no stage of the run, a change is not allowed, or a
-            finished run would not get longer.
+        UsageError: `from_step` has no checkpoint, the run's checkpoints are not there, `from_stage` is no stage of the
+            run, a change is not allowed, or a finished run would not get longer.
         EnvironmentProblem: an engine works on the run, or the package of a tracker is not installed.
     """
     refuse_if_claimed(directory)
@@ -189,6 +64,7 @@ def prepare_resume(
     _refuse_other_runs_option(directory, from_step, from_stage)
     refuse_stage(directory)
     _require_checkpoint(directory, from_step)
+    _refuse_lost_checkpoints(directory, from_stage)
     notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage)
     warning = record_start(directory)
     return [*notices, *([warning] if warning else [])]
@@ -285,6 +161,27 @@ def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
         expected=f"--from {' or '.join(map(str, steps))}" if steps else "a run that has written a checkpoint",
         fix="leave --from out to continue from the newest checkpoint",
     )
+
+
+def _refuse_lost_checkpoints(directory: RunDirectory, from_stage: str | None) -> None:
+    """Raise UsageError for a run, or a stage of one without a result, that has written checkpoints of which none is in
+    its folder, as in that of an imported run: it would begin anew, behind the steps that its journal has."""
+    if from_stage is not None:
+        return
+    begun = stage_directories(directory)  # a staged run's journal repeats theirs
+    without_result = [stage for stage in begun if not (stage.adapter.is_dir() or stage.model.is_dir())]
+    for part in without_result if begun else [directory]:
+        if find_checkpoints(part.checkpoints) or not _has_written_checkpoints(part):
+            continue
+        raise UsageError(
+            f"{typed_name(part)} has written checkpoints, and none is in {part.checkpoints}",
+            expected="a run with its checkpoints; what tunedeck export writes has none",
+            fix=f"repeat the run: {shlex.join(['tunedeck', 'train', '--run-spec', str(directory.run_toml)])}",
+        )
+
+
+def _has_written_checkpoints(directory: RunDirectory) -> bool:
+    return any(event["kind"] == "checkpoint_saved" for event in EventTail(directory.events).poll())
 
 
 def change_spec(

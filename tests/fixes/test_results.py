@@ -26,7 +26,7 @@ from engine.model.load import load_model
 from engine.model.reference import find_run_weights, find_starting_weights
 from engine.model.tokenizer import load_tokenizer
 from tests.cli.conftest import Tunedeck
-from tests.cli.test_fixes import own_files
+from tests.cli.test_fixes import own_files, suggested
 from tests.export.test_assemble import assembled, dense
 from tests.fixes.conftest import Given
 from tests.fixes.rows import Row, text_of, walk, was_given
@@ -36,6 +36,7 @@ from tests.train.run_helpers import make_spec
 __all__ = ["finished", "made"]
 
 WALKED = (
+    "launch/resume_run:_refuse_lost_checkpoints",
     "model/reference:find_run_weights", "model/reference:_result", "model/reference:_checkpoint: name a step",
     "model/reference:_checkpoint: correct it", "model/reference:find_starting_weights: set model.init",
     "model/reference:find_starting_weights: remove one", "model/reference:base_of_adapter",
@@ -148,6 +149,20 @@ def test_an_archive_is_written_again_and_unpacked_where_there_is_room(
     assert was_given(text_of("journal/archive:import_run"), given), given
     assert tunedeck("import", archive, "--runs", "taken").code == 0
     assert finished.name in tunedeck("runs", "--runs", "taken").out
+
+
+def test_a_run_without_the_checkpoints_that_it_wrote_is_repeated(
+    tunedeck: Tunedeck, finished: RunDirectory, tmp_path: Path, given: Given
+) -> None:
+    export_run(finished, tmp_path / "run.tunedeck", weights=True)
+    assert tunedeck("import", "run.tunedeck", "--runs", "taken").code == 0
+    events = (tmp_path / "taken" / finished.name / "events.jsonl").read_bytes()
+    resumed = tunedeck("resume", "last", "--runs", "taken", "--set", "train.max_steps=100")
+    assert resumed.code == 2 and (tmp_path / "taken" / finished.name / "events.jsonl").read_bytes() == events
+    assert was_given(text_of("launch/resume_run:_refuse_lost_checkpoints"), given), resumed.err
+    repeated = tunedeck(*suggested("", resumed.err))
+    assert repeated.code == 0, repeated.err
+    assert "done" in tunedeck("show", "last").out
 
 
 def test_runs_without_scores_are_scored_by_the_command_that_is_named(

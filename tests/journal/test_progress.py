@@ -20,7 +20,7 @@ from engine.journal.event_text import (
 )
 from engine.journal.summary import summarise
 from engine.journal.summary_text import Progress, result_rows
-from engine.launch.resume_run import find_changes, makes_longer, notices_of, refused_changes
+from engine.launch.changed_keys import find_changes, makes_longer, notices_of, refused_changes
 from tests.journal.event_fields import backoff_fields, step_fields
 from tests.tui.recorded_runs import make_run
 

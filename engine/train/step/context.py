@@ -21,7 +21,7 @@ from engine.device.base import Device
 from engine.distributed.ranks import Ranks
 from engine.errors import UsageError
 from engine.evaluate.context import Reference
-from engine.launch.resume_run import find_changes, refused_changes
+from engine.launch.changed_keys import find_changes, refused_changes
 from engine.model.cudnn_attention import CudnnAttention
 from engine.model.flops import StepFlops
 from engine.model.load import LoadedModel
