@@ -325,10 +325,31 @@ def load_run_spec(path: str | Path, *, own: bool = False) -> RunSpec:
         raise SpecError(document.render_all(problems))
     if "data_version" not in document.data:
         spec = spec.model_copy(update={"data_version": 1})
+    spec = _where_its_run_is(spec, Path(path).absolute())
     given = document.data.get("limits", {})
     if spec.limits == Limits() or (own and are_kept(Path(path), given)):
         return spec
     return spec.model_copy(update={"limits": Limits()})
+
+
+STAGE_OF_RUN = re.compile(r"(run:)?(/.+)(/stages/[^/@]+)(/[^@]*|@[^/]*)?")
+
+
+def _where_its_run_is(spec: RunSpec, path: Path) -> RunSpec:
+    """The spec of a stage starts from earlier stages of its run by their paths at that time. They are those beside it,
+    wherever the run was moved to, renamed or imported; the path of another run's stage is in the run's own run.toml,
+    too, and stays."""
+    if path.parents[1].name != "stages" or not (whole := path.parents[2] / path.name).is_file():
+        return spec
+    changes = {}
+    for key in ("id", "adapter"):
+        named = STAGE_OF_RUN.fullmatch(getattr(spec.recipe.model, key) or "")
+        if named is None or named[2] == str(path.parents[2]) or not Path(f"{path.parents[2]}{named[3]}").is_dir():
+            continue
+        if f"{named[2]}{named[3]}" not in whole.read_text("utf-8"):
+            changes[key] = f"{named[1] or ''}{path.parents[2]}{named[3]}{named[4] or ''}"
+    model = spec.recipe.model.model_copy(update=changes)
+    return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})}) if changes else spec
 
 
 def brings_limits(path: Path) -> bool:

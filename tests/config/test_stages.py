@@ -151,3 +151,28 @@ def test_a_wrong_stage_is_refused_at_its_own_line(tmp_path: Path, stages: str) -
     found = problems(tmp_path, stages)
     assert any(all(word in line for word in WRONG[stages]) for line in found), found
     assert all(line.startswith(f"{tmp_path}/staged.toml:") for line in found), found
+
+
+WITHOUT_SOURCES = HEAD.replace('[data]\nsources = [{ name = "main", path = "train.jsonl" }]\n', "")
+OWN_SOURCES = """[[stages]]
+name = "first"
+data = { sources = [{ name = "one", path = "one.jsonl" }] }
+[[stages]]
+name = "second"
+from = "first"
+data = { sources = [{ name = "two", path = "two.jsonl" }], max_length = 64 }
+"""
+
+
+def test_a_recipe_whose_stages_all_name_data_needs_none_of_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "staged.toml"
+    recipe.write_text(WITHOUT_SOURCES + OWN_SOURCES)
+    spec = resolve("demo", str(recipe), ["stages.second.data.sources.two.limit=5"]).spec
+    first, second = stage_specs(spec)
+    assert [source.name for stage in (first, second) for source in stage.recipe.data.sources] == ["one", "two"]
+    assert second.recipe.data.sources[0].limit == 5 and second.recipe.data.max_length == 64
+    (tmp_path / "run.toml").write_text(dump_run_spec(spec))
+    assert load_run_spec(tmp_path / "run.toml") == spec
+    recipe.write_text(WITHOUT_SOURCES + TWO + OWN_SOURCES.replace('"first"', '"third"').replace('"second"', '"fourth"'))
+    with pytest.raises(SpecError, match=r"data: missing"):
+        resolve("demo", str(recipe), [])

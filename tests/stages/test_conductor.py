@@ -4,6 +4,7 @@ event once."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +255,20 @@ def test_experts_are_assembled_and_the_mixture_is_trained(tmp_path: Path) -> Non
     assert torch.equal(assembled[name.format("experts.1.")], base[name.format("")])
     assert "experts_differ" not in [event["code"] for event in events_of(run, "warning")]
     assert whole.model.is_dir() and summarise(run).status == "done"
+
+
+def test_a_stage_finds_the_one_it_starts_from_wherever_the_run_is(undisturbed: RunDirectory, tmp_path: Path) -> None:
+    """Copied, with the original still in its place, and moved."""
+    copied = RunDirectory(tmp_path / "elsewhere" / undisturbed.name)
+    shutil.copytree(undisturbed.path, copied.path)
+    second = stage_directories(copied)[1]
+
+    def start() -> str:
+        return load_run_spec(second.run_toml).recipe.model.id
+
+    assert start() == f"run:{stage_directories(copied)[0].path}"
+    assert find_run_weights(start()).is_relative_to(copied.path)
+    # The stage of another run, which the run itself starts from, stays where it is.
+    other = stage_directories(undisturbed)[0].path
+    copied.run_toml.write_text(copied.run_toml.read_text().replace('id = "builtin:tiny"', f'id = "run:{other}"', 1))
+    assert start() == f"run:{other}"

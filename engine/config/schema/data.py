@@ -152,3 +152,21 @@ class Evaluate(Table):
     plain text."""
     harness_include: str | None = None
     """Folder with tasks of your own (.yaml)."""
+
+
+def with_sources_of_stages(recipe: Any) -> Any:
+    """A recipe without `data.sources` of which every training stage names its own takes those of the first, so that
+    nothing has to be written that no stage uses. `recipe` is as read, not checked yet."""
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("stages"), list):
+        return recipe
+    data, stages = recipe.get("data", {}), [stage for stage in recipe["stages"] if isinstance(stage, dict)]
+    named = [_sources_of(stage) for stage in stages if stage.get("kind", "train") == "train"]
+    if not isinstance(data, dict) or "sources" in data or not named or None in named:
+        return recipe
+    return {**recipe, "data": {**data, "sources": named[0]}}
+
+
+def _sources_of(stage: dict[str, Any]) -> list[Any] | None:
+    data = stage.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    return sources if isinstance(sources, list) else None

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from engine.config.attention import AttentionChoice
 from engine.config.schema.base import Count, CountOrZero, Fraction, Name, NonNegative, Positive, Table
-from engine.config.schema.data import Data, Eval, Evaluate
+from engine.config.schema.data import Data, Eval, Evaluate, with_sources_of_stages
 from engine.config.schema.finish import Finish, Trackers
 from engine.config.schema.preference import LEARNING_RATES, Preference
 
@@ -357,6 +357,8 @@ class Recipe(Table):
     """Dotted key = the values to try."""
     stages: list[Stage] = []
     """Stages, in order."""
+
+    _take_sources = model_validator(mode="before")(with_sources_of_stages)
 
     @model_validator(mode="after")
     def _choose_learning_rate(self) -> Recipe:
