@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.commands.model_specs import spec_for_base, spec_for_model
 from engine.commands.shared import find_result_run, importing, prepare_libraries
 from engine.errors import EnvironmentProblem, UsageError
 
@@ -140,6 +139,7 @@ def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSo
     """A model, on this machine unless -p names a profile. Raises UsageError for one that can't answer, and for --base
     if it is no adapter."""
     from engine.budget.advise.gate import refuse_model
+    from engine.commands.model_specs import spec_for_base, spec_for_model
 
     recipe = asked.recipe or ("lora" if Path(target, "adapter_config.json").is_file() else "full")
     specs: dict[str, RunSpec] = {}

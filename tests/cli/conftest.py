@@ -50,7 +50,7 @@ def started(tunedeck: Tunedeck) -> Iterator[tuple[RunDirectory, int]]:
     engine = identify(told["pid"])
     run = RunDirectory(Path(told["path"]))
     try:
-        until(lambda: summarise(run).step > 0, seconds=120.0)
+        until(lambda: summarise(run).step > 0)
         yield run, told["pid"]
     finally:
         if engine is not None and is_alive(engine):

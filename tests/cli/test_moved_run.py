@@ -75,7 +75,7 @@ def starter(tmp_path: Path, tunedeck: Tunedeck) -> subprocess.Popen[str]:
     words = [sys.executable, "-P", str(ENTRY_FILE), "queue", "start"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     (one,) = (tmp_path / "runs").glob("*-one")
-    until(lambda: summarise(RunDirectory(one)).step > 0, seconds=120.0)
+    until(lambda: summarise(RunDirectory(one)).step > 0)
     return process
 
 

@@ -85,7 +85,7 @@ def wrong(words: str, rest: str) -> str:
     """What is wrong with a suggested command; empty if nothing is."""
     command, given = resolved(words.split())
     if hasattr(command, "commands"):
-        return "" if not given or given[0] in PROSE else f"no such command: {given[0]}"
+        return "" if not given or given[0] in (*PROSE, "--help") else f"no such command: {given[0]}"
     options = {name: each for each in command.params for name in each.opts if name.startswith("-")}
     places = [each for each in command.params if not each.opts[0].startswith("-")]
     values = 0

@@ -42,7 +42,7 @@ def test_what_was_finished_stays_and_the_rest_goes_on_once_the_folder_can_be_wri
         assert done.returncode == 0, done.stderr
     one, two = (RunDirectory(next(runs.glob(f"*-{name}"))) for name in ("one", "two"))
     starter = subprocess.Popen([sys.executable, "-P", ENTRY_FILE, "queue", "start"], stderr=subprocess.PIPE, text=True)
-    until(lambda: summarise(one).step > 250, seconds=120.0)
+    until(lambda: summarise(one).step > 250)
     with disk.failing(runs, 1, errno.EROFS, lasting=True):
         _, said = starter.communicate()
         assert starter.returncode and "Traceback" not in said, said

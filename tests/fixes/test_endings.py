@@ -55,13 +55,13 @@ def test_a_killed_engine_is_resumed_by_the_command_of_wait(
 ) -> None:
     run, pid = started
     os.kill(pid, signal.SIGKILL)
-    until(lambda: summarise(run).status == "stale", seconds=60.0)
+    until(lambda: summarise(run).status == "stale")
     refused = tunedeck("wait", run.name)
     assert was_given(text_of("commands/runs:wait"), given)
     command = shlex.split(refused.err.partition("continue with: tunedeck ")[2])
     step = summarise(run).step
     assert tunedeck(*command, "--detach").code == 0
-    until(lambda: summarise(run).step > step, seconds=120.0)
+    until(lambda: summarise(run).step > step)
     assert tunedeck("stop", run.name).code == 0
     assert tunedeck("wait", run.name).code == 130
 

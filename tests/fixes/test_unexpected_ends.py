@@ -64,7 +64,7 @@ def test_a_chat_whose_process_was_killed_goes_on_by_the_command_it_names(
         talk = Talk(chat)
         talk.wait_until_ready()
         os.kill(present(running_engine(chat)).pid, signal.SIGKILL)
-        until(lambda: not is_answering(chat), seconds=30.0)
+        until(lambda: not is_answering(chat))
         with pytest.raises(EnvironmentProblem, match="the process of the chat has ended") as refused:
             talk.respond("hello")
         assert was_given(text_of("commands/chat_terminal:_ended"), given), given
@@ -74,6 +74,6 @@ def test_a_chat_whose_process_was_killed_goes_on_by_the_command_it_names(
         assert answer.code == 0, answer.err
         kinds = chat.events.read_text("utf-8")
         assert kinds.count('"chat_started"') == 2 and '"chat_answer"' in kinds
-        until(lambda: not is_answering(chat), seconds=30.0)
+        until(lambda: not is_answering(chat))
     finally:
         force_stop(chat)

@@ -229,7 +229,7 @@ def test_a_killed_push_is_finished_by_the_same_command(
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL) as killed:
         assert held.wait(120)
         other = hashlib.sha256((finished.adapter / "tokenizer.json").read_bytes()).hexdigest()
-        until(lambda: other in hub.large, seconds=60.0)
+        until(lambda: other in hub.large)
         killed.send_signal(signal.SIGKILL)
     release.set()
     assert hub.repositories["me/it"].files == {}  # not half of it

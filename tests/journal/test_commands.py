@@ -16,7 +16,7 @@ from engine.journal.summary import summarise
 from tests.journal.conftest import Spawn
 from tests.journal.event_fields import backoff_fields, step_fields
 from tests.journal.run_directories import new_run
-from tests.journal.waiting import until
+from tests.journal.waiting import PATIENCE_SECONDS, until
 
 
 def tunedeck(*arguments: str, folder: Path) -> Result:
@@ -78,7 +78,7 @@ def test_stop_is_taken_and_answered(run: RunDirectory, folder: Path, spawn: Spaw
     child = spawn(run, "obey")
     until(lambda: summarise(run).step > 0)
     assert tunedeck("stop", "last", folder=folder).exit_code == 0
-    assert child.wait(timeout=20) == 130
+    assert child.wait(timeout=PATIENCE_SECONDS) == 130
     assert tunedeck("wait", "last", folder=folder).exit_code == 130
     assert summarise(run).status == "stopped"
 
@@ -88,7 +88,7 @@ def test_stop_twice_is_by_force(run: RunDirectory, folder: Path, spawn: Spawn) -
     until(lambda: summarise(run).step > 0)
     tunedeck("stop", "last", folder=folder)
     tunedeck("stop", "last", folder=folder)
-    assert child.wait(timeout=20) == -9
+    assert child.wait(timeout=PATIENCE_SECONDS) == -9
     assert tunedeck("wait", "last", folder=folder).exit_code == 137
 
 
@@ -105,7 +105,7 @@ def test_pause_leaves_the_run_paused(run: RunDirectory, folder: Path, spawn: Spa
     until(lambda: summarise(run).step > 0)
     tunedeck("checkpoint", "last", folder=folder)
     tunedeck("pause", "last", folder=folder)
-    assert child.wait(timeout=20) == 130
+    assert child.wait(timeout=PATIENCE_SECONDS) == 130
     assert summarise(run).status == "paused"
 
 
@@ -120,7 +120,7 @@ def test_a_run_without_an_engine_cannot_be_asked(run: RunDirectory, folder: Path
 def test_waiting_for_a_run_whose_engine_vanished_is_an_error(
     run: RunDirectory, folder: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn(run, "vanish").wait(timeout=20)
+    spawn(run, "vanish").wait(timeout=PATIENCE_SECONDS)
     monkeypatch.setattr("engine.journal.summary.STALE_SECONDS", 0.0)
     error = tunedeck("wait", "last", folder=folder).exception
     assert isinstance(error, TunedeckError) and error.exit_code == 1

@@ -20,7 +20,7 @@ from engine.journal.liveness import claim, engine_process, identify, is_alive, r
 from engine.journal.summary import summarise
 from engine.launch.process import FileOffsets, follow_engine, force_stop, log_tail, start_engine, wait_until_running
 from tests.journal.conftest import Spawn
-from tests.journal.waiting import until
+from tests.journal.waiting import PATIENCE_SECONDS, until
 
 FOLLOWER = Path(__file__).with_name("follower.py")
 
@@ -78,7 +78,7 @@ def test_an_engine_that_vanished_is_an_error_with_the_end_of_its_log(run: RunDir
 def test_an_engine_that_was_killed_is_137_and_says_so(run: RunDirectory, follower: Follow) -> None:
     process = follower(run, "ignore")
     os.kill(engine_of(run), signal.SIGKILL)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 137
     assert "SIGKILL" in errors and "Traceback" not in errors
 
@@ -87,7 +87,7 @@ def test_an_engine_that_was_killed_is_137_and_says_so(run: RunDirectory, followe
 def test_the_first_signal_asks_for_a_stop(run: RunDirectory, follower: Follow, number: int) -> None:
     process = follower(run, "obey")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
     assert "stopping after this step" in output and "control" in output
     assert summarise(run).status == "stopped"
@@ -100,7 +100,7 @@ def test_the_second_signal_kills(run: RunDirectory, follower: Follow, number: in
     process.send_signal(number)
     until(lambda: summarise(run).stopping)
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 137
     assert identify(pid) is None
     summary = summarise(run)
@@ -110,7 +110,7 @@ def test_the_second_signal_kills(run: RunDirectory, follower: Follow, number: in
 def test_hangup_leaves_the_engine_running(run: RunDirectory, follower: Follow) -> None:
     process = follower(run, "ignore")
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     step = summarise(run).step
     until(lambda: summarise(run).step > step)
@@ -122,7 +122,7 @@ def test_a_closed_stdout_leaves_the_engine_running(run: RunDirectory, follower: 
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    process.wait(timeout=20)
+    process.wait(timeout=PATIENCE_SECONDS)
     step = summarise(run).step
     until(lambda: summarise(run).step > step)
 
@@ -139,7 +139,7 @@ def test_force_kills_the_engine_and_what_it_started(run: RunDirectory, spawn: Sp
     child = spawn(run, "ignore")
     until(lambda: summarise(run).step > 0)
     force_stop(run)
-    assert child.wait(timeout=20) == -signal.SIGKILL
+    assert child.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
     summary = summarise(run)
     assert (summary.status, summary.exit_code, engine_process(run)) == ("stopped", 137, None)
 

@@ -49,7 +49,7 @@ def test_killed_and_resumed_every_event_is_forwarded_once_and_a_failing_tracker_
     assert start_engine(run, resume=True).wait(GIVE_UP_SECONDS) == 0, run.log.read_text()
 
     forwarded = Counter[tuple[int, str]]
-    until(lambda: len(points_of(run, "tensorboard")) >= len(losses_in_journal(run)), seconds=60)
+    until(lambda: len(points_of(run, "tensorboard")) >= len(losses_in_journal(run)))
     assert forwarded(points_of(run, "tensorboard")) == forwarded(losses_in_journal(run))
     assert any("session_log" in record for record in records_of_tensorboard(run))
     warnings = [event for event in read_events(run.events) if event["kind"] == "warning" and event["code"] == "tracker"]
