@@ -260,13 +260,17 @@ def _refuse_runs(targets: Sequence[str], runs: Path | None) -> None:
     from engine.journal.index import DIRECTORY_NAME
 
     for target in targets:
-        if target == "last" or DIRECTORY_NAME.match(target) or RunDirectory(Path(target)).exists():
+        if target != "last" and not DIRECTORY_NAME.match(target) and not RunDirectory(Path(target)).exists():
+            continue
+        try:
             find_run(target, runs)
-            raise UsageError(
-                f"{target} is a run, which is scored with its own settings",
-                expected="-p and -r with a MODEL, such as the folder of a run's result",
-                fix=f"tunedeck eval {shlex.quote(target)}",
-            )
+        except UsageError:
+            continue
+        raise UsageError(
+            f"{target} is a run, which is scored with its own settings",
+            expected="-p and -r with a MODEL, such as the folder of a run's result",
+            fix=f"tunedeck eval {shlex.quote(target)}",
+        )
 
 
 def _find_run(target: str, runs: Path | None) -> RunDirectory:

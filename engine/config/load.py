@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from engine.config.check.check import check_table
 from engine.config.check.hardware_rules import merge_parallel, problems_of_parallel, problems_on_device
 from engine.config.check.notes import notes_of
-from engine.config.check.overrides import apply_overrides, leaf_items, parse_overrides, set_value
+from engine.config.check.overrides import apply_overrides, leaf_items, leave_sweep, parse_overrides, set_value
 from engine.config.files.document import Document, Problem, parse_document, read_document, value_at
 from engine.config.files.find import SpecFile, SpecKind, find_spec_file, make_absolute
 from engine.config.files.machine import installed, working_directory
@@ -236,6 +236,7 @@ def _assemble(
     overrides, override_problems = parse_overrides(layers.overrides)
     notices = _apply_profile_overrides(profile, recipe, {".".join(override.key) for override in overrides})
     problems = [*problems, *override_problems, *apply_overrides(profile, recipe, overrides)]
+    notices += leave_sweep(recipe, overrides)
     checked_profile, profile_problems = check_table(Profile, profile.data)
     checked_recipe, recipe_problems = check_table(Recipe, recipe.data)
     if checked_profile is not None and checked_recipe is not None:

@@ -366,3 +366,18 @@ def test_a_warm_up_longer_than_the_run_is_said_before_the_start() -> None:
     (notice,) = resolve("demo", "demo", ["train.max_steps=5"]).notices
     assert notice == "train.warmup_steps = 20 is more than the run's 5 steps: the warm-up takes 4"
     assert resolve("demo", "demo").notices == []
+
+
+def test_a_key_that_is_set_is_not_swept(recipe: str) -> None:
+    swept = ['sweep."train.learning_rate"=[0.001, 0.01]', 'sweep."train.seed"=[1, 2]']
+    found = resolve("demo", recipe, [*swept, "train.learning_rate=0.5"])
+    assert found.spec.recipe.sweep == {"train.seed": [1, 2]} and found.spec.recipe.train.learning_rate == 0.5
+    assert [text for text in found.notices if "swept" in text] == [
+        "train.learning_rate is set with --set and not swept"
+    ]
+    assert resolve("demo", recipe, [*swept, "sweep="]).spec.recipe.sweep == {}
+
+
+def test_an_empty_table_is_no_value(recipe: str) -> None:
+    (problem,) = problems("demo", recipe, ["train={}"])
+    assert problem == "--set train: an empty table changes nothing; an empty value restores the default: train="

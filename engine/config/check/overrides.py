@@ -94,6 +94,19 @@ def apply_overrides(profile: Document, recipe: Document, overrides: Sequence[Ove
     return problems
 
 
+def leave_sweep(recipe: Document, overrides: Sequence[Override]) -> list[str]:
+    """Take the keys of `overrides` out of the recipe's sweep, in place, because `--set` replaces what a file says;
+    returns a notice for each."""
+    sweep, notices = recipe.data.get("sweep"), []
+    for override in overrides:
+        key = ".".join(override.key)
+        if isinstance(sweep, dict) and key in sweep:
+            del sweep[key]
+            _forget(recipe, ("sweep", key))
+            notices.append(f"{key} is set with --set and not swept")
+    return notices
+
+
 def _is_automatic(override: Override) -> bool:
     """Only a recipe may have this value."""
     return override.key == ("parallel", "sequence") and override.value == "auto"
@@ -111,6 +124,8 @@ def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) 
     """Set a key of a document, in place, and of each of its stages that also sets it; tables are merged. `label`
     records where the value came from. Returns an error message for a key that does not exist, else an empty text."""
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
+        if not value:
+            return f"an empty table changes nothing; an empty value restores the default: {'.'.join(key)}="
         results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
         return next((problem for problem in results if problem), "")
     if key[0] != "stages":
