@@ -39,6 +39,7 @@ from tui.widgets.key_order import SequentialKeysApp
 if TYPE_CHECKING:
     from tui.run.engine_processes import EngineProcesses
     from tui.run.run_ends import RunEnds
+    from tui.screens.run import RunScreen
 
 HOME = "runs"
 """The screen that `do_back` shows when no earlier screen is left."""
@@ -57,6 +58,10 @@ PAINTED_SECONDS = 1.0
 def _first_theme(app: DOMNode) -> str:
     """The name of the theme that the console begins with: from its flags or the environment."""
     return arguments.theme_name(cast(TunedeckApp, app).flags, os.environ)
+
+
+def _is_of_a_run(screen: Screen[object]) -> bool:
+    return isinstance(screen, BaseScreen) and screen.screen_name == "run"
 
 
 def _things_provider() -> type[Provider]:
@@ -87,6 +92,8 @@ class TunedeckApp(SequentialKeysApp):
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self._visited: list[str] = []
         """Names of the screens that were shown and are kept in memory, for going back; the present one is last."""
+        self._left_run: dict[str, RunDirectory] = {}
+        """By the name of a kept screen: the run whose screen it was opened from, for going back."""
         self._leaving = False
         """Whether the console closes as soon as the runs that are being created have started."""
         self.runs_dir = runs_folder(flags.runs)
@@ -149,6 +156,9 @@ class TunedeckApp(SequentialKeysApp):
             return
         earlier = self._visited if name != HOME else []
         self._visited = [*(visited for visited in earlier if visited != name), name]
+        runs = [cast("RunScreen", each).directory for each in self.screen_stack if _is_of_a_run(each)]
+        self._left_run = {key: run for key, run in self._left_run.items() if key in self._visited and key != name}
+        self._left_run |= dict.fromkeys([name], runs[-1]) if runs and name != HOME else {}
         while len(self.screen_stack) > 2:
             self.pop_screen()
         if len(self.screen_stack) == 1:
@@ -257,8 +267,12 @@ class TunedeckApp(SequentialKeysApp):
         elif self._visited == [HOME]:
             self.show_message("this is the first screen: q leaves the console, training goes on")
         else:
-            self._visited.pop()
+            run = self._left_run.pop(self._visited.pop(), None)
+            others = self._left_run
             self.open_screen(self._visited[-1] if self._visited else HOME)
+            self._left_run = others if self._visited != [HOME] else {}
+            if run is not None and run.path.is_dir():
+                self.open_screen("run", run)
 
     def do_suspend(self) -> None:
         """Stop the console and return to the shell that started it, as Ctrl-Z does; without effect where the shell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -182,6 +183,22 @@ async def test_escape_goes_back_screen_by_screen_to_the_list_of_runs(console: Op
         assert seen == ["help", "library", "launch", "runs"]
         await pilot.press("escape")
         await pilot.sees("this is the first screen")
+
+
+@pytest.mark.asyncio
+async def test_escape_goes_back_to_the_run_from_which_a_screen_was_opened(console: Opener, runs: Path) -> None:
+    run = make_run(runs)
+    async with console() as pilot:
+        await pilot.press("enter", "n", "4")
+        seen = [pilot.screen.screen_name]
+        for _ in range(4):
+            await pilot.press("escape")
+            seen.append(pilot.screen.screen_name)
+        assert seen == ["queue", "launch", "run", "runs", "runs"]
+        await pilot.press("enter", "n")
+        shutil.rmtree(run.path)
+        await pilot.press("escape")
+        assert pilot.screen.screen_name == "runs"
 
 
 @pytest.mark.asyncio
