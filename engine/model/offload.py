@@ -16,12 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.budget.trace.memory_trace import SMALLEST_OFFLOADED_BYTES
 from engine.device.host_copies import HostCopy
 from engine.model.loaded import LoadedModel
-
-SMALLEST_BYTES = 16 * 1024
-"""Tensors below this size (norm statistics, masks) are not offloaded: starting the copy takes as long as the copy."""
-
 
 @dataclass
 class _OnHost:
@@ -100,6 +97,6 @@ def _is_weight(tensor: Tensor) -> bool:
 def _worth_moving(tensor: Tensor) -> bool:
     """Floating-point, not small, and not expanded (its copy would be larger)."""
     size_bytes = tensor.numel() * tensor.element_size()
-    if not tensor.is_floating_point() or size_bytes < SMALLEST_BYTES or tensor.layout != torch.strided:
+    if not tensor.is_floating_point() or size_bytes < SMALLEST_OFFLOADED_BYTES or tensor.layout != torch.strided:
         return False
     return all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

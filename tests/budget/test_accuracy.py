@@ -38,14 +38,24 @@ def test_rows_so_long_that_scores_decide_are_predicted(family: str, tmp_path: Pa
     assert -0.005 <= error(family, "lora, eager", tmp_path, rows=2, length=600) <= 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
-def test_activations_that_wait_on_the_host_come_back_for_one_operation_at_a_time(family: str, tmp_path: Path) -> None:
+DORA_DROPOUT = {"rank": 8, "dora": True, "dropout": 0.1}
+"""Each layer saves a copy of its weight, whose size does not depend on the tokens."""
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("qwen2", {}), ("llama", {}), ("mixtral", {}), ("llama", DORA_DROPOUT)],
+    ids=["qwen2", "llama", "mixtral", "llama, dora, dropout"],
+)
+def test_activations_that_wait_on_the_host_come_back_for_one_operation_at_a_time(
+    family: str, method: dict[str, Any], tmp_path: Path
+) -> None:
     """Checkpointing is off. Families with small tensors or masks, which are not offloaded, have larger errors and are
     not tested here."""
 
     train = {"gradient_checkpointing": False, "activation_offload": True, "batch_size": 4}
     folder = folder_of(FAMILIES[family], tmp_path)
-    spec = run_spec(folder, method={"rank": 8}, model={"dtype": "bfloat16"}, train=train)
+    spec = run_spec(folder, method={"rank": 8} | method, model={"dtype": "bfloat16"}, train=train)
     predicted = predict(find_architecture(spec), spec, rows=2, length=200).peak_bytes
     assert -0.005 <= predicted / measured_step(spec, 2, 200, 2)[1] - 1 <= 0.01
     kept = spec.recipe.train.model_copy(update={"activation_offload": False})

@@ -18,10 +18,13 @@ from sys import getrefcount
 
 from engine.budget.trace.polynomial import BYTE, NO_BYTES, SQUARE, TRAINED_GRADS, BytesPolynomial
 
-STAYING_BYTES = 32
-"""Bytes per token up to which a saved tensor is counted as staying on the device under activation offload.
-`engine.model.offload` compares the whole tensor with 16 KiB, which is the same at 512 tokens; with more tokens it moves
-tensors that are counted as staying, so the count is too high rather than too low."""
+SMALLEST_OFFLOADED_BYTES = 16 * 1024
+"""Saved tensors below this size (norm statistics, masks) are not offloaded: starting the copy takes as long as the
+copy."""
+
+STAYING_BYTES = SMALLEST_OFFLOADED_BYTES // 512
+"""Bytes per token up to which a saved tensor is counted as staying on the device: the same as that size at 512 tokens.
+With more tokens some are moved that are counted as staying, so the count is too high rather than too low."""
 
 
 class Storage:
@@ -313,5 +316,6 @@ def _by_growth(size: BytesPolynomial) -> tuple[int, int]:
 
 def waits_on_host(tensor: TracedTensor) -> bool:
     """Whether activation offload moves it: no integers, small tensors, or attention masks (saved as expanded views)."""
-    large = tensor.size.per_square > 0 or tensor.size.per_token > STAYING_BYTES
+    size = tensor.size
+    large = size.per_square > 0 or size.per_token > STAYING_BYTES or size.fixed >= SMALLEST_OFFLOADED_BYTES
     return tensor.itemsize < 8 and large and tensor.elements != SQUARE
