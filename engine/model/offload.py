@@ -20,6 +20,7 @@ from engine.budget.trace.memory_trace import SMALLEST_OFFLOADED_BYTES
 from engine.device.host_copies import HostCopy
 from engine.model.loaded import LoadedModel
 
+
 @dataclass
 class _OnHost:
     copy: HostCopy
