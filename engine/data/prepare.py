@@ -30,7 +30,7 @@ from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
-from engine.data.tokenise import TOO_LONG, Tokeniser
+from engine.data.tokenise import CUT_AWAY, TOO_LONG, Tokeniser
 from engine.data.tokens import Columns, TokenData
 from engine.data.workers import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCount, rendering_version, tokenise_rows
 from engine.errors import DataError
@@ -309,6 +309,8 @@ def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
     reason = reasons.most_common(1)[0][0]
     if reason.startswith(TOO_LONG):
         return "add --set data.over_length=truncate; or raise data.max_length"
+    if reason == CUT_AWAY:
+        return "raise data.max_length: what is learned stands behind it"
     if reason.startswith(REFUSAL) and tokeniser.refuses_system:
         if tokeniser.system_prompt is not None:
             return "add --set data.system_prompt=; no system turn is added then"

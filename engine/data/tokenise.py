@@ -29,6 +29,7 @@ from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Reco
 from engine.errors import DataError
 
 TOO_LONG = "longer than data.max_length"
+CUT_AWAY = f"{NO_TARGET} once cut to data.max_length"
 NO_PROCESSOR = "the model takes no images"
 SEVERAL_ANSWERS = "has several answers, which the chat template renders one by one"
 """Reasons for which the tokeniser drops a row."""
@@ -285,7 +286,7 @@ class Tokeniser:
             return Dropped(f"{TOO_LONG}, image tokens are not cut")
         ids, targets = ids[: self.max_length], targets[: self.max_length]
         if not targets.any():
-            return Dropped(f"{NO_TARGET} once cut to data.max_length")
+            return Dropped(CUT_AWAY)
         span = _within(answer or _last_stretch(targets), len(ids))
         return Document(ids, targets, span, origin, too_long, tuple(images[: placed.count]))
 

@@ -89,6 +89,10 @@ def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: W
     assert texts(result.train) == ["p" + "c" * 7]
     assert result.report.sources[0].dropped == {"no target token once cut to data.max_length": 1}
     assert result.report.sources[0].truncated == 1
+    with pytest.raises(DataError) as refused:
+        prepared({"sources": plain(jsonl(rows[:1])), "max_length": 8, "over_length": "truncate"})
+    assert refused.value.fix == "raise data.max_length: what is learned stands behind it"
+    assert len(prepared({"sources": plain(jsonl(rows[:1])), "max_length": 64, "over_length": "truncate"}).train) == 1
 
 
 def test_broken_rows_are_counted_by_reason(jsonl: Write) -> None:
