@@ -44,8 +44,7 @@ all-tests: $(READY)
 
 sampled-tests: SAMPLE := --sample
 sampled-tests every-case: $(READY)
-	$(PYTEST) $(SAMPLE) || { test $$? -eq 1 && echo "The failed tests run once more, one at a time: a busy machine is no defect." \
-		&& $(PYTEST) -n 1 --last-failed --last-failed-no-failures=none; }
+	$(PYTEST) $(SAMPLE)
 
 durations: $(READY)
 	$(PYTEST) --durations-file
