@@ -100,6 +100,9 @@ def test_offloads_take_what_the_link_to_the_host_takes() -> None:
     offloaded = time_of(*full, "train.optimizer_offload=true")
     assert offloaded.offloaded_state_bytes == pytest.approx(10 * 1.54e9, rel=0.01), "and remainders"
     assert offloaded.update == pytest.approx(0.4, abs=0.05) and time_of(*full).update < 0.05
+    on_cpu = [resolve("demo", "demo", [f"train.activation_offload={each}"]).spec for each in ("true", "false")]
+    slow, kept = (StepTime.of(Predictor(find_architecture(spec), spec)).step(28, 41, 0) for spec in on_cpu)
+    assert slow / kept == pytest.approx(1.18, abs=0.08), "279 and 236 ms a step, of the demo"
     older = time_of(*offload, "model.kernels=auto", profile="48gb")
     assert older.micro_batch(1, 4096, 0).waiting > activations.micro_batch(1, 4096, 0).waiting, "PCIe 4"
 
