@@ -60,7 +60,7 @@ HOST_LINK_GBS, HOST_LINK_GBS_ON_HOPPER = 25.0, 38.0
 """Between device and host, each way: PCIe 4 with 16 lanes, and what an H100 reached with PCIe 5 (73 GB of an 8B LoRA's
 activations in 1.9 s)."""
 CPU_COPY_GBS = 3.0
-"""Offloaded tensors of small models, each way, on one core (the demo: 236 ms a step, 279 with activations offloaded)."""
+"""Of offloaded tensors, each way, on one core (the demo: 236 ms a step, with activations offloaded 279)."""
 UPDATE_PASSES = 4
 """How often the optimizer's step moves a trained weight, its gradient and its state."""
 
