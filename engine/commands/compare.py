@@ -105,10 +105,9 @@ def compare(
         more = {"gains": asdict(found)} if found else {}
         gate = {"failed": [each._asdict() for each in failed]} if conditions else {}
         print_json(comparison.as_json() | more | gate, indent=None)
-    elif as_csv:
-        sys.stdout.write(comparison_csv(comparison, metric, found))
-    elif as_markdown:
-        sys.stdout.write(comparison_markdown(comparison, metric, found))
+    elif as_csv or as_markdown:
+        write = comparison_csv if as_csv else comparison_markdown
+        sys.stdout.write(write(comparison, metric, found))
     else:
         _print(comparison, metric)
         if found is not None:

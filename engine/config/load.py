@@ -337,9 +337,9 @@ STAGE_OF_RUN = re.compile(r"(run:)?(/.+)(/stages/[^/@]+)(/[^@]*|@[^/]*)?")
 
 
 def _where_its_run_is(spec: RunSpec, path: Path) -> RunSpec:
-    """The spec of a stage starts from earlier stages of its run by their paths at that time. They are those beside it,
-    wherever the run was moved to, renamed or imported; the path of another run's stage is in the run's own run.toml,
-    too, and stays."""
+    """A stage's run.toml names the stage that it starts from by the path of that time. If the run was moved, renamed or
+    imported since, the path of the stage beside this one takes its place. The path of another run's stage stays: the
+    run's own run.toml has it, too."""
     if path.parents[1].name != "stages" or not (whole := path.parents[2] / path.name).is_file():
         return spec
     changes = {}

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,20 +137,12 @@ def load_model(
 
 
 def load_and_tell(
-    spec: RunSpec,
-    device: Device,
-    tokenizer: PreTrainedTokenizerBase,
-    notify: Callable[[str], None],
-    name: str = "model",
+    spec: RunSpec, device: Device, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None], name: str = "model"
 ) -> LoadedModel:
-    """As `load_model`, outside training: tells `notify` what is loaded, and each out-of-memory error, after which it is
-    loaded again. MemoryExhaustedError: it never fitted."""
-    notify(f"loading {name}")
-
-    def report(failure: object, remedy: str, attempt: int) -> None:
-        notify(f"out of memory while loading {name}: {remedy} {attempt}")
-
-    return retry_on_oom(lambda: load_model(spec, device, tokenizer), "load", device, report)
+    """`load_model` outside training, tried again after an out-of-memory error; `tell` is called with each sentence."""
+    tell(f"loading {name}")
+    load, told = partial(load_model, spec, device, tokenizer), f"out of memory while loading {name}"
+    return retry_on_oom(load, "load", device, lambda _, remedy, attempt: tell(f"{told}: {remedy} {attempt}"))
 
 
 def assemble(

@@ -88,7 +88,7 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
 
 
 def refuse_model(spec: RunSpec) -> None:
-    """Raise UsageError for a model that cannot be scored, as far as its files and its config tell."""
+    """Raise UsageError for a model that can be neither scored nor talked to, as far as its files and config tell."""
     facts = find_facts(spec.recipe.model)
     _refuse_unusable(facts)
     _refuse_untrusted_code(spec, facts)

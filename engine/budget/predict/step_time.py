@@ -90,11 +90,10 @@ def speed_of(profile: Profile, config: MemoryConfig, recipe: Recipe) -> Speed:
     assert tflops is not None and gbs is not None
     share = PRODUCT_SHARE * (FP32_SHARE if on_cuda and config.base_bytes == 4 and not config.autocast else 1.0)
     launch, micro_batch = LAUNCH_SECONDS, MICRO_BATCH_SECONDS
-    if not on_cuda:
-        launch, micro_batch = CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS
-    attention = tflops * 1e12 * _attention_share(profile, config, recipe)
     link = HOST_LINK_GBS_ON_HOPPER if (device.compute_capability or 0.0) >= HOPPER else HOST_LINK_GBS
-    link = link if on_cuda else CPU_COPY_GBS
+    if not on_cuda:
+        launch, micro_batch, link = CPU_LAUNCH_SECONDS, CPU_MICRO_BATCH_SECONDS, CPU_COPY_GBS
+    attention = tflops * 1e12 * _attention_share(profile, config, recipe)
     speed = Speed(tflops * 1e12 * share, gbs * 1e9, launch, on_cuda, micro_batch, stated, link * 1e9)
     return speed._replace(attention_flops=attention) if on_cuda and config.attention_scratch else speed
 
