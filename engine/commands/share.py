@@ -34,11 +34,12 @@ def export(
 ) -> None:
     """Write a run into one file, for another machine. There it can be shown, compared and repeated."""
     from engine.journal.archive import SUFFIX, export_run
-    from engine.journal.event_text import format_bytes
+    from engine.journal.event_text import clean, format_bytes
 
     directory = find_run(run, runs)
     target = (out or Path(f"{directory.name}{SUFFIX}")).expanduser().absolute()
-    size_bytes = export_run(directory, target, weights=weights)
+    size_bytes, left_out = export_run(directory, target, weights=weights)
+    print_notices(f"{clean(name)} is left out: a link that leaves the run's folder" for name in left_out)
     print_line(f"{target} ({format_bytes(size_bytes)}); elsewhere: tunedeck import {target.name}")
 
 

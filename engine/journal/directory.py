@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -128,6 +129,11 @@ class RunDirectory:
     def merged(self) -> Path:
         """The model that a LoRA run's result was merged into."""
         return self.path / "merged"
+
+    @property
+    def imported(self) -> Path:
+        """An empty folder in a run that came from an archive; its time is that of the import."""
+        return self.path / "imported"
 
     @property
     def stages(self) -> Path:
@@ -270,9 +276,11 @@ def names_held_out_data(directory: RunDirectory) -> bool:
     return any(nested(recipe, *key) for recipe in recipes for key in keys)
 
 
+REMOVING_SECONDS = 2.0
+"""How long a process waits for another that removes drafts: anyone who may read the folder can keep it locked."""
+
 OLD_DRAFT_SECONDS = 24 * 3600
-"""Age of a run directory in the making whose process must be gone: it is filled in milliseconds, from a file in
-minutes."""
+"""Age of a run directory in the making whose process must be gone, on file systems where a folder cannot be locked."""
 
 
 def _remove_old_drafts(folder: Path, seconds: float) -> None:
@@ -283,16 +291,40 @@ def _remove_old_drafts(folder: Path, seconds: float) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
+@contextmanager
+def making_drafts(runs_dir: Path) -> Iterator[None]:
+    """Create the folder `runs_dir`, and remove what killed processes left of run directories in the making there.
+    Inside the block, no other process removes those of this one. Raises OSError."""
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(runs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _remove_old_drafts(runs_dir, -1.0 if _locked(folder, fcntl.LOCK_EX) else OLD_DRAFT_SECONDS)
+        until = time.monotonic() + REMOVING_SECONDS
+        while not _locked(folder, fcntl.LOCK_SH) and time.monotonic() < until:
+            time.sleep(0.02)  # another process removes drafts, of which it saw none of ours
+        yield
+    finally:
+        os.close(folder)
+
+
+def _locked(folder: int, kind: int) -> bool:
+    """Lock an open folder without waiting; return whether that was possible. The lock ends with the process."""
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except OSError:  # another process makes a draft, or the file system has no locks
+        return False
+    return True
+
+
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
     """Create `TIMESTAMP-NAME` (`-2` and so on if taken) with `run.toml` and `plan.json`, complete or not at all. Raises
     EnvironmentProblem where `runs_dir` cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        _remove_old_drafts(runs_dir, OLD_DRAFT_SECONDS)
-        draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
-        _fill(draft, run_toml_text, plan)
-        made = settle(draft, runs_dir / f"{stamp}-{name}")
+        with making_drafts(runs_dir):
+            draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
+            _fill(draft, run_toml_text, plan)
+            made = settle(draft, runs_dir / f"{stamp}-{name}")
     except OSError as error:
         raise EnvironmentProblem(
             f"no run directory can be created in {runs_dir}: {error.strerror or error}",

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
+import struct
+import subprocess
+import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -79,6 +85,9 @@ HOSTILE: dict[str, tuple[str, int]] = {
     "is a checkpoint": ("r/checkpoints/step-00000001/model.safetensors", 0),
     "is a backslash": ("r/evaluations/..\\x", 0),
     "is there twice": ("r/RUN.toml", 0),
+    "is the folder of another": ("r/run.toml/x", 0),
+    "has a name that no disk takes": (f"r/evaluations/{'x' * 300}", 0),
+    "is deeper than any path": ("r/evaluations" + "/x" * 600, 0),
 }
 
 
@@ -131,3 +140,102 @@ def test_a_spec_that_no_engine_takes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         import_run(source, tmp_path / "elsewhere")
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["--help", "-x", "last", ".hidden", "..", "x" * 300, "a\x1b[2J", "with space"])
+def test_a_run_name_that_a_command_would_not_take_is_rejected(run: RunDirectory, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "named"
+    with zipfile.ZipFile(source, "w") as opened:
+        opened.write(run.run_toml, f"{name}/run.toml")
+    with pytest.raises(UsageError, match="no exported run"):
+        import_run(source, tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def overwrite(data: bytes, place: int, new: bytes) -> bytes:
+    return data[:place] + new + data[place + len(new) :]
+
+
+def damaged_archives(run: RunDirectory, folder: Path) -> dict[str, bytes]:
+    """Archives by what is wrong with them."""
+    found = {}
+    for title, method in (("lzma", zipfile.ZIP_LZMA), ("bzip2", zipfile.ZIP_BZIP2), ("deflate", zipfile.ZIP_DEFLATED)):
+        with zipfile.ZipFile(folder / title, "w", method) as opened:
+            opened.write(run.run_toml, "r/run.toml")
+        found[title] = overwrite((folder / title).read_bytes(), 60, bytes(range(7, 37)))
+    with zipfile.ZipFile(folder / "names", "w") as opened:
+        opened.write(run.run_toml, "r/run.toml")
+        opened.writestr("r/\u00e9\u00e9", "x")
+    whole = (folder / "names").read_bytes()
+    found["a name that is no text"] = whole.replace("\u00e9".encode(), b"\xff\xfe")
+    end = whole.rindex(b"PK\x05\x06")
+    found["a list before the file"] = overwrite(whole, end + 16, b"\xff\xff\xff\x7f")
+    found["a list longer than the file"] = overwrite(whole, end + 12, b"\xff\xff\xff\x7f")
+    entry = whole.index(b"PK\x01\x02")
+    found["a member before the file"] = overwrite(whole, entry + 42, b"\xff\xff\xff\xfe")
+    found["an unknown version"] = overwrite(whole, entry + 6, b"\xff\x00")
+    found["an encrypted member"] = overwrite(whole, entry + 8, b"\x01\x00")
+    return found
+
+
+def test_a_damaged_archive_is_rejected_as_one(run: RunDirectory, tmp_path: Path) -> None:
+    for title, data in damaged_archives(run, tmp_path).items():
+        (tmp_path / "damaged").write_bytes(data)
+        with pytest.raises(UsageError, match="no exported run") as caught:
+            import_run(tmp_path / "damaged", tmp_path / "elsewhere")
+        assert caught.value.exit_code == 2, title
+        assert not list((tmp_path / "elsewhere").iterdir()), title
+
+
+@pytest.mark.parametrize(("name", "why"), [(b"r/%06d", "more than 20,000 files"), (b"r/%0700d", "larger than 16 MiB")])
+def test_a_list_of_many_files_is_rejected_in_little_memory(tmp_path: Path, name: bytes, why: str) -> None:
+    source, entries, size = tmp_path / "many", 30_000, 0
+    with source.open("wb") as file:
+        for number in range(entries):
+            entry = name % number
+            header = struct.pack("<I6H3I5H2I", 0x02014B50, 20, 20, 0, 0, 0, 0, 0, 0, 0, len(entry), 0, 0, 0, 0, 0, 0)
+            size += file.write(header + entry)
+        file.write(struct.pack("<I4H2IH", 0x06054B50, 0, 0, entries, entries, size, 0, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match=why):
+            import_run(source, tmp_path / "elsewhere")
+        assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+HOLD_DRAFT = """
+import signal, sys
+from pathlib import Path
+from engine.journal import archive
+archive._unpack = lambda *_: (print("unpacking", flush=True), signal.pause())
+archive.import_run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_later_import_removes_the_draft_of_a_killed_one_and_no_other(run: RunDirectory, tmp_path: Path) -> None:
+    source, target = tmp_path / "one.tunedeck", tmp_path / "elsewhere"
+    export_run(run, source, weights=False)
+    command = [sys.executable, "-c", HOLD_DRAFT, str(source), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"unpacking\n"
+        import_run(source, target)
+        assert len(list(target.glob(".new-*"))) == 1, "the draft of a living import"
+        os.kill(process.pid, signal.SIGKILL)
+    import_run(source, target)
+    assert sorted(path.name for path in target.iterdir()) == [run.name, f"{run.name}-2"]
+
+
+def test_links_inside_a_run_are_exported_as_files_and_others_named_or_rejected(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    (run.path / "evaluations" / "inside").symlink_to("answers.jsonl")
+    (run.adapter / "linked.json").symlink_to("../evaluations/answers.jsonl")
+    _, left_out = export_run(run, tmp_path / "one.tunedeck", weights=True)
+    assert left_out == ["evaluations/link"]
+    made = import_run(tmp_path / "one.tunedeck", tmp_path / "elsewhere")
+    assert (made.adapter / "linked.json").read_text() == (made.kept_scores / "inside").read_text() == "{}\n"
+    (run.adapter / "tokenizer.model").symlink_to("/etc/passwd")
+    with pytest.raises(UsageError, match="adapter/tokenizer.model is a link that leaves the run's folder"):
+        export_run(run, tmp_path / "two.tunedeck", weights=True)
