@@ -183,10 +183,10 @@ def find_result_run(run: str, runs: Path | None) -> RunDirectory:
 
 
 def find_run(run: str, runs: Path | None) -> RunDirectory:
-    """Raises UsageError if no run matches, or several do."""
+    """Return the run; with `runs` (--runs), one of that folder. Raises UsageError if no run matches, or several do."""
     from engine.journal.index import resolve_run
 
-    return resolve_run(run, runs_folder(runs))
+    return resolve_run(run, runs_folder(runs), only_there=runs is not None)
 
 
 def print_line(text: str) -> None:

@@ -25,7 +25,7 @@ from engine.config.files.trust import keep_limits
 from engine.errors import EnvironmentProblem
 from engine.journal.files import read_bounded, write_atomically
 
-RUN_TOML, PLAN_JSON = "run.toml", "plan.json"
+RUN_TOML, PLAN_JSON, IMPORTED = "run.toml", "plan.json", "imported"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RunDirectory:
     @property
     def imported(self) -> Path:
         """An empty folder in a run that came from an archive; its time is that of the import."""
-        return self.path / "imported"
+        return self.path / IMPORTED
 
     @property
     def stages(self) -> Path:

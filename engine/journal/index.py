@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
 from engine.config.files.machine import path_of
 from engine.config.files.trust import state_folder
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import PLAN_JSON, RUN_TOML, RunDirectory, read_spec
+from engine.journal.directory import IMPORTED, PLAN_JSON, RUN_TOML, RunDirectory, read_spec
 from engine.journal.files import decode_json
 from engine.journal.liveness import refuse_if_claimed
 from engine.journal.stages import find_stage, stage_directories, stage_name
@@ -114,9 +115,10 @@ def list_runs(runs_dir: Path) -> list[RunDirectory]:
     return _newest_first(RunDirectory(path.absolute()) for path in entries)
 
 
-def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
+def resolve_run(text: str, runs_dir: Path | None, *, only_there: bool = False) -> RunDirectory:
     """The run that `text` means: a path; a full directory name, of any run that this user started; or among the runs of
     `runs_dir` (None: `runs_folder`) the newest run with that --name, a unique prefix of a directory name, or `last`.
+    With `only_there`, because the user has named the folder, a run of `runs_dir` or none.
 
     Raises UsageError when no run matches, or several do. It names the runs of other folders that match.
     """
@@ -124,21 +126,42 @@ def resolve_run(text: str, runs_dir: Path | None) -> RunDirectory:
         raise UsageError("RUN is empty", expected=EXPECTED_RUN, fix=LIST_RUNS)
     folder = runs_dir or runs_folder(None)
     if os.sep in text or text in (".", ".."):
-        return _stage_of(text, folder) or _at_path(path_of(text))
-    found = _find(text, folder)
+        run = _stage_of(text, folder, only_there) or _at_path(path_of(text))
+        return _require_there(run, folder) if only_there else run
+    found = _find(text, folder, only_there)
     if found is not None:
-        return found
-    if RunDirectory(path_of(text)).exists():
+        return _require_there(found, folder) if only_there else found
+    if not only_there and RunDirectory(path_of(text)).exists():
         return _at_path(path_of(text))
     raise _not_found(text, folder)
 
 
-def _find(text: str, runs_dir: Path) -> RunDirectory | None:
-    """By name; None if no run matches. Raises UsageError if several do."""
+def _require_there(run: RunDirectory, folder: Path) -> RunDirectory:
+    """Raise UsageError for a run outside `folder`, also by a link."""
+    place = run.path.resolve()
+    if place.is_relative_to(folder.resolve()):
+        return run
+    raise UsageError(
+        f"{run.path} is a link to {place}, outside {folder}"
+        if run.path.is_symlink()
+        else f"{place} is not in {folder}",
+        expected=f"a run of {folder}, the folder named with --runs",
+        fix=f"leave out --runs, and give its path: {place}",
+    )
+
+
+def _find(text: str, runs_dir: Path, only_there: bool = False) -> RunDirectory | None:
+    """By name; None if no run matches. Raises UsageError if several do, or the run of that name is damaged."""
     found = _among(text, list_runs(runs_dir))
     if found is not None or not DIRECTORY_NAME.match(text):
         return found
-    named = [run for run in recorded_runs() if run.name == text]
+    if os.path.lexists(runs_dir / text):
+        raise UsageError(
+            f"{runs_dir / text} is damaged: it has no run.toml that can be read",
+            expected="a run; one of the same name in another folder is not taken instead",
+            fix=f"move it away: mv {shlex.quote(str(runs_dir / text))} {shlex.quote(str(runs_dir / text))}.damaged",
+        )
+    named = [] if only_there else [run for run in recorded_runs() if run.name == text]
     return _require_one(text, named) if named else None
 
 
@@ -162,15 +185,23 @@ def run_name(directory: RunDirectory) -> str:
 
 
 def start_order(directory: RunDirectory) -> tuple[str, int]:
-    """Sort key by creation: the time in the directory's name, then that of `plan.json`, which is never rewritten."""
+    """Sort key by the time at which a run came into its folder: the time in the directory's name, but of an imported
+    run that of the import, and never later than the run's files were written; then the time of `plan.json`, which is
+    never rewritten."""
     stamped, written_ns, folder = DIRECTORY_NAME.match(directory.name), 0, str(directory.path)
     for name in (PLAN_JSON, RUN_TOML):  # joined as texts: a list of hundreds of runs is sorted every second
         with suppress(OSError):
-            written_ns = os.stat(os.path.join(folder, name)).st_mtime_ns
+            written_ns = _written_ns(os.stat(os.path.join(folder, name)))
             break
-    if stamped:
-        return stamped[1], written_ns
-    return datetime.fromtimestamp(written_ns / 1e9, UTC).strftime("%Y%m%dT%H%M%SZ"), written_ns
+    with suppress(OSError):
+        written_ns, stamped = _written_ns(os.stat(os.path.join(folder, IMPORTED))), None
+    written = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(written_ns // 10**9))
+    return min(stamped[1], written) if stamped else written, written_ns
+
+
+def _written_ns(found: os.stat_result) -> int:
+    """Return when a file was written. The second time is the kernel's own: nobody can set it to the future."""
+    return min(found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _among(text: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
@@ -193,7 +224,7 @@ def _matching(text: str, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
     return [run for run in runs if run.name.startswith(text)]
 
 
-def _stage_of(text: str, runs_dir: Path) -> RunDirectory | None:
+def _stage_of(text: str, runs_dir: Path, only_there: bool) -> RunDirectory | None:
     """The stage that "RUN/NAME" means; None if the text is a path, or RUN names no run. Raises UsageError if the run
     has no such stage, or is in another folder."""
     if path_of(text).exists() or text.startswith((".", "/", "~")):
@@ -201,7 +232,7 @@ def _stage_of(text: str, runs_dir: Path) -> RunDirectory | None:
     name, _, stage = text.rstrip(os.sep).rpartition(os.sep)
     if not name or os.sep in name:
         return None
-    run = _find(name, runs_dir)
+    run = _find(name, runs_dir, only_there)
     if run is None:
         if _matching(name, recorded_runs()):
             raise _not_found(name, runs_dir)

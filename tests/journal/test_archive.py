@@ -237,5 +237,5 @@ def test_links_inside_a_run_are_exported_as_files_and_others_named_or_rejected(
     made = import_run(tmp_path / "one.tunedeck", tmp_path / "elsewhere")
     assert (made.adapter / "linked.json").read_text() == (made.kept_scores / "inside").read_text() == "{}\n"
     (run.adapter / "tokenizer.model").symlink_to("/etc/passwd")
-    with pytest.raises(UsageError, match="adapter/tokenizer.model is a link that leaves the run's folder"):
+    with pytest.raises(UsageError, match=r"adapter/tokenizer\.model is a link that leaves the run's folder"):
         export_run(run, tmp_path / "two.tunedeck", weights=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,53 @@ def test_runs_of_the_command_line_holds_for_references_and_ends_with_the_command
     before = os.environ.get("TUNEDECK_RUNS")
     assert CliRunner().invoke(app, ["runs", "--runs", str(folder)]).exit_code == 0
     assert os.environ.get("TUNEDECK_RUNS") == before
+
+
+CHANGING = {
+    "rm": [], "rename": ["other-name"], "tag": ["good"], "stop": [], "pause": [], "checkpoint": [], "resume": [],
+    "merge": [], "eval": [], "sync": [], "handover": ["--vllm"], "push": ["me/x", "--yes"],
+}  # fmt: skip
+"""Commands that change a run, or send it, with what they need besides its name."""
+
+
+@pytest.mark.parametrize("command", CHANGING)
+def test_a_command_does_not_leave_the_folder_named_with_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    run, named = RunDirectory(folder / "20261120T100000Z-exp"), tmp_path / "named"
+    record_start(run)
+    monkeypatch.setenv("TUNEDECK_RUNS", str(folder))
+    monkeypatch.chdir(folder)
+    (named / "elsewhere").parent.mkdir()
+    (named / "elsewhere").symlink_to(run.path)
+    before = sorted(run.path.iterdir())
+    for text in (run.name, str(run.path), f"./{run.name}", "elsewhere", "last", str(named / "elsewhere")):
+        done = CliRunner().invoke(app, [command, text, *CHANGING[command], "--runs", str(named)])
+        assert isinstance(done.exception, UsageError), (text, done.output)
+    (named / run.name).mkdir()
+    os.mkfifo(named / run.name / "run.toml")
+    for arguments in (["--runs", str(named)], []):
+        monkeypatch.setenv("TUNEDECK_RUNS", str(named))
+        monkeypatch.chdir(named)
+        done = CliRunner().invoke(app, [command, run.name, *CHANGING[command], *arguments])
+        assert isinstance(done.exception, UsageError) and "damaged" in done.exception.found, done.output
+    assert sorted(run.path.iterdir()) == before and sorted(path.name for path in folder.iterdir())[0] == run.name
+
+
+def test_last_is_what_came_last_into_the_folder(folder: Path) -> None:
+    for number, name in enumerate(("99991231T235959Z-x", "20200101T000000Z-old", "zzz")):
+        imported = make(folder, name, "x")
+        imported.imported.mkdir()
+        came = time.time() - 300 + number
+        os.utime(imported.imported, (came, came))
+        assert resolve_run("last", folder).name == name
+    new = make(folder, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-new", "new")
+    assert resolve_run("last", folder).path == new.path
+
+
+def test_a_copied_run_dated_in_the_future_is_not_last_for_ever(folder: Path) -> None:
+    future = make(folder, "99991231T235959Z-x", "x")
+    later = time.time() + 10**6
+    os.utime(future.plan_json, (later, later))
+    new = make(folder, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-new", "new")
+    assert resolve_run("last", folder).path == new.path
