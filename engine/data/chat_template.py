@@ -3,37 +3,19 @@ exception, expect messages in a shape of its own, or never end."""
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.data.template_limits import MOST_CHARACTERS, RENDER_CPU_SECONDS, RenderTimeout, render_limits
+from engine.data.template_limits import RENDER_CPU_SECONDS, RenderFailure, RenderTimeout, render
 from engine.errors import DataError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Templates that mark the assistant's text; the pattern of transformers (`render_jinja_template`)."""
-
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
-"""What the Python code in a template's expressions and filters can raise. RecursionError is a RuntimeError."""
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables that switch thinking on or off: of Qwen, GLM, Nemotron, SmolLM; of DeepSeek and Granite."""
@@ -46,9 +28,6 @@ PROBES = ("\ue000", "\ue001")
 
 MAX_STOPPED = 3
 """Renderings that may be stopped before the template is refused."""
-
-REASON_LENGTH = 120
-"""Characters of a template's error message that are shown."""
 
 Message = dict[str, Any]
 
@@ -136,21 +115,12 @@ class ChatTemplate:
         given: dict[str, Any] = {**self.special_tokens, "tools": tools, "chat_template": self.text, **self._variables}
         given |= options
         try:
-            with render_limits():
-                result: Any = render_jinja_template([shaped], **given)  # its annotation, str, is wrong in 5.23
-        except RenderTimeout as error:
-            _let_go(error)
+            text, spans = render(shaped, given)
+        except RenderTimeout:
             raise self._timeout() from None
-        except jinja2.TemplateError as error:
-            raise TemplateRefusal(f"{REFUSAL} refuses it: {_shortened(error)}") from error
-        except TEMPLATE_ERRORS as error:
-            if isinstance(error, MemoryError):
-                _let_go(error)
-            raise TemplateRefusal(f"{REFUSAL} fails: {type(error).__name__}: {_shortened(error)}") from error
-        texts, spans = result
-        if len(texts[0]) > MOST_CHARACTERS:
-            raise TemplateRefusal(f"{REFUSAL} writes more than {MOST_CHARACTERS >> 20} Mi characters")
-        return self._replaced(str(texts[0]), [(start, stop) for start, stop in spans[0]] if spans else [])
+        except RenderFailure as failure:
+            raise TemplateRefusal(f"{REFUSAL} {failure}") from failure
+        return self._replaced(text, spans)
 
     def _replaced(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
         """The text after the replacements that a processor makes for images, and `spans` moved likewise."""
@@ -198,13 +168,6 @@ class ChatTemplate:
             return PROBES[0] in self.render([message], None)
         except TemplateRefusal:
             return False
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what a stopped template has filled memory with: the variables of its frames, which refer to each other."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = None
-    gc.collect()
 
 
 def markers_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -328,7 +291,3 @@ def _as_text(arguments: Any) -> Any:
 def _with_parts(message: Message) -> Message:
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _shortened(error: BaseException) -> str:
-    return " ".join(str(error).split())[:REASON_LENGTH]

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from engine.config.files.cgroups import free_memory_bytes
 from engine.data.conversations import LEFT_OUT
 from engine.data.formats import Format
+from engine.data.killable import KillableProcess, ProcessEnded
 from engine.data.records import SourceRows
+from engine.data.template_limits import renders_here
 from engine.data.tokenise import RowResult, Tokeniser
 from engine.errors import EnvironmentProblem
 
@@ -180,15 +182,19 @@ def tokenise_rows(
         yield from _in_processes(rows, format_, tokeniser, workers, first)
         return
     deciding, started = workers == "auto", time.monotonic()
-    for start, stop in rows.spans(first):
-        yield _piece(rows, format_, tokeniser, start, stop)
-        taken = time.monotonic() - started
-        if deciding and taken >= TRIAL_SECONDS:
-            deciding = False
-            number = workers_for(taken / (stop - first) * (rows.count - stop))
-            if number and _can_be_sent(rows, format_, tokeniser):
-                yield from _in_processes(rows, format_, tokeniser, number, stop)
-                return
+    pieces = _Pieces(rows, format_, tokeniser)
+    try:
+        for start, stop in rows.spans(first):
+            yield pieces.piece(start, stop)
+            taken = time.monotonic() - started
+            if deciding and taken >= TRIAL_SECONDS:
+                deciding = False
+                number = workers_for(taken / (stop - first) * (rows.count - stop))
+                if number and _can_be_sent(rows, format_, tokeniser):
+                    yield from _in_processes(rows, format_, tokeniser, number, stop)
+                    return
+    finally:
+        pieces.close()
 
 
 def workers_for(seconds: float) -> int:
@@ -209,8 +215,41 @@ def _can_be_sent(*parts: Any) -> bool:
     return True
 
 
-def _piece(rows: SourceRows, format_: Format, tokeniser: Tokeniser, start: int, stop: int) -> Piece:
-    return Piece.of(tokeniser.results(format_, rows.rows(start, stop), start), start)
+class _Pieces:
+    """Makes pieces of a source. Rows that go through a chat template are tokenised in a process that can be ended, as a
+    whole: sending single renderings to such a process takes 50 us each, as long as rendering."""
+
+    def __init__(self, rows: SourceRows, format_: Format, tokeniser: Tokeniser) -> None:
+        self._rows, self._format, self._tokeniser = rows, format_, tokeniser
+        # Images are resized by threads of torch, which do not come along into a fork; each rendering is sent then.
+        is_chat = tokeniser.has_template and format_.name != "text" and not format_.has_images
+        self._process = KillableProcess(self._make_apart) if is_chat else None
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """Tokenise the rows from `start` to `stop`. Raises DataError as `Tokeniser.results` does."""
+        if self._process is not None:
+            try:
+                made: Piece = self._process.ask((start, stop))
+            except ProcessEnded:
+                # Again, with only the renderings in another process: the row that ended this one gets its reason, and
+                # an error is raised where it can be handled.
+                self.close()
+            else:
+                return made
+        return self._make(start, stop)
+
+    def close(self) -> None:
+        """End the process, if there is one; later pieces are made in this one."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _make(self, start: int, stop: int) -> Piece:
+        return Piece.of(self._tokeniser.results(self._format, self._rows.rows(start, stop), start), start)
+
+    def _make_apart(self, span: tuple[int, int]) -> Piece:
+        renders_here()
+        return self._make(*span)
 
 
 def _in_processes(rows: SourceRows, format_: Format, tokeniser: Tokeniser, workers: int, first: int) -> Iterator[Piece]:
@@ -241,16 +280,15 @@ def _in_order(pool: ProcessPoolExecutor, rows: SourceRows, ahead: int, first: in
             future.cancel()
 
 
-_worker: dict[str, Any] = {}
-"""The rows, the format and the tokeniser of this worker process."""
+_worker: dict[str, _Pieces] = {}
+"""What makes the pieces of this worker process."""
 
 
 def _set_up_worker(rows: SourceRows, format_: Format, tokeniser: Tokeniser) -> None:
     # Threads of the tokenizer's own in every process would be more than there are cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["given"] = rows, format_, tokeniser
+    _worker["pieces"] = _Pieces(rows, format_, tokeniser)
 
 
 def _tokenise(start: int, stop: int) -> Piece:
-    rows, format_, tokeniser = _worker["given"]
-    return _piece(rows, format_, tokeniser, start, stop)
+    return _worker["pieces"].piece(start, stop)

@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.data.chat_template import ChatTemplate, TemplateRefusal
+from engine.errors import DataError
 from engine.export.merge import PROMPTS
 from engine.handover.result import Result
 from engine.model.config import HUB_ERRORS, auto_class, loading_error
@@ -104,17 +106,21 @@ def compare(ours: Greedy, theirs: str) -> str:
 
 
 def make_prompts(result: Result) -> list[Prompt]:
-    """As users ask: through the chat template, after the system prompt of the data, where there are any."""
+    """As users ask: through the chat template, after the system prompt of the data, where there are any. Raises
+    DataError where the template does not render them."""
     tokenizer = result.tokenizer
+    template = ChatTemplate(tokenizer, variables=result.variables) if tokenizer.chat_template else None
     first = [{"role": "system", "content": result.system}] if result.system else []
     prompts = []
     for text in PROMPTS:
         messages = [*first, {"role": "user", "content": text}]
-        if tokenizer.chat_template:
-            written = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **result.variables
-            )
-            prompts.append(Prompt(messages, str(written), tokenizer(str(written), add_special_tokens=False).input_ids))
+        if template is not None:
+            try:
+                written = template.render(messages, None, prompt=True)
+            except TemplateRefusal as refusal:
+                fix = f"correct the chat template in {result.folder}"
+                raise DataError(f"{result.name}: {refusal}", fix=fix) from refusal
+            prompts.append(Prompt(messages, written, tokenizer(written, add_special_tokens=False).input_ids))
         else:
             prompts.append(Prompt(messages, text, tokenizer(text).input_ids))
     return prompts

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -249,9 +253,18 @@ def test_deeply_nested_arguments_drop_the_conversation() -> None:
     assert "RecursionError" in reason(NESTED_ARGUMENTS, [user("a"), assistant("", tool_calls=call({"a": deep}))])
 
 
-def test_a_template_that_does_not_end_is_stopped_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tenth of a second for a rendering, also in the process that renders."""
+    template_limits.close_renderer()
     for module in (chat_template, template_limits):
         monkeypatch.setattr(module, "RENDER_CPU_SECONDS", 0.1)
+    yield
+    template_limits.close_renderer()
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_template_that_does_not_end_is_stopped_and_then_refused() -> None:
     at_tools = "{% if tools %}" + ENDLESS + "{% endif %}" + CHATML
     made = renderer(at_tools)
     stuck = ChatRecord(TWO_TURNS, [{"name": "f"}])
@@ -260,6 +273,73 @@ def test_a_template_that_does_not_end_is_stopped_and_then_refused(monkeypatch: p
     assert isinstance(made.render(stuck), Dropped)
     with pytest.raises(DataError, match="did not end"):
         made.render(stuck)
+
+
+ENDLESS_CALLS = {
+    "rfind": "{{ ('a'*30000000).rfind('ab' + 'a'*15000000) }}",
+    "round": "{{ (tools|length)|round(1000000000,'ceil') }}",
+    "sum of lists": "{{ ([[1]*1000]*20000)|sum(start=[])|length }}",
+    "equal lists": "{% set a=[0]*3000 %}{% set b=[a]*3000 %}{% set c=[b]*3000 %}"
+    "{% set d=[0]*3000 %}{% set e=[d]*3000 %}{% set f=[e]*3000 %}{{ c == f }}",
+    "list in lists": "{% set a=[0]*3000 %}{% set b=[a]*3000 %}{% set c=[b]*3000 %}"
+    "{% set d=[0]*3000 %}{% set e=[d]*3000 %}{% set f=[e]*3000 %}{{ [f] in [[c]] }}",
+}
+"""Calls that are computed in C without an end in sight, which no signal handler interrupts."""
+
+
+@pytest.mark.usefixtures("short_limit")
+@pytest.mark.parametrize("name", ENDLESS_CALLS)
+def test_a_template_is_stopped_within_a_single_call_that_does_not_end(name: str) -> None:
+    at_tools = "{% if tools %}" + ENDLESS_CALLS[name] + "{% endif %}" + CHATML
+    made = renderer(at_tools)
+    assert made.render(ChatRecord(TWO_TURNS, [{"name": "f"}])) == Dropped("the chat template does not end within 0.1 s")
+    assert not isinstance(made.render(ChatRecord(TWO_TURNS)), Dropped)
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_template_that_does_not_end_when_it_is_compiled_is_refused() -> None:
+    """Jinja computes an expression of constants when it compiles it."""
+    with pytest.raises(DataError, match="did not end"):
+        renderer("{% if tools %}{{ 1|round(1000000000,'ceil') }}{% endif %}" + CHATML)
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_row_on_which_the_template_does_not_end_is_dropped_and_the_others_are_kept(
+    jsonl: Callable[..., str],
+) -> None:
+    at_word = "{% if messages[0].content == 'stop' %}" + ENDLESS_CALLS["equal lists"] + "{% endif %}" + CHATML
+    rows = [{"messages": [user(text), assistant("ok")]} for text in ("a", "b", "stop", "c")]
+    count = prepared(jsonl(rows), at_word).report.sources[0]
+    (reason,) = count.dropped
+    assert "does not end within" in reason and count.dropped[reason] == 1
+    assert (count.read, count.kept, count.dropped_rows[reason]) == (4, 3, [2])
+
+
+def test_rows_are_the_same_whether_they_are_rendered_here_or_in_another_process(jsonl: Callable[..., str]) -> None:
+    rows = [{"messages": [user("a" * n), assistant("b" * n)]} for n in range(1, 40)]
+    made = prepared(jsonl(rows), CHATML).train
+    for place in range(len(made)):
+        (row,) = renderer(CHATML).render(ChatRecord(rows[place]["messages"])).rows  # type: ignore[union-attr]
+        assert not isinstance(row, Dropped) and made[place].input_ids.tolist() == row[0]
+
+
+def test_the_process_that_renders_keeps_no_file_and_ends_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import fcntl, os, sys\n"
+        "from tests.data.specs import tokenizer\n"
+        "from engine.data.chat_template import ChatTemplate\n"
+        "lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "ChatTemplate(tokenizer()).render([{'role': 'user', 'content': 'a'}], None)\n"
+        "child, = [p for p in os.listdir('/proc') if p.isdigit() and"
+        " f'PPid:\\t{os.getpid()}\\n' in open(f'/proc/{p}/status').read()]\n"
+        "print(child, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    lock = tmp_path / "lock"
+    found = subprocess.run([sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE, check=False)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(found.stdout)).wait(timeout=60)
 
 
 @pytest.mark.parametrize("text", [
