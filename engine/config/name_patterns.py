@@ -2,6 +2,10 @@
 
 `*` matches within one part of a dotted name, `**` also across dots, `?` and `[...]` match one character. A pattern may
 also name a module, which stands for all its parameters.
+
+A pattern comes from a recipe, perhaps somebody else's, and a regular expression of many stars takes years on one name.
+So all states that a pattern can be in are followed at once, as bits of a number: a name takes time in proportion to its
+length. Names of a model consist of few different parts, so what a part does to the states is kept.
 """
 
 from __future__ import annotations
@@ -11,57 +15,145 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from engine.config.files.text import visible
 from engine.errors import UsageError
 
 BY_LAST_PARTS = ("method.targets", "method.exclude")
 """Keys whose patterns may name the last parts of a module."""
 
+SHOWN_CHARACTERS = 100
+"""Of a pattern in a message."""
+
+WILD = frozenset("*?[")
+
+MOST_KEPT, KEPT_BITS = 10_000, 1 << 26
+"""Steps of one set of patterns that are kept, and the bits of their states together."""
+
+PIECE = re.compile(r"\*+|\[[^\]]+\]|.", re.DOTALL)
+"""Stars, a class of characters, or one character."""
+
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches `name`, or a module that contains it."""
-    return compile_patterns((pattern,)).fullmatch(name) is not None
+    if WILD.isdisjoint(pattern):
+        return name.startswith(pattern) and name[len(pattern) : len(pattern) + 1] in ("", ".")
+    return compile_patterns((pattern,)).matches(name)
 
 
 def matches_end(pattern: str, name: str) -> bool:
     """As `matches`, or the last parts of either ("q_proj"), as the targets of adapters may."""
-    return matches(pattern, name) or compile_pattern("**." + pattern).fullmatch(name) is not None
+    if WILD.isdisjoint(pattern):
+        return matches(pattern, name) or name.endswith("." + pattern)
+    return matches(pattern, name) or compile_pattern("**." + pattern).matches(name)
 
 
 def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
     """The error for a pattern of the recipe key `key` that matches none of `names`; it suggests a similar one that
     does."""
+    shown = pattern if len(pattern) <= SHOWN_CHARACTERS else pattern[:SHOWN_CHARACTERS] + "…"
     words = list(dict.fromkeys([part for name in names for part in name.split(".") if not part.isdecimal()]))
-    near = difflib.get_close_matches(pattern.replace("*", "").strip("."), [*words, *names], n=1, cutoff=0.6)
+    bare = pattern[:SHOWN_CHARACTERS].replace("*", "").strip(".")
+    near = difflib.get_close_matches(bare, [*words, *names], n=1, cutoff=0.6)
     test = matches_end if key in BY_LAST_PARTS else matches
     near = [word if any(test(word, name) for name in names) else f"**.{word}" for word in near]
     examples = near or list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:3]
     return UsageError(
-        f"{key}: {pattern!r} matches no name in this model",
+        f"{key}: {visible(repr(shown))} matches no name in this model",
         expected='a glob on dotted names ("**" crosses dots), such as ' + ", ".join(examples),
         fix=f"did you mean {near[0]!r}?" if near else "correct the pattern, or remove it",
     )
 
 
-@lru_cache(maxsize=1024)
-def compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """One expression whose `fullmatch` accepts every name that a glob matches, or that lies inside a matched module."""
-    return re.compile("|".join(rf"(?:{_expression(pattern)})(?:\..*)?" for pattern in patterns) or "(?!)")
+@lru_cache(maxsize=256)
+def compile_patterns(patterns: tuple[str, ...]) -> Patterns:
+    """A test that accepts every name that a glob matches, or that lies inside a matched module."""
+    return Patterns(patterns, inside=True)
 
 
-@lru_cache(maxsize=1024)
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """An expression whose `fullmatch` accepts exactly the names that the glob matches."""
-    return re.compile(_expression(pattern))
+@lru_cache(maxsize=256)
+def compile_pattern(pattern: str) -> Patterns:
+    """A test that accepts exactly the names that the glob matches."""
+    return Patterns((pattern,), inside=False)
 
 
-def _expression(pattern: str) -> str:
-    return "".join(_piece(piece) for piece in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", pattern))
+class Patterns:
+    """Globs as one automaton: bit i of a state says that the pieces before piece i have matched so far."""
+
+    def __init__(self, patterns: Sequence[str], *, inside: bool) -> None:
+        """With `inside`, a name also matches where a glob matches a module that contains it."""
+        self._inside = inside
+        self._first = self._ends = self._stars = self._deep_stars = 0
+        self._characters: dict[str, int] = {}
+        self._classes: dict[str, int] = {}
+        self._masks: dict[str, int] = {}
+        self._steps: dict[tuple[int, str], int] = {}
+        bit = 1
+        for pattern in patterns:
+            bit = self._add(pattern, bit)
+        self._first |= (self._first & self._stars) << 1
+        self._most_kept = min(MOST_KEPT, KEPT_BITS // bit.bit_length())
+
+    def matches(self, name: str) -> bool:
+        """Whether a glob matches the whole of `name`, or a module that contains it."""
+        state, steps = self._first, self._steps
+        for number, part in enumerate(name.split(".")):
+            if number:
+                if self._inside and state & self._ends:
+                    return True
+                part = "." + part
+            after = steps.get((state, part))
+            state = self._step(state, part) if after is None else after
+            if not state:
+                return False
+        return bool(state & self._ends)
+
+    def _add(self, pattern: str, bit: int) -> int:
+        """Add a glob whose first piece gets the bit `bit`; returns the bit behind it."""
+        self._first |= bit
+        for piece in PIECE.findall(pattern):
+            if piece[0] == "*":
+                self._stars |= bit
+                self._deep_stars |= bit if len(piece) > 1 else 0
+            else:
+                kind = self._classes if piece == "?" or len(piece) > 1 else self._characters
+                kind[piece] = kind.get(piece, 0) | bit
+            bit <<= 1
+        self._ends |= bit
+        return bit << 1
+
+    def _step(self, state: int, part: str) -> int:
+        """The state after the characters of `part`."""
+        start = state
+        for character in part:
+            mask = self._masks.get(character)
+            if mask is None:
+                mask = self._mask(character)
+            state = ((state & mask) << 1) | (state & (self._deep_stars if character == "." else self._stars))
+            state |= (state & self._stars) << 1
+        if len(self._steps) >= self._most_kept:
+            self._steps.clear()
+        self._steps[start, part] = state
+        return state
+
+    def _mask(self, character: str) -> int:
+        """The bits of the pieces that match a character, stars left out."""
+        mask = self._characters.get(character, 0)
+        for piece, bits in self._classes.items():
+            mask |= bits if _in_class(character, piece) else 0
+        if len(self._masks) < self._most_kept:
+            self._masks[character] = mask
+        return mask
 
 
-def _piece(piece: str) -> str:
-    if piece in ("**", "*", "?"):
-        return {"**": ".*", "*": "[^.]*", "?": "[^.]"}[piece]
-    if piece.startswith("[") and piece.endswith("]"):
-        characters = "^" + piece[2:-1] if piece[1] == "!" else piece[1:-1]
-        return "[" + characters.replace("\\", "\\\\") + "]"
-    return re.escape(piece)
+def _in_class(character: str, piece: str) -> bool:
+    """Whether `?` or a class such as [0-9] or [!a-c] matches a character."""
+    if piece == "?":
+        return character != "."
+    negated = piece[1] in "!^" and len(piece) > 3
+    listed, found, place = piece[2 if negated else 1 : -1], False, 0
+    while place < len(listed) and not found:
+        is_range = listed[place + 1 : place + 2] == "-" and place + 2 < len(listed)
+        last = place + 2 if is_range else place
+        found = listed[place] <= character <= listed[last]
+        place = last + 1
+    return found is not negated

@@ -279,7 +279,7 @@ def _shared_tensor(name: str, files: Sequence[dict[str, Path]], mixture: Mixture
     Two versions are in memory at a time."""
     first = _read(files[0], name)
     differing = [own for own in files[1:] if not torch.equal(first, _read(own, name))]
-    if not differing or compile_patterns(tuple(mixture.shared)).fullmatch(name):
+    if not differing or compile_patterns(tuple(mixture.shared)).matches(name):
         return first
     largest = max(float((_read(own, name).float() - first).abs().max()) for own in differing)
     difference.note(name, largest / max(float(first.abs().max()), torch.finfo(torch.float32).tiny))

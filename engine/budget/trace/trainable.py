@@ -95,11 +95,11 @@ def _trained_test(patterns: Patterns) -> Callable[..., bool]:
     """A test of all names of a base parameter: with LoRA it is trained if `also_train` matches one; in full fine-tuning
     if `train_only` matches one or is empty, and `freeze` matches none."""
     if patterns.lora:
-        meant, frozen = compile_patterns(patterns.also_train).fullmatch, compile_patterns(()).fullmatch
+        meant, frozen = compile_patterns(patterns.also_train).matches, compile_patterns(()).matches
     else:
         meant, frozen = (
-            compile_patterns(patterns.train_only or ("**",)).fullmatch,
-            compile_patterns(patterns.freeze).fullmatch,
+            compile_patterns(patterns.train_only or ("**",)).matches,
+            compile_patterns(patterns.freeze).matches,
         )
     return lambda *names: any(map(meant, names)) and not any(map(frozen, names))
 
@@ -151,4 +151,4 @@ def _adapted_experts(prefix: str, names: list[str], patterns: Patterns) -> list[
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:
     """A test whether a pattern matches the whole dotted name or its last parts ("q_proj"), as in peft."""
-    return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).fullmatch
+    return compile_patterns(globs + tuple(f"**.{glob}" for glob in globs)).matches
