@@ -4,6 +4,7 @@ bounds), becomes a recipe that passes the check, with an account of every key.""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ MAX_DEPTH = 20
 MAX_EVENTS = 20_000
 """Values, keys, starts and ends of lists and mappings; the longest example of the tools we read has 600."""
 
+MAX_ENTRIES = 2_000
+"""Of one list or mapping."""
+
+MAX_BYTES = 256 << 10
+"""Of a file; the longest example has 10 KB."""
+
+LONGEST_NUMBER = 100
+"""Characters. Python's time for reading a longer one, and YAML's for numbers in base 60, grows with their square."""
+
+NUMERIC = re.compile(r"[-+.0-9][-+._:0-9a-fA-FxX]*")
+"""What YAML may read as a number, whatever its base."""
+
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 
@@ -31,7 +44,10 @@ REFERENCE = re.compile(r"\$\{(\w+)\}")
 def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     """The mapping that a YAML file holds, and its text. Raises SpecError with file and line."""
     label = visible(str(path))
-    text = decode_utf8(read_bytes(path, label), label)
+    raw = read_bytes(path, label)
+    if len(raw) > MAX_BYTES:
+        raise SpecError([f"{label}: larger than {MAX_BYTES >> 10} KiB; a training configuration is a page of text"])
+    text = decode_utf8(raw, label)
     return parse_yaml(text, label), text
 
 
@@ -41,29 +57,70 @@ def parse_yaml(text: str, label: str) -> dict[str, Any]:
 
     try:
         _require_plain(yaml.parse(text, yaml.SafeLoader), label)
-        _require_unique(yaml.compose(text, yaml.SafeLoader), label)
-        data = yaml.safe_load(text)
+        node = yaml.compose(text, yaml.SafeLoader)
+        _require_unique(node, label)
+        data = _construct(node, label)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "unreadable"
         raise SpecError([f"{label}{line}: not YAML: {visible(str(reason))}"]) from None
-    except ValueError as error:  # dates and numbers that no calendar and no computer has
-        raise SpecError([f"{label}: not YAML: {visible(str(error))[:100]}"]) from None
     if not isinstance(data, dict):
         raise SpecError([f"{label}: no keys with values; a configuration of another tool is needed"])
     top = {str(key): value for key, value in data.items()}
     return {key: _plain(value, top) for key, value in top.items()}
 
 
+def _construct(node: Any, label: str) -> Any:
+    """The data of a document; `node`: PyYAML's node of it, or None."""
+    import yaml
+
+    loader = yaml.SafeLoader("")
+    try:
+        return None if node is None else loader.construct_document(node)
+    except ValueError as error:  # dates and numbers that no calendar and no computer has
+        line = next((scalar.start_mark.line + 1 for scalar in _scalars(node) if not _can_be_read(scalar)), 1)
+        raise SpecError([f"{label}:{line}: not YAML: {visible(str(error))[:100]}"]) from None
+
+
+def _scalars(node: Any) -> Iterator[Any]:
+    if isinstance(node, tuple):
+        for inner in node:
+            yield from _scalars(inner)
+    elif isinstance(node.value, list):
+        for inner in node.value:
+            yield from _scalars(inner)
+    else:
+        yield node
+
+
+def _can_be_read(scalar: Any) -> bool:
+    import yaml
+
+    try:
+        yaml.SafeLoader("").construct_document(scalar)
+    except ValueError:
+        return False
+    return True
+
+
 def _require_plain(events: Any, label: str) -> None:
-    depth = 0
-    for count, event in enumerate(events):
+    depth, count, line = 0, 0, 1
+    while True:
+        try:
+            event = next(events, None)
+        except ValueError as error:  # numbers in escapes and directives
+            raise SpecError([f"{label}:{line}: not YAML: {visible(str(error))[:100]}"]) from None
+        if event is None:
+            return
+        count += 1
         kind = type(event).__name__
         line = event.start_mark.line + 1
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         if depth > MAX_DEPTH or count > MAX_EVENTS:
             raise SpecError([f"{label}:{line}: nested too deeply or too long for a training configuration"])
+        if kind == "ScalarEvent" and event.implicit[0] and _is_long_number(event.value):
+            raise SpecError([f"{label}:{line}: a number of {len(event.value):,} characters"], fix="shorten it")
         if kind == "AliasEvent":
             raise SpecError([f"{label}:{line}: an alias (*{visible(event.anchor)})"], fix="write the value out")
         if getattr(event, "tag", None):
@@ -72,9 +129,16 @@ def _require_plain(events: Any, label: str) -> None:
             )
 
 
+def _is_long_number(text: str) -> bool:
+    return len(text) > LONGEST_NUMBER and NUMERIC.fullmatch(text) is not None
+
+
 def _require_unique(node: Any, label: str) -> None:
     """`node`: a node of PyYAML. Of a key that is given twice YAML readers keep the last one without a word."""
     pairs = node.value if node is not None and isinstance(node.value, list) else []
+    if len(pairs) > MAX_ENTRIES:
+        line = node.start_mark.line + 1
+        raise SpecError([f"{label}:{line}: {len(pairs):,} entries; no training configuration needs so many"])
     seen: set[str] = set()
     for pair in pairs:
         key, value = pair if isinstance(pair, tuple) else (None, pair)
@@ -98,7 +162,7 @@ def _plain(node: Any, top: dict[str, Any]) -> Any:
         if isinstance(known, (int, float)):
             return known
         text = REFERENCE.sub(lambda hit: top[hit[1]] if _is_word(top.get(hit[1])) else hit[0], node)
-        return float(text) if NUMBER.fullmatch(text) else text
+        return float(text) if len(text) <= LONGEST_NUMBER and NUMBER.fullmatch(text) else text
     return node if node is None or isinstance(node, (bool, int, float)) else str(node)
 
 

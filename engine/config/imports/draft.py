@@ -36,12 +36,15 @@ PATTERNS = ("method.targets", "method.train_only", "method.exclude")
 EXPRESSION = re.compile(r"[\\()\[^$+|]|\.\*")
 """What only a regular expression has, of the names of modules."""
 
-MAX_GLOBS = 100
+MAX_GLOBS, MAX_EXPRESSION = 100, 1000
+"""Globs that an expression may become, and its characters."""
 
 
 def globs_of(pattern: str) -> list[str]:
     """Globs for a regular expression of literal text, numbers, `.*`, optional groups and groups of alternatives; none
-    where it has more than that."""
+    where it has more than that, or is too long."""
+    if len(pattern) > MAX_EXPRESSION:
+        return []
     text = pattern.removeprefix("^").removesuffix("$")
     text = re.sub(r"\[\\d\]\+|\\d\+|\[0-9\]\+", "\0", text).replace("\\.", ".")
     if text.endswith(".*"):

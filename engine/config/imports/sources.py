@@ -26,7 +26,7 @@ AXOLOTL_FORMATS = {
 def name_of(text: str, taken: list[dict[str, Any]]) -> str:
     stem = re.sub("[^a-z0-9._-]+", "-", PurePosixPath(text).name.lower()).strip("-._")[:60] or "main"
     names = {source["name"] for source in taken}
-    return next(name for name in (stem, *(f"{stem}-{n}" for n in range(2, 1000))) if name not in names)
+    return next(name for name in (stem, *(f"{stem}-{n}" for n in range(2, len(names) + 3))) if name not in names)
 
 
 def place_of(draft: Draft, text: str, key: str) -> dict[str, Any]:
