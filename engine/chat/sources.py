@@ -30,6 +30,7 @@ from engine.journal.index import list_runs, runs_folder
 from engine.journal.liveness import running_engine
 from engine.journal.stages import typed_name
 from engine.model.adapted_linear import compute_in_input_dtype
+from engine.model.adapter_patterns import require_bounded_patterns
 from engine.model.adapters import set_adapter_dtype
 from engine.model.config import model_config_dict
 from engine.model.decoder import eval_mode
@@ -135,6 +136,7 @@ def _add_adapter(loaded: LoadedModel, source: ChatSource, name: str, device: Dev
     model = loaded.model
     assert isinstance(model, PeftModel)
     place = str(device.torch_device)
+    require_bounded_patterns(model.get_base_model(), str(source.weights))
     model.load_adapter(str(source.weights), adapter_name=name, is_trainable=False, torch_device=place)
     set_adapter_dtype(model, source.spec.recipe.method)
     compute_in_input_dtype(model)

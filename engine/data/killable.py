@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
@@ -89,7 +91,7 @@ class KillableProcess:
             ours.close()
             theirs.close()
             raise EnvironmentProblem(
-                f"no process can be started to render chat templates in: {error.strerror or error}",
+                f"no process can be started: {error.strerror or error}",
                 fix="end other processes, or raise the limit on processes (ulimit -u)",
             ) from error
         if process == 0:
@@ -122,3 +124,27 @@ def _let_go_of_parent(kept: int) -> None:
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer did not come along
     gc.freeze()  # a collection would write to every page that the two share
+
+
+@contextmanager
+def bounded(cpu_seconds: float, memory_bytes: int) -> Iterator[None]:
+    """Inside the block, end this process by SIGPROF after `cpu_seconds` of its processor time, and raise MemoryError
+    for `memory_bytes` more memory. To be used in a KillableProcess, where SIGPROF has its default action."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = _address_space_bytes() + memory_bytes
+    lower = most if resource.RLIM_INFINITY in (soft, hard) and soft == resource.RLIM_INFINITY else min(most, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (lower, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space_bytes() -> int:
+    file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(file, 64).split()[0]) * resource.getpagesize()
+    finally:
+        os.close(file)

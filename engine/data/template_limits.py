@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.data.killable import KillableProcess, ProcessEnded
+from engine.data.killable import KillableProcess, ProcessEnded, bounded
 
 RENDER_CPU_SECONDS = 10.0
 """Processor time after which a rendering is stopped. A conversation of 1,000 turns takes a hundredth of a second."""
@@ -113,7 +111,7 @@ def _render_here(request: tuple[list[dict[str, Any]], dict[str, Any]]) -> Render
     """The rendering, or what failed."""
     messages, options = request
     try:
-        with _render_limits():
+        with bounded(RENDER_CPU_SECONDS, RENDER_BYTES):
             result: Any = render_jinja_template([messages], **options)  # its annotation, str, is wrong in 5.23
     except jinja2.TemplateError as error:
         return f"refuses it: {_shortened(error)}"
@@ -153,30 +151,6 @@ def _let_go(error: BaseException) -> None:
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
     gc.collect()
-
-
-@contextmanager
-def _render_limits() -> Iterator[None]:
-    """Inside the block, end this process after RENDER_CPU_SECONDS of its processor time, and raise MemoryError for
-    RENDER_BYTES more memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _address_space_bytes() + RENDER_BYTES
-    lower = most if resource.RLIM_INFINITY in (soft, hard) and soft == resource.RLIM_INFINITY else min(most, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (lower, hard))
-    signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_SECONDS)  # SIGPROF has its default action in the process
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space_bytes() -> int:
-    file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return int(os.read(file, 64).split()[0]) * resource.getpagesize()
-    finally:
-        os.close(file)
 
 
 def _product(left: Any, right: Any) -> Any:

@@ -14,6 +14,7 @@ from engine.data.chat_template import ChatTemplate, TemplateRefusal
 from engine.errors import DataError
 from engine.export.merge import PROMPTS
 from engine.handover.result import Result
+from engine.model.adapter_patterns import open_adapter
 from engine.model.config import HUB_ERRORS, auto_class, loading_error
 
 NEW_TOKENS = 16
@@ -151,7 +152,7 @@ def _open(result: Result, trust_remote_code: bool) -> Any:
     except HUB_ERRORS as error:
         raise loading_error(error, weights) from error
     model.eval()
-    return PeftModel.from_pretrained(model, str(result.folder)).eval() if result.base else model
+    return open_adapter(model, str(result.folder)).eval() if result.base else model
 
 
 def _answer(model: Any, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Greedy:

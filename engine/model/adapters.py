@@ -24,6 +24,7 @@ from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
+from engine.model.adapter_patterns import open_adapter
 from engine.model.peft_names import names_of_experts, not_found_again
 from engine.model.token_rows import row_targets
 from engine.model.trained import language_model, outside_text, select
@@ -218,7 +219,7 @@ def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tu
     linears, experts = linear_layers(model), fused_experts(model)
     # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
     place = "cpu" if model.device.type == "meta" else str(model.device)
-    wrapped = PeftModel.from_pretrained(
+    wrapped = open_adapter(
         model,
         adapter,
         is_trainable=True,

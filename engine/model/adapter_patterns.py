@@ -1,0 +1,94 @@
+"""Opens saved adapters with peft, which matches patterns of their configs with the names of modules.
+
+The patterns are regular expressions by the adapter's author, and one of them may take years on one name. So they are
+matched with all names in a process that can be ended, before peft does so.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+from torch import nn
+
+from engine.config.files.text import quoted
+from engine.data.killable import KillableProcess, ProcessEnded, bounded
+from engine.errors import UsageError
+
+CPU_SECONDS, MEMORY_BYTES = 10.0, 512 << 20
+"""For matching all patterns with all names. The longest patterns in use take milliseconds."""
+
+PLAIN = re.compile(r"[\w.-]*")
+"""A name, which takes no longer than comparing it."""
+
+MOST_PLAIN = 1_000
+
+
+def open_adapter(model: Any, adapter: str, **options: Any) -> PeftModel:
+    """Wrap `model` with a saved adapter (hub id or folder); `options` as of PeftModel.from_pretrained. Raises
+    UsageError as `require_bounded_patterns` does."""
+    require_bounded_patterns(model, adapter)
+    wrapped: PeftModel = PeftModel.from_pretrained(model, adapter, **options)
+    return wrapped
+
+
+def require_bounded_patterns(model: nn.Module, adapter: str) -> None:
+    """Raise UsageError for an adapter whose config has a pattern that is no regular expression, or takes longer than
+    CPU_SECONDS on the names of the modules of `model`."""
+    patterns = list(patterns_of(PeftConfig.from_pretrained(adapter)))
+    if len(patterns) <= MOST_PLAIN and all(PLAIN.fullmatch(pattern) for _, pattern in patterns):
+        return
+    names = [name for name, _ in model.named_modules()]
+    process = KillableProcess(_match_all)
+    try:
+        problem = process.ask((patterns, names))
+    except ProcessEnded as error:
+        ended = f"takes more than {CPU_SECONDS:g} s" if error.signal == signal.SIGPROF else f"fails: it {error}"
+        problem = f"matching its patterns with the names of the modules {ended}"
+    finally:
+        process.close()
+    if problem:
+        raise UsageError(
+            f"{adapter}: {problem}",
+            expected="patterns on the names of modules, as peft writes them",
+            fix="write target_modules in adapter_config.json as a list of names",
+        )
+
+
+def patterns_of(config: Any) -> Iterator[tuple[str, str]]:
+    """Return (as written, regular expression) for each pattern of a peft config, as peft uses it."""
+    for key in ("target_modules", "exclude_modules", "feedforward_modules"):
+        value = getattr(config, key, None)
+        if isinstance(value, str):
+            yield value, value
+    for key in ("rank_pattern", "alpha_pattern"):
+        yield from ((pattern, rf"(.*\.)?({pattern})$") for pattern in _texts(config, key))
+    yield from ((name, rf"(^|.*\.){name}($|\..*)") for name in _texts(config, "modules_to_save"))
+    yield from ((name, rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\.") for name in _texts(config, "layers_pattern"))
+
+
+def _texts(config: Any, key: str) -> list[str]:
+    """The entries of a list or the keys of a table, if the config has either at `key`."""
+    value = getattr(config, key, None)
+    if isinstance(value, str):
+        return [value]
+    return [str(entry) for entry in value] if isinstance(value, Iterable) else []
+
+
+def _match_all(request: tuple[list[tuple[str, str]], list[str]]) -> str:
+    """What is wrong with the patterns; empty for nothing."""
+    patterns, names = request
+    with bounded(CPU_SECONDS, MEMORY_BYTES):
+        for written, expression in patterns:
+            try:
+                compiled = re.compile(expression)
+                for name in names:
+                    compiled.match(name)
+            except (re.error, OverflowError, RecursionError) as error:
+                return f"{quoted(written)} is not a regular expression: {error}"
+            except MemoryError:
+                return f"{quoted(written)} takes more than {MEMORY_BYTES >> 20} MiB"
+    return ""
