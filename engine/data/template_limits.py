@@ -88,12 +88,6 @@ def renders_here() -> None:
     _place.is_killable = True
 
 
-def close_renderer() -> None:
-    """End the process that renders, if there is one. The next rendering starts another."""
-    with _place.lock:
-        _place.process.close()
-
-
 def _render_elsewhere(request: tuple[list[dict[str, Any]], dict[str, Any]]) -> Rendering | str:
     with _place.lock:
         try:

@@ -256,11 +256,11 @@ def test_deeply_nested_arguments_drop_the_conversation() -> None:
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tenth of a second for a rendering, also in the process that renders."""
-    template_limits.close_renderer()
+    template_limits._place.process.close()
     for module in (chat_template, template_limits):
         monkeypatch.setattr(module, "RENDER_CPU_SECONDS", 0.1)
     yield
-    template_limits.close_renderer()
+    template_limits._place.process.close()
 
 
 @pytest.mark.usefixtures("short_limit")
@@ -319,7 +319,9 @@ def test_rows_are_the_same_whether_they_are_rendered_here_or_in_another_process(
     rows = [{"messages": [user("a" * n), assistant("b" * n)]} for n in range(1, 40)]
     made = prepared(jsonl(rows), CHATML).train
     for place in range(len(made)):
-        (row,) = renderer(CHATML).render(ChatRecord(rows[place]["messages"])).rows  # type: ignore[union-attr]
+        rendered = renderer(CHATML).render(ChatRecord(rows[place]["messages"]))
+        assert not isinstance(rendered, Dropped)
+        (row,) = rendered.rows
         assert not isinstance(row, Dropped) and made[place].input_ids.tolist() == row[0]
 
 

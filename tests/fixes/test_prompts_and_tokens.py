@@ -129,7 +129,7 @@ def test_a_template_that_ends_is_used_instead(
     tunedeck: Tunedeck, tmp_path: Path, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_of(*[{"messages": TURNS}] * 4)(tmp_path)
-    template_limits.close_renderer()
+    template_limits._place.process.close()
     for module in (template_limits, chat_template):
         monkeypatch.setattr(module, "RENDER_CPU_SECONDS", 0.05)
     for name, text in (("endless", ENDLESS), ("ends", QWEN_TEMPLATE)):
