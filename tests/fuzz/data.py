@@ -22,7 +22,7 @@ from PIL import Image
 from engine.budget.architecture.facts import from_config
 from engine.budget.architecture.lookup import find_config
 from engine.budget.architecture.model_folder import refuse_files, refuse_no_weights
-from engine.data import bounds
+from engine.data import bounds, template_limits
 from engine.data.chat import ChatRenderer
 from engine.data.chat_template import ChatTemplate, TemplateRefusal
 from engine.data.images import TooManyPixels, decoded
@@ -164,6 +164,10 @@ PIECES = [
     "{{ dict(a=1) | attr('__class__') }}", "{{ lipsum(n=3) }}", "<user>",
     "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
     "{% set ns = namespace(n=7) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n > 1 }}",
+    "{{ ('a'*30000000).rfind('ab' + 'a'*15000000) }}", "{{ 1|round(1000000000,'ceil') }}",
+    "{{ ([[1]*1000]*20000)|sum(start=[])|length }}", "{% set a=[0]*3000 %}{% set b=[a]*3000 %}{% set c=[b]*3000 %}",
+    "{% set d=[0]*3000 %}{% set e=[d]*3000 %}{% set f=[e]*3000 %}{{ c == f }}", "{{ (messages * 9000) | tojson }}",
+    "{{ messages | map('string') | join('x' * 100000) }}", "{% for i in range(10 ** 9) %}{% endfor %}",
 ]  # fmt: skip
 templates = st.one_of(
     st.lists(st.one_of(st.sampled_from(PIECES), texts), max_size=4).map("".join),
@@ -175,8 +179,9 @@ TOKENIZER = tokenizer(CHATML)
 def template(text: str, folder: Path) -> None:
     TOKENIZER.chat_template = text or "x"
     try:
-        made = ChatTemplate(TOKENIZER)
-        written = made.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+        with mock.patch.object(template_limits, "RENDER_CPU_SECONDS", 0.5):
+            made = ChatTemplate(TOKENIZER)
+            written = made.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
         assert len(written) <= MOST_ITEMS * 2
     except (TemplateRefusal, TunedeckError):
         return

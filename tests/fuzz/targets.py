@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cli.small_recipes import PROFILE, RECIPE
-from tests.fuzz import console, data, runs
+from tests.fuzz import console, data, runs, shared_files
 from tests.fuzz.inputs import json_files, spliced, values
 
 
@@ -47,4 +47,8 @@ TARGETS = (
     Target("image", data.pictures, data.picture),
     Target("chat template", data.templates, data.template, share=0.3),
     Target("model folder, adapter", data.model_files, data.model_folder),
+    Target("exported run", shared_files.archives(), shared_files.archive),
+    Target("configuration of another tool", shared_files.yaml_files, shared_files.other_tool, share=0.5),
+    Target("glob", shared_files.globs, shared_files.glob),
+    Target("chat", shared_files.chats, shared_files.chat),
 )
