@@ -6,10 +6,12 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import path_of, working_directory
@@ -47,6 +49,9 @@ OTHER_FORMATS = {
 """What to do with a file of another format, by suffix."""
 
 COMPRESSION_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
+
+JSON_SPACE = re.compile(r"[ \t\r\n]*+")
+"""What may be between the values of JSON."""
 
 MOST_LOOKED_AT = 1000
 """Entries of the working directory that are searched for a file to suggest."""
@@ -129,21 +134,40 @@ def suffix_of(file: Path) -> str:
 
 
 def read_prompts(path: Path, key: str) -> list[str]:
-    """`key` says who asks for the file. Raises DataError if it cannot be read or has no prompts."""
+    """Return the prompts of a text file, one for each line that is not blank, or of a JSON file, which has texts or
+    objects with the key "prompt". `key` says who asks for the file. Raises DataError if it cannot be read or has no
+    prompts."""
+    suffix, expected = path.suffix.lower(), 'a text file with a prompt in each line, or JSON with {"prompt": "…"} rows'
+    if suffix in COMPRESSION_SUFFIXES or LOADERS.get(suffix) in ("csv", "parquet", "arrow"):
+        raise DataError(f"{key} {path}: prompts are not read from {suffix} files", expected=expected)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if path.suffix == ".jsonl":
-            lines = [json.loads(line)["prompt"] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+        if LOADERS.get(suffix) == "json":
+            prompts = [row["prompt"] if isinstance(row, dict) else row for row in _json_values(text)]
+        else:
+            prompts = [line for line in text.split("\n") if line.strip()]  # splitlines would also split at U+2028
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise DataError(
-            f"{key} {path}: {type(error).__name__}: {error}",
-            expected='a line of text for each prompt, or a .jsonl file with {"prompt": "..."} rows',
-            fix="correct the file or its name",
+            f"{key} {path}: {type(error).__name__}: {error}", expected=expected, fix="correct the file or its name"
         ) from error
-    if not lines or not all(isinstance(line, str) for line in lines):
-        problem = "no prompts in it" if not lines else "a prompt is no text"
+    if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
+        problem = "no prompts in it" if not prompts else "a prompt is no text"
         raise DataError(f"{key} {path}: {problem}", expected="at least one prompt, each a text", fix="correct the file")
-    return lines
+    return prompts
+
+
+def _json_values(text: str) -> list[Any]:
+    """Return the elements of a JSON list, or the values that follow one another, as in JSON Lines."""
+    decoder, values, place = json.JSONDecoder(), [], 0
+    while (place := _next_value(text, place)) < len(text):
+        value, place = decoder.raw_decode(text, place)
+        values.append(value)
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+
+
+def _next_value(text: str, place: int) -> int:
+    space = JSON_SPACE.match(text, place)
+    return space.end() if space else place
 
 
 def fixed_prompts(asked: Eval) -> list[str]:
