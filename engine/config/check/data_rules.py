@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+from engine.config.files.data_files import LOADERS, suffix_of
 from engine.config.files.document import Place, Problem, Problems
+from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.text import quoted
 from engine.config.schema.data import IMAGE_FORMATS, Source
 from engine.config.schema.recipe import Recipe
@@ -33,8 +36,9 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
                 "one of them is allowed",
                 ((*place, "path"),),
             )
-        if source.config is not None and source.hub is None:
-            yield Problem((*place, "config"), "config without hub", "only a data set on the hub has configurations")
+        if source.config is not None and source.hub is None and not _may_be_folder(source.path):
+            allowed = "only a data set on the hub, or a folder that was downloaded from it, has configurations"
+            yield Problem((*place, "config"), "config without hub", allowed)
         if source.hub is not None and source.hub.startswith((".", "/", "~")):
             yield Problem((*place, "hub"), f"{quoted(source.hub)} is a path", "a file or folder goes in path")
         elif source.hub is not None and os.path.isfile(source.hub):
@@ -42,6 +46,12 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
             yield Problem((*place, "hub"), f"{quoted(source.hub)} is a file here", allowed)
         if source.path is not None and not source.path.strip():
             yield Problem((*place, "path"), "an empty path", 'a file, folder or glob is needed, such as "train.jsonl"')
+
+
+def _may_be_folder(path: str | None) -> bool:
+    if path is None or path.startswith(BUILTIN_PREFIX):
+        return False
+    return os.path.isdir(path) or (suffix_of(Path(path)) not in LOADERS and not os.path.isfile(path))
 
 
 def detection_is_described(recipe: Recipe) -> Problems:
