@@ -11,14 +11,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow
 import pyarrow.parquet
 
 from engine.config.files.caches import cache_folder
 from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, suffix_of
-from engine.data.records import Screened, not_an_object, open_unpacked
+from engine.data.csv_files import line_end
+from engine.data.records import Screened, open_unpacked
 from engine.errors import DataError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -145,7 +146,7 @@ def _screened(file: Path, digest: str, before: int) -> Screened:
     if kind not in ("json", "csv", "text", "parquet"):
         return Screened(file, file, unpacked=file.stat().st_size)
     after = f"-{before}" if before + file.stat().st_size > UNPACKED_BYTES // 2 else ""
-    note = cache_folder() / "screened" / f"{digest}-{kind}{after}-2.json"  # 2: what such a note says
+    note = cache_folder() / "screened" / f"{digest}-{kind}{after}-3.json"  # 3: what such a note says
     known = _known(note, file)
     if known is None:
         copy = note.with_suffix(suffix_of(file))
@@ -175,8 +176,7 @@ def _screen_lines(file: Path, kind: str, before: int, copy: Path) -> Screened:
     with open_unpacked(file) as stream:
         head = stream.read(READ_BYTES).lstrip()
     if kind == "json" and head[:1] == b"[":
-        odd_row = _odd_element(head[1:].lstrip()) if suffix_of(file) == ".json" else ""
-        return Screened(file, file, unpacked=_document_bytes(file, before), odd_row=odd_row)
+        return Screened(file, file, unpacked=_document_bytes(file, before))
     screened = Screened(file, file)
     for _ in _kept_lines(file, kind, before, screened):
         pass
@@ -206,9 +206,6 @@ def _kept_lines(file: Path, kind: str, before: int, screened: Screened) -> Itera
                     yield b"\n" if kind == "json" else b""
                 elif line is not None:
                     screened.kept += bool(line.strip())
-                    screened.longest = max(screened.longest, len(line))
-                    if kind == "json" and len(line) < 16 and not screened.odd_row and line.strip() == b"null":
-                        screened.odd_row = f":{number}: {not_an_object(None)}"
                     yield line
     except _UnpacksTooFar:
         screened.leave_out(UNPACKS_TOO_FAR, number + 1)
@@ -220,7 +217,9 @@ def _lines(stream: IO[bytes], meter: _Meter, *, quoted: bool) -> Iterator[bytes 
     quote at the start of a field opens one."""
     parts: list[bytes] = []
     size, is_open = 0, False
-    while piece := stream.readline(READ_BYTES):
+    first = stream.readline(READ_BYTES)
+    end = line_end(first).encode() if quoted else b"\n"
+    for piece in _pieces(stream, first, end):
         meter.add(len(piece))
         size += len(piece)
         if quoted and piece.count(b'"') % 2 == 1:
@@ -229,20 +228,22 @@ def _lines(stream: IO[bytes], meter: _Meter, *, quoted: bool) -> Iterator[bytes 
             parts.append(piece)
         else:
             parts.clear()
-        if piece.endswith(b"\n") and not is_open:
+        if piece.endswith(end) and not is_open:
             yield b"".join(parts) if size <= LINE_BYTES else None
             parts, size = [], 0
     if size:
         yield b"".join(parts) if size <= LINE_BYTES else None
 
 
+def _pieces(stream: IO[bytes], first: bytes, end: bytes) -> Iterator[bytes]:
+    """Yield `first`, which was read, and what follows: lines that end with `end`, or parts of READ_BYTES of longer
+    ones."""
+    while first:
+        yield from [first] if end == b"\n" else re.findall(rb"[^\r]*+\r|[^\r]++", first)
+        first = stream.readline(READ_BYTES)
+
+
 _OPENING_QUOTE = re.compile(rb'(?:^|[,\t])"')
-
-
-def _odd_element(first: bytes) -> str:
-    """`Screened.odd_row` of a JSON list by the text of its first element; texts are rows of text."""
-    found: Any = {b"[": [], b"n": None, b"t": True, b"f": False}.get(first[:1], 0)
-    return "" if first[:1] in (b"{", b'"', b"]", b"") else f": element 1 of its list: {not_an_object(found)}"
 
 
 def _document_bytes(file: Path, before: int) -> int:

@@ -141,7 +141,7 @@ def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = T
     if isinstance(turns, Dropped):
         return turns
     if not isinstance(turns, list):
-        return Dropped("the conversation is not a list of turns")
+        return Dropped(PYTHON_LIST if _is_python_list(turns) else "the conversation is not a list of turns")
     messages: list[Message] = []
     untrained: set[int] = set()
     for turn in turns:
@@ -161,6 +161,14 @@ def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = T
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return Dropped("tools is not a list of tool descriptions")
     return ChatRecord(messages, tools, untrained=frozenset(untrained))
+
+
+PYTHON_LIST = "the conversation is text as Python prints a list, which is not JSON"
+"""Drop reason."""
+
+
+def _is_python_list(value: Any) -> bool:
+    return isinstance(value, str) and re.match(r"\s*\[\s*\{\s*'", value) is not None
 
 
 def conversation_of_pair(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:

@@ -1,18 +1,29 @@
-"""CSV files: their separator, how their cells are read, and records with too many fields."""
+"""Finds the records of CSV files and reads their cells as text, exactly as they are written."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import re
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import datasets
+from typing import TextIO
 
 from engine.config.files.data_files import suffix_of
-from engine.data.json_rows import TOO_MANY_FIELDS
+from engine.data.json_rows import FoundRow
 from engine.data.records import open_unpacked
+from engine.errors import DataError
+
+TOO_MANY_FIELDS = "more fields than the file has columns"
+BROKEN_QUOTES = "quotes that do not enclose a cell"
+"""Reasons for which a record is left out (`data.broken = "skip"`)."""
+
+QUOTE_FIX = (
+    'put a cell with a separator or a quote in it between quotes, and double its own quotes ("a ""b"", c"); or leave '
+    "such records out and count them: --set data.broken=skip"
+)
 
 SEPARATORS = ",;\t|"
 HEADER_BYTES = 1 << 16
@@ -21,9 +32,30 @@ HEADER_BYTES = 1 << 16
 NAMED_SEPARATOR = re.compile(r'"?sep=(.)"?')
 """The line before the names in which a spreadsheet says what separates them."""
 
+csv.field_size_limit(1 << 30)
+
+
+@dataclass(frozen=True)
+class CsvLayout:
+    """How the records of one CSV file are read."""
+
+    separator: str
+    columns: tuple[str, ...]
+    header_lines: int
+    """Lines before the first record."""
+    header_bytes: int
+    line_end: str
+    """A line feed, or a carriage return in a file of an old Mac. The other one is a part of cells in quotes."""
+
+    def parse(self, raw: bytes) -> dict[str, str | None]:
+        """Return the cells of a record by column; None where a cell is empty or missing."""
+        cells = next(csv.reader([raw.decode()], delimiter=self.separator, strict=True))
+        return {name: (cells[place] or None) if place < len(cells) else None for place, name in enumerate(self.columns)}
+
 
 def separator_of(file: Path) -> str:
-    """Of a CSV file: the comma, unless its first line has none and another separator makes it several names."""
+    """Return what separates the cells of a CSV file: the comma, unless its first line has none and another separator
+    makes it several names."""
     if suffix_of(file) == ".tsv":
         return "\t"
     line = _first_line(file)
@@ -38,29 +70,98 @@ def separator_of(file: Path) -> str:
     return max(fitting, key=lambda each: len(fields[each]), default=",")
 
 
+def line_end(head: bytes) -> str:
+    """Return what ends the lines of a CSV file that begins with `head`: a line feed, or a carriage return alone, as in
+    files of old Macs."""
+    first = re.search(rb"\r\n?|\n", head)
+    return "\r" if first is not None and first[0] == b"\r" else "\n"
+
+
 def _first_line(file: Path) -> str:
     with open_unpacked(file) as stream:
-        return stream.readline(HEADER_BYTES).decode("utf-8-sig", "replace").rstrip("\r\n")
+        text = stream.read(HEADER_BYTES).decode("utf-8-sig", "replace")
+    return re.split(r"[\r\n]", text, maxsplit=1)[0]
 
 
-def csv_options(file: Path, *, as_text: bool) -> dict[str, Any]:
-    """How `datasets` reads a CSV file, and others with the same columns. `as_text`: every cell as it stands, None where
-    it is empty; otherwise numbers are numbers, and words such as "None" and "NA" are empty."""
-    options: dict[str, Any] = {"sep": separator_of(file)}
-    if NAMED_SEPARATOR.fullmatch(_first_line(file)):
-        options["skiprows"] = 1
-    if not as_text:
-        return options
-    names = _column_names(file, options["sep"], skip=options.get("skiprows", 0))
-    features = datasets.Features({name: datasets.Value("string") for name in names})
-    return {**options, "features": features, "keep_default_na": False, "na_values": [""]}
+class _Lines:
+    """The lines of a text, with their ends, and how much of it they were."""
+
+    def __init__(self, text: TextIO, byte: int) -> None:
+        self._text, self.byte, self.line = text, byte, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.byte += len(line) if line.isascii() else len(line.encode())
+        self.line += 1
+        return line
 
 
-def _column_names(file: Path, separator: str, *, skip: int) -> list[str]:
-    """As pandas calls them: a second "a" is "a.1", one without a name "Unnamed: 3"."""
-    with open_unpacked(file) as packed:
-        text = (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(packed))
-        cells = next((cells for cells in islice(csv.reader(text, delimiter=separator), skip, None) if cells), [])
+def layout_of(file: Path, separator: str) -> CsvLayout:
+    """Return how a CSV file that is not compressed is read. Raises UnicodeDecodeError where it is not UTF-8; DataError
+    where the names of its columns are not in proper quotes."""
+    try:
+        return _layout_of(file, separator)
+    except csv.Error as error:
+        problem = f":1: {_in_words(error, separator)}"
+        raise DataError(f"{file}{problem}", fix="mend the line with the names of the columns") from error
+
+
+def _layout_of(file: Path, separator: str) -> CsvLayout:
+    with file.open("rb") as stream:
+        end = line_end(stream.read(HEADER_BYTES))
+        lines = _lines_of(stream, end)
+        reader = csv.reader(lines, delimiter=separator, strict=True)
+        cells = next((cells for cells in reader if cells), [])
+        if NAMED_SEPARATOR.fullmatch(separator.join(cells)) and lines.line == 1:
+            cells = next((cells for cells in reader if cells), [])
+        return CsvLayout(separator, tuple(_column_names(cells)), lines.line, lines.byte, end)
+
+
+def _lines_of(stream: io.BufferedReader, end: str, start: int = 0) -> _Lines:
+    """`start`: the first byte that is read, behind a byte order mark."""
+    stream.seek(0)
+    if start == 0 and stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+        start = len(codecs.BOM_UTF8)
+    stream.seek(start)
+    return _Lines(io.TextIOWrapper(stream, encoding="utf-8", newline=end), start)
+
+
+def find_records(file: Path, layout: CsvLayout) -> Iterator[FoundRow]:
+    """Yield the records of a CSV file that is not compressed, in order; blank lines are none. Raises UnicodeDecodeError
+    where it is not UTF-8."""
+    with file.open("rb") as stream:
+        lines = _lines_of(stream, layout.line_end, layout.header_bytes)
+        reader = csv.reader(lines, delimiter=layout.separator, strict=True)
+        while True:
+            start, line = lines.byte, layout.header_lines + lines.line + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                problem = f":{line}: {_in_words(error, layout.separator)}"
+                yield FoundRow(start, lines.byte, line, reason=BROKEN_QUOTES, problem=problem)
+                continue
+            if cells is None:
+                return
+            if len(cells) > len(layout.columns):
+                problem = f":{line}: {len(cells)} fields, the file has {len(layout.columns)} columns"
+                yield FoundRow(start, lines.byte, line, reason=TOO_MANY_FIELDS, problem=problem)
+            elif cells:
+                yield FoundRow(start, lines.byte, line)
+
+
+def _in_words(error: csv.Error, separator: str) -> str:
+    if "unexpected end of data" in str(error):
+        return "a quote opens a cell and nothing closes it"
+    if "expected after" in str(error):
+        return f"behind the quote that closes a cell there is no {separator!r}"
+    return "a line break in a cell that is not between quotes" if "new-line" in str(error) else str(error)
+
+
+def _column_names(cells: list[str]) -> list[str]:
+    """Name the columns as pandas does: a second "a" is "a.1", one without a name "Unnamed: 3"."""
     names: list[str] = []
     for place, cell in enumerate(cells):
         name, count = cell or f"Unnamed: {place}", 0
@@ -76,20 +177,3 @@ def _cells(line: str, separator: str) -> list[str]:
         return next(csv.reader([line], delimiter=separator), [])
     except csv.Error:  # a name longer than the reader takes
         return []
-
-
-def without_long_records(file: Path, separator: str, copy: Path) -> dict[int, str]:
-    """Write `copy` without the records that have more fields than `file` has columns; returns them by the number of
-    their line, with what was found."""
-    found: dict[int, str] = {}
-    with open_unpacked(file) as packed, copy.open("w", encoding="utf-8", newline="") as stream:
-        text = (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(packed))
-        reader, writer, columns = csv.reader(text, delimiter=separator), csv.writer(stream, delimiter=separator), 0
-        csv.field_size_limit(1 << 30)
-        for record in reader:
-            columns = columns or len(record)
-            if len(record) > columns:
-                found[reader.line_num] = TOO_MANY_FIELDS
-            else:
-                writer.writerow(record)
-    return found

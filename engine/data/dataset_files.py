@@ -1,14 +1,17 @@
-"""Opens files and hub data sets with the library datasets."""
+"""Opens local files and hub data sets. JSON, CSV and text are read row by row; Parquet, Arrow, folders of images, what
+`save_to_disk` wrote and data sets of the hub are read by the library datasets, which also says which files of a folder
+belong to a split."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from lzma import LZMAError
 from pathlib import Path
@@ -29,19 +32,20 @@ from engine.config.files.data_files import (
     suffix_of,
 )
 from engine.config.schema.data import Source
+from engine.data.arrow_values import Shape, class_shapes, date_columns, shapes_of
 from engine.data.bounds import screen
-from engine.data.csv_files import csv_options, separator_of, without_long_records
+from engine.data.csv_files import separator_of
 from engine.data.documents import Documents, unpacked
+from engine.data.file_rows import Kind as RowKind
+from engine.data.file_rows import open_file_rows
 from engine.data.folders import csv_of_images, data_of_folder, image_tables, is_image
 from engine.data.hub_connection import offline_if_unreachable
-from engine.data.json_rows import NO_OBJECT_FIX, SKIP_FIX, JsonRows
 from engine.data.records import (
     UNPACKING_ERRORS,
     Screened,
     SourceRows,
     conversion,
     describe_source,
-    find_json_error,
     find_not_utf8,
     no_rows,
     split_name,
@@ -83,21 +87,18 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
                 f"source {source.name}: {pointers[0]} is a pointer of Git LFS, not the file itself",
                 fix="fetch the files in the repository that they lie in: git lfs pull",
             )
-        digests = [hash_file(file) for file in files]
-        fingerprint = hash_text(hash_files(files, digests, path if path.is_dir() else None), source.split)
+        if not path.is_dir() and split_name(source) != "train":
+            raise _no_such_split(source, ["train"])
+        stamps = [file.stat().st_mtime_ns for file in files]
+        digests = dict(zip(files, map(hash_file, files), strict=True))
+        contents = hash_files(files, list(digests.values()), path if path.is_dir() else None)
         if all(file.stat().st_size == 0 for file in files):
             raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
-        found, notices = _data_files(source, path, files, version)
-        if version > 3 and {LOADERS.get(suffix_of(file)) for file in found} == {"csv"}:
-            fingerprint = hash_text(fingerprint, "cells are text")
-        kept = [digest for file, digest in zip(files, digests, strict=True) if file in set(found)]
-        screened = screen(found, kept)
-        if (left_out := [each for each in screened if each.dropped]) and not any(each.kept for each in screened):
-            raise _nothing_left(source, left_out)
-        reads = {each.file: each.reads for each in screened}
-        rows = _rows_of(source, path, screened, kept, fingerprint, skip_broken, version)
-        left_out = [each for each in screened if each.dropped]
-        return replace(rows, left_out=left_out, notices=[*notices, *rows.notices])
+        rows = _rows_of_files(source, path, files, digests, contents, reads, skip_broken, version)
+        if changed := [file for file, stamp in zip(files, stamps, strict=True) if file.stat().st_mtime_ns != stamp]:
+            shutil.rmtree(_tables_folder(contents), ignore_errors=True)
+            raise DataError(f"{changed[0]} was changed while it was read", fix="start again, when it is complete")
+        return rows
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
@@ -105,6 +106,40 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
         ) from error
     except READ_ERRORS as error:
         raise _unreadable(source, path, reads, error) from error
+
+
+def _rows_of_files(
+    source: Source, path: Path, files: list[Path], digests: Mapping[Path, str], contents: str, reads: dict[Path, Path],
+    skip_broken: bool, version: int,
+) -> SourceRows:  # fmt: skip
+    """Read the files that are the source's split. `reads` gets what is read in place of each file."""
+    config = [source.config] if source.config else []
+    fingerprint = hash_text(contents, source.split, *config)
+    if _is_saved(path):
+        shards = _saved_split(source, datasets.load_from_disk(str(path)), split_name(source))
+        return _rows(source, shards, fingerprint, partial(_unreadable, source, path, reads))
+    found, notices = _data_files(source, path, files, version)
+    kinds = {LOADERS.get(suffix_of(file)) for file in found}
+    if path.is_dir():
+        chosen = _files_of_split(source, path, found, kinds)
+    else:
+        chosen = SplitFiles(found, loads=not kinds <= {"json", "csv", "text"})
+    if source.unit not in (None, "line") and kinds != {"text"}:
+        raise _unit_of_table(source)
+    if kinds == {"csv"}:
+        fingerprint = hash_text(fingerprint, "cells are text")
+    screened = screen(chosen.files, [digests[file] for file in chosen.files])
+    reads |= {each.file: each.reads for each in screened}
+    if any(each.dropped for each in screened) and not any(each.kept for each in screened):
+        raise _nothing_left(source, screened)
+    kept = [digests[file] for file in chosen.files]
+    if chosen.loads:
+        explain = partial(_unreadable, source, path, reads)
+        rows = _rows(source, _load_tables(source, path, chosen.files, contents), fingerprint, explain)
+    else:
+        rows = _rows_one_by_one(source, screened, kept, fingerprint, chosen, skip_broken)
+    notices += [*chosen.notices, *rows.notices]
+    return replace(rows, left_out=[each for each in screened if each.dropped], notices=notices)
 
 
 def _is_pointer(file: Path) -> bool:
@@ -123,76 +158,150 @@ def _data_files(source: Source, path: Path, files: list[Path], version: int) -> 
     beside = [file for file in found.beside if not (named and is_image(file))]
     if not found.data or not beside:
         return found.data if named else files, []
-    names = [str(file.relative_to(path)) for file in beside]
-    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    listed = _listed([str(file.relative_to(path)) for file in beside])
     return found.data, [f"source {source.name}: not read, as it holds no rows of the data: {listed}"]
 
 
-def _rows_of(
-    source: Source,
-    path: Path,
-    screened: list[Screened],
-    digests: Sequence[str],
-    fingerprint: str,
+@dataclass(frozen=True)
+class SplitFiles:
+    """The files of a source's split, and what a README says of them."""
+
+    files: list[Path]
+    loads: bool = False
+    """Whether `datasets` reads them as a whole: Parquet and Arrow, and folders of images."""
+    separator: str | None = None
+    """Of CSV files, if the README names one."""
+    classes: Mapping[str, Shape] = field(default_factory=dict)
+    """Columns whose numbers are those of classes."""
+    notices: list[str] = field(default_factory=list)
+
+
+def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[str | None]) -> SplitFiles:
+    """Return the files of a folder that its README, or its own and its files' names, give to the source's split. Raises
+    DataError for a split or a configuration that it does not have."""
+    base = split_name(source)
+    if csv_of_images(source, find_data_files_in(folder)) is not None:
+        return SplitFiles(found)
+    if kinds == {"text"} and base == "train" and not _has_split_folders(folder):
+        return SplitFiles(found)
+    read_from = _folder_to_read(folder, found)
+    builder = _builder(source, folder, read_from)
+    splits = {str(name): [Path(file) for file in files] for name, files in (builder.config.data_files or {}).items()}
+    if base not in splits:
+        raise _no_such_split(source, list(splits))
+    originals = {read_from / file.relative_to(folder): file for file in find_data_files_in(folder)}
+    of_split = {name: [originals[file] for file in files if file in originals] for name, files in splits.items()}
+    if builder.name not in ("json", "csv", "text"):
+        return SplitFiles([file for file in of_split[base] if file in set(found)], loads=True)
+    if getattr(builder.config, "field", None):
+        raise _field_of_json(source, builder.config.field)
+    separator = getattr(builder.config, "sep", ",")
+    features = builder.config.features or builder.info.features
+    chosen = [file for file in of_split[base] if file in set(found)]
+    return SplitFiles(
+        chosen,
+        separator=separator if separator != "," else None,
+        classes=class_shapes(features),
+        notices=_files_of_no_split(source, folder, found, of_split, builder.config.name),
+    )
+
+
+SPLIT_FOLDERS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
+"""Names of folders whose files are of one split."""
+
+
+def _has_split_folders(folder: Path) -> bool:
+    return any(each.is_dir() and each.name.lower() in SPLIT_FOLDERS for each in folder.iterdir())
+
+
+def _files_of_no_split(
+    source: Source, folder: Path, found: list[Path], splits: Mapping[str, list[Path]], config: str
+) -> list[str]:
+    """Return what is said of data files that no split has; those of other configurations may be among them."""
+    used = {file for files in splits.values() for file in files}
+    names = [str(file.relative_to(folder)) for file in found if file not in used]
+    if not names:
+        return []
+    where = f"configuration {config}" if source.config else "folder"
+    return [f"source {source.name}: not read, as no split of the {where} has them: {_listed(names)}"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _builder(source: Source, folder: Path, read_from: Path) -> Any:
+    """Return the builder of `datasets` for a folder, which knows its splits and reads nothing yet. Raises DataError if
+    the folder has several configurations and the source names none, or another."""
+    try:
+        configs = datasets.get_dataset_config_names(str(read_from))
+    except TypeError as error:
+        raise DataError(
+            f"source {source.name}: {folder / 'README.md'} has a configuration whose name is no text",
+            fix="write its config_name in quotes; YAML takes no and on for false and true",
+        ) from error
+    if source.config is None and len(configs) > 1 and "default" not in configs:
+        raise DataError(
+            f"source {source.name}: the folder {folder} has {len(configs)} configurations ({_listed(configs)})",
+            fix=f"add --set data.sources.{source.name}.config={configs[0]}",
+        )
+    if source.config is not None and source.config not in configs:
+        raise DataError(
+            f"source {source.name}: the folder {folder} has no configuration {source.config}",
+            expected=f"one of {', '.join(configs)}",
+            fix=f"add --set data.sources.{source.name}.config={configs[0]}",
+        )
+    return datasets.load_dataset_builder(str(read_from), source.config, cache_dir=str(cache_folder() / "datasets"))
+
+
+def _no_such_split(source: Source, splits: Sequence[str]) -> DataError:
+    if splits == ["train"] and source.path is not None and not Path(source.path).expanduser().is_dir():
+        return DataError(
+            f"source {source.name}: {source.path} has no splits, and split = {source.split!r} names one",
+            expected="the whole file (train), or a slice of it such as train[:1000] and train[90%:]",
+            fix=f"add --set data.sources.{source.name}.split=train; or name the file of that split in path",
+        )
+    return DataError(
+        f"source {source.name}: {source.path or source.hub} has no split {split_name(source)}",
+        expected=f"one of {', '.join(splits)}",
+        fix=f"add --set data.sources.{source.name}.split={splits[0]}" if splits else "check the folder",
+    )
+
+
+def _field_of_json(source: Source, name: str) -> DataError:
+    return DataError(
+        f"source {source.name}: the README of {source.path} says that the rows are in the field {name} of its files",
+        fix=f"write them as lines: jq -c '.{name}[]' FILE.json > rows.jsonl",
+    )
+
+
+def _rows_one_by_one(
+    source: Source, screened: Sequence[Screened], digests: Sequence[str], fingerprint: str, chosen: SplitFiles,
     skip_broken: bool,
-    version: int,
-) -> SourceRows:
-    """Of text, documents; else a table, or rows read one by one where Arrow has no table for them."""
-    unit, base = source.unit or "file", split_name(source)
-    kinds = {LOADERS.get(suffix_of(each.file)) for each in screened}
-    if kinds == {"text"} and unit != "line":
-        files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+) -> SourceRows:  # fmt: skip
+    """Read documents of text files, or rows of JSON and CSV files and lines of text."""
+    (kind,) = {LOADERS[suffix_of(each.file)] for each in screened}
+    files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
+    if kind == "text" and source.unit != "line":
+        unit = source.unit or "file"
         documents = _part_of(source, Documents(files, unit))
         return SourceRows(["text"], len(documents), hash_text(fingerprint, unit), documents)
-    if source.unit not in (None, "line"):
-        raise _unit_of_table(source)
-    reads = {each.file: each.reads for each in screened}
-    explain = partial(_unreadable, source, path, reads)
-    odd = next((f"{each.file}{each.odd_row}" for each in screened if each.odd_row), None)
-    if odd is not None and (path.is_dir() or not skip_broken):
-        raise DataError(f"source {source.name}: {odd}", fix=NO_OBJECT_FIX)
-    if odd is not None:
-        return _row_by_row(source, screened, digests, fingerprint, skip_broken)
+    kinds: dict[str, RowKind] = {"json": "json", "csv": "csv", "text": "line"}
+    separators = [chosen.separator or separator_of(each.file) for each in screened] if kind == "csv" else []
     try:
-        rows = _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
-    except READ_ERRORS:
-        if kinds == {"csv"} and skip_broken:
-            _leave_out_long_records(screened, digests)
-            return _rows(_load_local(source, path, screened, base, version), fingerprint, explain)
-        if kinds != {"json"} or path.is_dir() or (find_json_error(reads) is not None and not skip_broken):
-            raise
-        return _row_by_row(source, screened, digests, fingerprint, skip_broken)
-    has_lines = not path.is_dir() and source.split == base and LOADERS[suffix_of(screened[0].file)] == "json"
-    return replace(rows, line_files=reads) if has_lines else rows
-
-
-def _row_by_row(
-    source: Source, screened: Sequence[Screened], digests: Sequence[str], fingerprint: str, skip_broken: bool
-) -> SourceRows:
-    """Rows of JSON that make no table of Arrow's."""
-    files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
-    table = JsonRows(screened, files, skip=skip_broken)
+        table = open_file_rows(screened, files, digests, kinds[kind], skip=skip_broken, separators=separators)
+    except DataError as error:
+        raise DataError(f"source {source.name}: {error.found}", expected=error.expected, fix=error.fix) from None
     if not len(table) and any(each.dropped for each in screened):
-        raise _nothing_left(source, screened) from None
+        raise _nothing_left(source, screened)
     part = _part_of(source, table)
-    return SourceRows(table.columns, len(part), fingerprint, part)
+    return SourceRows(table.columns, len(part), fingerprint, part, shapes=chosen.classes)
 
 
 def _part_of(source: Source, table: Any) -> Any:
     if source.split == split_name(source):
         return table
-    return table[slice(*absolute_slice(source, len(table)))]
-
-
-def _leave_out_long_records(screened: Sequence[Screened], digests: Sequence[str]) -> None:
-    for each, digest in zip(screened, digests, strict=True):
-        copy = cache_folder() / "screened" / f"{digest}-fields.csv"
-        with tempfile.TemporaryDirectory(dir=copy.parent) as folder:
-            draft = Path(folder, copy.name)
-            for line, reason in without_long_records(each.reads, separator_of(each.reads), draft).items():
-                each.leave_out(reason, line)
-            draft.replace(copy)
-        each.reads = copy
+    return table.section(*absolute_slice(source, len(table)))
 
 
 def _unit_of_table(source: Source) -> DataError:
@@ -208,51 +317,43 @@ def _is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _load_local(source: Source, path: Path, screened: Sequence[Screened], base: str, version: int) -> Any:
-    if _is_saved(path):
-        return _saved_split(source, datasets.load_from_disk(str(path)), base)
-    options: dict[str, Any] = {"split": source.split, "cache_dir": str(cache_folder() / "datasets")}
-    suffix = suffix_of(screened[0].file)
-    if {LOADERS.get(suffix_of(each.file)) for each in screened} == {"csv"}:
-        options |= csv_options(screened[0].reads, as_text=version > 3)
-    table = csv_of_images(source, find_data_files_in(path)) if path.is_dir() else None
-    if path.is_dir() and table is None:
-        if options.get("sep") == ",":
-            del options["sep"]
-        return datasets.load_dataset(str(_folder_to_read(path, screened)), **options)
-    if LOADERS[suffix] == "csv" and (longest := max(each.longest for each in screened)) > CSV_BYTES // CSV_ROWS:
-        options["chunksize"] = CSV_BYTES // longest
-    files = {base: [str(each.reads) for each in screened]}
-    return datasets.load_dataset(LOADERS[suffix], data_files=files, **options)
+def _tables_folder(contents: str) -> Path:
+    """Return where `datasets` keeps the tables that it has read. It knows files by their paths and times of change, so
+    each content has its own folder."""
+    return cache_folder() / "datasets" / contents
 
 
-def _folder_to_read(path: Path, screened: Sequence[Screened]) -> Path:
-    """`path`, or a folder of links with the same names, to the screened copies where there are some. The same contents
-    give the same folder, as `datasets` keeps what it has read under its name."""
-    beside = {file for file in find_data_files_in(path) if file not in {each.file for each in screened}}
-    strays = any(LOADERS.get(suffix_of(file)) not in (None, "text") for file in beside)
-    if not any(each.dropped for each in screened) and not strays:
-        return path
-    key = hash_text(*(f"{each.file} {each.reads} {each.reads.stat().st_mtime_ns}" for each in screened))
-    folder = cache_folder() / "screened" / key / path.name
-    if folder.exists():
+def _load_tables(source: Source, path: Path, files: Sequence[Path], contents: str) -> Any:
+    folder = _tables_folder(contents)
+    make_cache_folder(folder)
+    options: dict[str, Any] = {"split": source.split, "cache_dir": str(folder)}
+    if path.is_dir():
+        return datasets.load_dataset(str(_folder_to_read(path, files)), source.config, **options)
+    return datasets.load_dataset(
+        LOADERS[suffix_of(files[0])], data_files={split_name(source): [str(file) for file in files]}, **options
+    )
+
+
+def _folder_to_read(folder: Path, found: Sequence[Path]) -> Path:
+    """Return `folder`, or a folder of links to its files without tables and texts that are none of its data. The same
+    files give the same folder."""
+    strays = {file for file in find_data_files_in(folder) if suffix_of(file) in LOADERS} - set(found)
+    strays -= {folder / "README.md"}  # says which files belong to which split
+    if not strays or any(map(is_image, find_data_files_in(folder))):
         return folder
+    linked = [file for file in find_data_files_in(folder) if file not in strays]
+    copy = cache_folder() / "screened" / hash_text(*map(str, linked)) / folder.name
+    if copy.exists():
+        return copy
     with tempfile.TemporaryDirectory(dir=cache_folder() / "screened") as draft:
-        for each in screened:
-            name = each.file.relative_to(path)
-            while each.dropped and name.suffix.lower() in COMPRESSION_SUFFIXES:
-                name = name.with_suffix("")
-            Path(draft, name).parent.mkdir(parents=True, exist_ok=True)
-            Path(draft, name).symlink_to(each.reads.absolute())
-        if (path / "README.md").is_file() and strays:  # may say which files belong to which split
-            Path(draft, "README.md").symlink_to((path / "README.md").absolute())
-        folder.parent.mkdir(exist_ok=True)
-        os.rename(draft, folder)
-    return folder
-
-
-CSV_BYTES, CSV_ROWS = 64 << 20, 10_000
-"""`datasets` reads CSV_ROWS rows of a CSV file at once; fewer, where they may have more than CSV_BYTES."""
+        for file in linked:
+            link = Path(draft, file.relative_to(folder))
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.absolute())
+        copy.parent.mkdir(exist_ok=True)
+        os.rename(draft, copy)
+        Path(draft).mkdir()
+    return copy
 
 
 def _nothing_left(source: Source, left_out: Sequence[Screened]) -> DataError:
@@ -268,8 +369,10 @@ def _saved_split(source: Source, saved: Any, base: str) -> Any:
     """`saved` is what `save_to_disk` wrote: one data set or several splits."""
     if isinstance(saved, datasets.DatasetDict):
         if base not in saved:
-            raise ValueError(f"it has the splits {', '.join(sorted(saved))}, not {base}")
+            raise _no_such_split(source, sorted(saved))
         saved = saved[base]
+    elif base not in ("train", str(saved.split)):
+        raise _no_such_split(source, [str(saved.split or "train")])
     start, stop = absolute_slice(source, len(saved))
     return saved.select(range(start, stop))
 
@@ -300,17 +403,22 @@ def _open_hub(source: Source) -> SourceRows:
         ) from error
     # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
     fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
-    return _rows(data, fingerprint, partial(_unreadable, source, Path(name), {}))
+    return _rows(source, data, fingerprint, partial(_unreadable, source, Path(name), {}))
 
 
-def _rows(data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
+def _rows(source: Source, data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
     if not isinstance(data, datasets.Dataset):
         raise ValueError(f"a split was expected, {type(data).__name__} was found")
     for name, feature in data.features.items():
         if (as_files := _undecoded(feature)) is not feature:
             data = data.cast_column(name, as_files)
     images = [name for name, feature in data.features.items() if _is_image(feature)]
-    return SourceRows(data.column_names, len(data), fingerprint, data, explain, image_columns=images)
+    shapes = shapes_of(data.features, data.data)
+    dates = date_columns(shapes)
+    notices = [f"source {source.name}: dates, times and decimals are read as text: {', '.join(dates)}"] if dates else []
+    return SourceRows(
+        data.column_names, len(data), fingerprint, data, explain, image_columns=images, shapes=shapes, notices=notices
+    )
 
 
 def _is_image(feature: Any) -> bool:
@@ -343,24 +451,17 @@ TEXT_LOADERS = ("json", "csv", "text")
 
 def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: BaseException) -> DataError:
     """The error to show; for JSON that does not parse it names file and line."""
-    broken = find_json_error({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) == "json"})
     odd = find_not_utf8({file: reads for file, reads in files.items() if LOADERS.get(suffix_of(file)) in TEXT_LOADERS})
     if isinstance(error, UNPACKING_ERRORS) and any(file.suffix.lower() in COMPRESSION_SUFFIXES for file in files):
         return DataError(
             f"source {source.name}: {path} cannot be unpacked: {_short(error)}",
             fix="copy it again if it is cut; if it was never packed, take the ending of packing off its name",
         )
-    if broken is not None:
-        return DataError(
-            f"source {source.name}: {broken}", fix=f"{conversion(odd[0])}; or {SKIP_FIX}" if odd else SKIP_FIX
-        )
     if odd is not None:
         return DataError(f"source {source.name}: {odd[0]}:{odd[1]}: not UTF-8 text", fix=conversion(odd[0]))
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
     if "corresponds to no data" in str(error) or "BatchSize must be greater than 0" in str(cause):
         return no_rows(source)
-    if "Expected" in str(cause) and "fields in line" in str(cause):
-        return DataError(f"source {source.name}: {path}: {_short(cause)}", fix=SKIP_FIX)
     return DataError(
         f"source {source.name}: {path} cannot be read: {_short(cause)}",
         fix="check that the file is whole, that its suffix names its format, and the split",

@@ -3,7 +3,9 @@ read on demand, so that a corpus larger than memory can be prepared."""
 
 from __future__ import annotations
 
+import copy
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,12 @@ class Documents:
 
     def __getitem__(self, rows: slice) -> list[dict[str, Any]]:
         return [self._row(*map(int, part)) for part in self._parts[rows]]
+
+    def section(self, start: int, stop: int) -> Documents:
+        """Return the rows from `start` to before `stop` without reading them."""
+        section = copy.copy(self)
+        section._parts = self._parts[start:stop]
+        return section
 
     def nbytes(self, start: int, stop: int) -> int:
         """Bytes of the rows from `start` to before `stop`."""
@@ -109,10 +117,11 @@ def unpacked(file: Path, digest: str) -> Path:
         return file
     folder = cache_folder() / "unpacked"
     make_cache_folder(folder)
-    copy = folder / digest
-    if not copy.exists():
-        draft = copy.with_suffix(".part")
-        with open_unpacked(file) as packed, draft.open("wb") as stream:
-            shutil.copyfileobj(packed, stream)
-        draft.replace(copy)
-    return copy
+    unpacked_file = folder / digest
+    if not unpacked_file.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as drafts, open_unpacked(file) as packed:
+            draft = Path(drafts, digest)
+            with draft.open("wb") as stream:
+                shutil.copyfileobj(packed, stream)
+            draft.replace(unpacked_file)
+    return unpacked_file

@@ -19,10 +19,11 @@ from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Sour
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
-from engine.data.conversations import LEFT_OUT, TOOL_CALL
+from engine.data.conversations import LEFT_OUT, PYTHON_LIST, TOOL_CALL
+from engine.data.csv_files import BROKEN_QUOTES, TOO_MANY_FIELDS
 from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
-from engine.data.json_rows import BROKEN_REASONS, fix_of_single_row
+from engine.data.json_rows import KEY_TWICE, NO_CHARACTER, NOT_AN_OBJECT, fix_of_single_row
 from engine.data.order import hold_out, pack
 from engine.data.preferences import add_mismatched, balance_notice, other_objective, preference_notice
 from engine.data.recognise import Judged, judged_by, recognise
@@ -46,9 +47,10 @@ PAIRS_VERSION = "pairs 1"
 BOUNDS_VERSION = "bounds 1"
 """Part of the fingerprint where a line or row is beyond the bounds. Increase it when they change."""
 
-BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS, *BROKEN_REASONS)
+BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MANY_CHARACTERS, NOT_AN_OBJECT, KEY_TWICE,
+                 NO_CHARACTER, TOO_MANY_FIELDS, BROKEN_QUOTES)  # fmt: skip
 
-COUNTS_VERSION = "counts 3"
+COUNTS_VERSION = "counts 4"
 """Part of the cache entry. Increase it when other counts are kept beside the tokens."""
 
 STORE_VERSION = "1"
@@ -311,6 +313,8 @@ def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
         return "add --set data.over_length=truncate; or raise data.max_length"
     if reason == CUT_AWAY:
         return "raise data.max_length: what is learned stands behind it"
+    if reason == PYTHON_LIST:
+        return "write the column as JSON, with pandas: frame[COLUMN] = frame[COLUMN].map(json.dumps)"
     if reason.startswith(REFUSAL) and tokeniser.refuses_system:
         if tokeniser.system_prompt is not None:
             return "add --set data.system_prompt=; no system turn is added then"

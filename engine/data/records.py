@@ -1,4 +1,4 @@
-"""The rows of a source and the records that formats make of them, and where a JSON file is broken."""
+"""The rows of a source, and the records that formats make of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import bz2
 import codecs
 import gzip
 import io
-import json
 import lzma
 import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 from engine.config.schema.data import Source
+from engine.data.arrow_values import Shape, plain
 from engine.errors import DataError
 
 
@@ -90,30 +90,12 @@ COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".zst": _zstandard,
 }
 
-SHOWN = 60
-"""Characters of a broken line that are shown."""
-
-
 UNPACKING_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
-def find_json_error(files: Mapping[Path, Path]) -> str | None:
-    """`FILE:LINE: the problem` of the first file that does not parse; None when all of them do. `files` maps each to
-    the one that is read in its place."""
-    for file, reads in files.items():
-        try:
-            problem = _document_problem(reads) if file.name.lower().removesuffix(".gz").endswith(".json") else None
-            problem = _line_problem(reads) if problem is None else problem
-        except UNPACKING_ERRORS as error:
-            return f"{file}: {error}"
-        if problem:
-            return f"{file}:{problem}"
-    return None
-
-
 def find_not_utf8(files: Mapping[Path, Path]) -> tuple[Path, int] | None:
-    """(file, line from 1) of the first text that is not UTF-8; None also for what cannot be unpacked. `files` as for
-    `find_json_error`."""
+    """(file, line from 1) of the first text that is not UTF-8; None also for what cannot be unpacked. `files` maps
+    each to the one that is read in its place."""
     for file, reads in files.items():
         with suppress(*UNPACKING_ERRORS), open_unpacked(reads) as stream:
             for number, line in enumerate(stream, start=1):
@@ -142,98 +124,11 @@ def conversion(file: Path) -> str:
     return f"convert it: iconv -f {encoding} -t utf-8 {shlex.quote(str(file))} > {shlex.quote(made)}"
 
 
-def find_json_lines(files: Mapping[Path, Path], rows: Sequence[int]) -> dict[int, str]:
-    """Map each of `rows` (counted from 0 over all files) to its `FILE:LINE`; those not found are left out. Empty when a
-    row's line is not a JSON object, because then the file is not JSON lines. `files` as for `find_json_error`."""
-    found: dict[int, str] = {}
-    row = 0
-    for file, reads in files.items() if rows else ():
-        with open_unpacked(reads) as stream:
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
-                if row in rows:
-                    if not _is_object(line):
-                        return {}
-                    found[row] = f"{file}:{number}"
-                    if len(found) == len(set(rows)):
-                        return found
-                row += 1
-    return found
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line.decode("utf-8-sig")), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _line_problem(file: Path) -> str:
-    """`LINE: the problem` of the first line that is not a JSON object; "" when all of them are."""
-    with open_unpacked(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            _, problem = line_problem(line)
-            if problem:
-                return f"{number}: {problem}"
-    return ""
-
-
-def line_problem(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """The object of a line of JSON, and what is wrong with one that holds none; neither for a blank line."""
-    if not line.strip():
-        return None, ""
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
-        return None, f"not JSON ({_reason(error)}): {_excerpt(line)}"
-    except RecursionError:
-        return None, f"nested too deeply to be read: {_excerpt(line)}"
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
-        return None, f'a conversation without a name, {{"messages": [...]}} is expected: {_excerpt(line)}'
-    if not isinstance(value, dict):
-        return None, f"{not_an_object(value)}: {_excerpt(line)}"
-    return value, ""
-
-
-JSON_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
-
-
-def not_an_object(value: Any) -> str:
-    """`value`: of a row in JSON that is no object."""
-    return f"an object was expected, found {JSON_NAMES.get(type(value), 'null')}"
-
-
-def _document_problem(file: Path) -> str | None:
-    """`LINE: the problem` of a file that is one JSON document; "" if it parses; None if it looks like JSON lines."""
-    with open_unpacked(file) as stream:
-        raw = stream.read()
-    try:
-        json.loads(raw.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        return None if raw.lstrip().startswith(b"{") else f"{error.lineno}: not JSON ({error.msg})"
-    except RecursionError:
-        return None if raw.lstrip().startswith(b"{") else "1: nested too deeply to be read"
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        return f"{line}: not UTF-8 text"
-    return ""
-
-
 def open_unpacked(file: Path) -> IO[bytes]:
     """A file's contents, unpacked by its suffix."""
     suffix = file.suffix.lower()
     opened: IO[bytes] = COMPRESSED[suffix](file) if suffix in COMPRESSED else file.open("rb")
     return opened
-
-
-def _reason(error: ValueError) -> str:
-    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "not UTF-8 text"
-
-
-def _excerpt(line: bytes) -> str:
-    text = line.decode("utf-8", "backslashreplace").strip()
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
 ROWS_AT_ONCE = 512
@@ -254,17 +149,12 @@ class Screened:
     """The file itself, or a copy without the lines that are left out."""
     kept: int = 0
     """Lines that are not blank and not left out; 0 for a file that is not read by lines."""
-    longest: int = 0
-    """Bytes of the longest line that is kept."""
     unpacked: int = 0
     """Bytes read of the file, unpacked."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Lines left out, by reason."""
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Numbers, from 1, of the first lines left out for each reason."""
-    odd_row: str = ""
-    """The first row of JSON that must not be given to Arrow, as the end of a sentence that begins with the file: at a
-    null Arrow crashes, and of a list of lists it makes a column of text."""
 
     def leave_out(self, reason: str, line: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -289,14 +179,14 @@ class SourceRows:
     fingerprint: str
     """Hash of the contents, independent of where the files lie."""
     table: Any
-    """A `datasets.Dataset`, a list of rows, or `engine.data.documents.Documents`, whose slices are lists."""
+    """A `datasets.Dataset`, a list of rows, or `FileRows` or `Documents`, whose slices are lists."""
     explain: Callable[[BaseException], DataError] | None = None
     """Turns an exception from reading a row into the error to show; None for a list of rows, which is in memory."""
-    line_files: Mapping[Path, Path] = field(default_factory=dict)
-    """JSON files with one row per line, in order, and what is read in place of each; empty for any other source."""
     left_out: Sequence[Screened] = ()
     """Files with lines that are not among the rows, as they are beyond the bounds of `engine.data.bounds`."""
     image_columns: Sequence[str] = ()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """Of columns whose stored values are not yet those of the rows."""
     notices: Sequence[str] = ()
     """What the reader left aside or assumed, as sentences."""
 
@@ -307,8 +197,13 @@ class SourceRows:
 
     def places(self, rows: Sequence[int]) -> list[str]:
         """`FILE:LINE`, or the number of the row, counted from 1."""
-        lines = find_json_lines(self.line_files, rows)
-        return [lines.get(row, f"row {row + 1}") for row in rows]
+        if hasattr(self.table, "places"):
+            return list(self.table.places(rows))
+        return [f"row {row + 1}" for row in rows]
+
+    def numbered(self, column: str) -> SourceRows:
+        """Return the same rows with numbers in a column of classes, in place of their names."""
+        return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != column})
 
     def batches(self, size: int = ROWS_AT_ONCE) -> Iterator[list[dict[str, Any] | Dropped]]:
         """All rows in order, as lists of up to `size` rows and ROW_BYTES bytes."""
@@ -338,7 +233,7 @@ class SourceRows:
     def rows(self, start: int, stop: int) -> list[dict[str, Any] | Dropped]:
         """A row is a dict by column, or Dropped where it is larger than a row may be."""
         if self.in_lists:
-            return list(self.table[start:stop])
+            return [self._plain(row) for row in self.table[start:stop]]
         if stop - start == 1 and not self._fits(start, stop):
             return [Dropped(ROW_TOO_LARGE)]
         return list(self._decoded(start, stop))
@@ -350,12 +245,22 @@ class SourceRows:
 
     def row(self, number: int) -> dict[str, Any]:
         """Counted from 0, a dict by column. Images stay undecoded. Raises DataError for text that is not UTF-8."""
-        (row,) = self.table[number : number + 1] if self.in_lists else self._decoded(number, number + 1)
-        return dict(row)
+        if self.in_lists:
+            (row,) = self.table[number : number + 1]
+            return self._plain(row)
+        (row,) = self._decoded(number, number + 1)
+        return row
+
+    def _plain(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, **{name: plain(row[name], shape) for name, shape in self.shapes.items() if name in row}}
 
     def _decoded(self, start: int, stop: int) -> list[dict[str, Any]]:
+        part = self._arrow[start:stop]
         try:
-            columns = self.table[start:stop]
+            columns = {
+                name: [plain(value, self.shapes.get(name)) for value in part.column(name).to_pylist()]
+                for name in self.columns
+            }
         except UnicodeDecodeError as error:
             # Arrow stores strings as bytes and decodes them only when they are read.
             if self.explain is None:
