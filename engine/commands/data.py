@@ -170,7 +170,9 @@ def figures_of(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, recip
 
     lost = sum(count.lost_tokens for count in prepared.report.sources)
     length, batch = recipe.data.max_length, recipe.train.batch_size
-    return quality(prepared.train, tokenizer, max_length=length, batch_size=batch, lost_tokens=lost)
+    return quality(
+        prepared.train, tokenizer, max_length=length, batch_size=batch, lost_tokens=lost, counts=prepared.report.sources
+    )
 
 
 def report_document(
@@ -210,7 +212,7 @@ def print_report(
     console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
     for notice in prepared.report.notices:
-        console.print(escape(notice))
+        console.print(escape(notice), style="bold red" if notice.startswith("WARNING") else None)
     for part in prepared.report.parts:
         _print_part(console, part)
     if figures is not None:

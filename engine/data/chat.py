@@ -10,6 +10,7 @@ never searched for.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.data.chat_template import (
     PROBES,
+    REFUSAL,
     ChatTemplate,
     Message,
     Mode,
@@ -38,6 +40,7 @@ from engine.data.conversations import (
     thinking_of,
     without_thinking,
 )
+from engine.data.end_tokens import end_ids, ends_text
 from engine.data.records import NO_TARGET, ChatRecord, Dropped
 from engine.errors import DataError
 
@@ -69,10 +72,27 @@ class AssistantTurn:
     """Whether `text` is what the template renders up to this turn, with nothing changed to find the answer."""
     prompted: bool
     """Whether `text` starts with a prompt that the template gives at inference."""
+    context: tuple[Span, ...] = ()
+    """Ranges of characters of `text` that are context, as parts of the turn say."""
 
     @property
     def answer(self) -> str:
         return self.text[self.start :]
+
+    @property
+    def learned(self) -> list[Span]:
+        """The ranges of characters that are targets."""
+        return _without([(self.start, len(self.text))], self.context)
+
+    def with_context(self, message: Message, spans: Sequence[Span]) -> AssistantTurn:
+        """Return the turn with ranges of characters of the message's content as context. Raises TemplateRefusal where
+        the template changes the content."""
+        content = message["content"]
+        lead, place = len(content) - len(content.lstrip()), self.text.rfind(content.strip(), self.start)
+        if place < 0:
+            raise TemplateRefusal("the chat template changes the text of a turn of which a part is not learned")
+        moved = [(max(place, start - lead + place), stop - lead + place) for start, stop in spans]
+        return replace(self, context=tuple((start, min(stop, len(self.text))) for start, stop in moved))
 
 
 class ChatRenderer:
@@ -104,17 +124,19 @@ class ChatRenderer:
                 fix="use a model that ships tokenizer.json, or prompt and completion columns",
             )
         self.special_ids = special_ids(tokenizer)
+        self.ends = frozenset(end_ids(tokenizer))
 
     def render(self, record: ChatRecord) -> RenderedRows | Dropped:
         """The rows, or why the conversation is dropped. Raises DataError after MAX_STOPPED renderings timed out."""
         messages = self._with_system(record.messages)
         context = frozenset[int]() if self.learn_all and record.from_pair else record.untrained
+        record = _moved(record, len(messages) - len(record.messages))
         untrained = {number + len(messages) - len(record.messages) for number in context}
         if self.last_only:
             untrained |= set(_assistant_turns(messages)[:-1])
         rendered = self._in_some_shape(messages, record, untrained)
         if isinstance(rendered, Dropped) and self.folds_system and (folded := system_folded(messages)):
-            again = self._in_some_shape(folded, record, {number - 1 for number in untrained})
+            again = self._in_some_shape(folded, _moved(record, -1), {number - 1 for number in untrained})
             if not isinstance(again, Dropped):
                 return replace(again, facts=again.facts + Counter(system_folded=1))
         return rendered
@@ -126,11 +148,11 @@ class ChatRenderer:
         first_refusal = ""
         for shape in tool_call_shapes(messages):
             try:
-                rendered = self._rows(shape, record.tools, untrained)
+                rendered = self._rows(shape, record.tools, untrained, record.context)
             except TemplateRefusal as refusal:
                 first_refusal = first_refusal or str(refusal)
                 continue
-            if shape is not messages or self.template.wants_parts:
+            if shape != messages or self.template.wants_parts:
                 rendered.facts["reshaped"] += 1
             if self.template.closing:
                 rendered.facts["unclosed"] += 1
@@ -138,6 +160,9 @@ class ChatRenderer:
                 return Dropped(NO_TARGET)
             rendered.facts["untrained"] += 0 if record.from_pair else len(record.untrained)
             rendered.facts["from_pair"] += record.from_pair
+            rendered.facts["part_context"] += len(record.context)
+            rendered.facts["asked"] += record.asked
+            rendered.facts["tools_wrapped"] += record.tools_wrapped
             rendered.facts["tools_left_out"] += self.template.leaves_out_tools(shape, record.tools)
             return replace(rendered, facts=+rendered.facts)
         return Dropped(first_refusal)
@@ -147,38 +172,62 @@ class ChatRenderer:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _rows(self, messages: list[Message], tools: Tools, untrained: Collection[int]) -> RenderedRows:
-        """The rows; tool calls already have one of the shapes of `tool_call_shapes`, and the answers numbered in
-        `untrained` are context. Raises TemplateRefusal when the template does not render the whole conversation."""
+    def _rows(
+        self,
+        messages: list[Message],
+        tools: Tools,
+        untrained: Collection[int],
+        context: Mapping[int, Sequence[Span]],
+    ) -> RenderedRows:
+        """The rows; tool calls already have one of the shapes of `tool_call_shapes`, the answers numbered in
+        `untrained` are context, and so are the ranges of characters `context` of their contents. Raises TemplateRefusal
+        when the template does not render the whole conversation."""
         whole = self.template.render(messages, tools)
         if not is_unicode(whole):
             raise TemplateRefusal("its text is not valid Unicode")
         if self.learn_all:
             require_complete(messages, whole, None)
-            turns = self._turns(messages, tools, whole) if untrained else {}
-            result = self._one_row(messages, whole, _outside([(0, len(whole))], turns, untrained), untrained)
+            turns = self._turns(messages, tools, whole, context) if untrained or context else {}
+            kept_apart = [turn for number, turn in turns.items() if number in untrained or turn.context]
+            if not all(whole.startswith(turn.text) for turn in kept_apart):
+                raise TemplateRefusal(
+                    f'{REFUSAL} rewrites a finished turn that is not learned, and data.loss_on = "all" learns the rest'
+                )
+            spans = _outside([(0, len(whole))], turns, untrained)
+            result = self._one_row(messages, whole, spans, untrained, inner=_inner(turns))
             return replace(result, answer=self._last_answer(messages, tools, whole))
         if self.template.marks_assistant:
-            return self._marked_rows(messages, tools, whole, untrained)
-        turns = self._turns(messages, tools, whole)
+            return self._marked_rows(messages, tools, whole, untrained, context)
+        turns = self._turns(messages, tools, whole, context)
         require_complete(messages, whole, {number: turn.answer for number, turn in turns.items()})
         facts = _turn_facts(messages, turns)
         trained = {number: turn for number, turn in turns.items() if number not in untrained}
         if all(turn.in_whole and whole.startswith(turn.text) for turn in turns.values()):
-            spans = [(turn.start, len(turn.text)) for turn in trained.values()]
-            result = self._one_row(messages, whole, spans, untrained)
+            spans = [span for turn in trained.values() for span in turn.learned]
+            stops = {turn.learned[-1][1] for turn in trained.values() if turn.learned}
+            result = self._one_row(messages, whole, spans, untrained, inner=_inner(turns), stops=stops)
             if not isinstance(result.rows[0], Dropped):
                 return replace(result, facts=result.facts + facts)
         return _per_turn([self._turn_row(turn) for turn in trained.values()], facts)
 
     def _one_row(
-        self, messages: list[Message], whole: str, spans: Sequence[Span], untrained: Collection[int]
+        self,
+        messages: list[Message],
+        whole: str,
+        spans: Sequence[Span],
+        untrained: Collection[int],
+        *,
+        inner: Collection[int] = (),
+        stops: Collection[int] = (),
     ) -> RenderedRows:
-        row = self._flagged(whole, spans)
+        """`inner`: see `_flagged`. `stops`: ends of answers, behind which the next turn's marker is learned where the
+        model stops at it."""
+        facts = Counter(per_conversation=1)
+        row = self._flagged(whole, spans, inner=inner, stops=stops, facts=facts)
         ends_trained = messages[-1]["role"] == "assistant" and len(messages) - 1 not in untrained
         if not isinstance(row, Dropped) and ends_trained:
             self._end_turn(*row)
-        return RenderedRows([row], facts=Counter(per_conversation=1))
+        return RenderedRows([row], facts=facts)
 
     def _last_answer(self, messages: list[Message], tools: Tools, whole: str) -> Span | None:
         """(first token, token after the last one) of the last assistant turn in the rendered text `whole`; None if the
@@ -197,7 +246,12 @@ class ChatRenderer:
         return (inside[0], inside[-1] + 1) if inside and whole.startswith(turn.text) else None
 
     def _marked_rows(
-        self, messages: list[Message], tools: Tools, whole: str, untrained: Collection[int]
+        self,
+        messages: list[Message],
+        tools: Tools,
+        whole: str,
+        untrained: Collection[int],
+        context: Mapping[int, Sequence[Span]],
     ) -> RenderedRows:
         """The rows, where the template marks target text with {% generation %} blocks."""
         text, spans = self.template.render_marked(messages, tools)
@@ -205,14 +259,14 @@ class ChatRenderer:
             raise TemplateRefusal("the chat template renders the same conversation in two ways")
         require_complete(messages, whole, None)
         if self._grows(messages, tools, whole):
-            turns = self._turns(messages, tools, whole) if untrained else {}
-            return self._one_row(messages, whole, _outside(spans, turns, untrained), untrained)
-        turns, rows = self._turns(messages, tools, whole), []
+            turns = self._turns(messages, tools, whole, context) if untrained or context else {}
+            return self._one_row(messages, whole, _outside(spans, turns, untrained), untrained, inner=_inner(turns))
+        turns, rows = self._turns(messages, tools, whole, context), []
         for number, turn in turns.items():
             if number in untrained:
                 continue
             text, spans = self.template.render_marked(messages[: number + 1], tools)
-            answer = [span for span in spans if span[1] > turn.start]
+            answer = _without([span for span in spans if span[1] > turn.start], turn.context)
             rows.append(self._turn_row(turn, answer if text == turn.text else None))
         return _per_turn(rows, _turn_facts(messages, turns))
 
@@ -225,8 +279,10 @@ class ChatRenderer:
         except TemplateRefusal:
             return True  # A template that renders only the whole conversation gives no text to compare.
 
-    def _turns(self, messages: list[Message], tools: Tools, whole: str) -> dict[int, AssistantTurn]:
-        """The assistant turns by their index in `messages`.
+    def _turns(
+        self, messages: list[Message], tools: Tools, whole: str, context: Mapping[int, Sequence[Span]]
+    ) -> dict[int, AssistantTurn]:
+        """The assistant turns by their index in `messages`, with the ranges of characters `context` of their contents.
 
         Left out is a turn that the template refuses as an ending, such as a greeting before any question; other turns
         still have it as context. Raises TemplateRefusal when the template refuses all.
@@ -235,7 +291,9 @@ class ChatRenderer:
         for number in _assistant_turns(messages):
             try:
                 plain = self.template.render(messages[: number + 1], tools) if number + 1 < len(messages) else whole
-                turns[number] = self._turn(messages[: number + 1], tools, plain)
+                turn = self._turn(messages[: number + 1], tools, plain)
+                spans = context.get(number)
+                turns[number] = turn.with_context(messages[number], spans) if spans else turn
             except TemplateRefusal as refusal:
                 first_refusal = first_refusal or refusal
         if first_refusal and not turns:
@@ -315,19 +373,30 @@ class ChatRenderer:
     def _turn_row(self, turn: AssistantTurn, spans: Sequence[Span] | None = None) -> TokenRow | Dropped:
         """`spans`: target characters, by default the answer. If a token would hold characters of prompt and answer, the
         two are tokenised separately."""
-        spans = [(turn.start, len(turn.text))] if spans is None else spans
-        row = self._flagged(turn.text, spans)
+        spans = turn.learned if spans is None else spans
+        inner = _inner({0: turn})
+        row = self._flagged(turn.text, spans, inner=inner)
         if isinstance(row, Dropped):
-            row = self._flagged(turn.text, spans, cut=turn.start)
+            row = self._flagged(turn.text, spans, cut=turn.start, inner=inner)
         if not isinstance(row, Dropped):
             self._end_turn(*row)
         return row
 
-    def _flagged(self, text: str, spans: Sequence[Span], *, cut: int = 0) -> TokenRow | Dropped:
+    def _flagged(
+        self,
+        text: str,
+        spans: Sequence[Span],
+        *,
+        cut: int = 0,
+        inner: Collection[int] = (),
+        stops: Collection[int] = (),
+        facts: Counter[str] | None = None,
+    ) -> TokenRow | Dropped:
         """Tokenise `text`; tokens inside `spans` of characters are targets. `cut` > 0: both sides are tokenised
-        separately.
+        separately. `stops`: see `_one_row`; `facts` counts what was learned there, and answers without any end.
 
-        Dropped if a token begins before a span and ends inside it, or if tokenising separately changes the text.
+        Dropped if a token begins before a span and ends inside it, or if tokenising separately changes the text. A
+        token that begins before a span whose start is in `inner`, behind context inside an answer, is a target.
         """
         ids, places = self._encoded(text[cut:], cut)
         if cut:
@@ -338,12 +407,30 @@ class ChatRenderer:
         flags = [False] * len(ids)
         for start, stop in spans:
             inside = [token for token, (first, last) in enumerate(places) if first < stop and last > start]
-            if inside and places[inside[0]][0] < start:
+            if inside and places[inside[0]][0] < start and start not in inner:
                 # Generation starts at the end of the prompt, so it never produces a token that begins before it.
                 return Dropped(TOKEN_SPANS_START)
-            for token in self._without_tail(ids, inside, text, places):
+            kept = self._without_tail(ids, inside, text, places)
+            if stop in stops and stop < len(text) and not (kept and ids[kept[-1]] in self.ends):
+                marker = self._stop_behind(ids, stop, text, places)
+                kept = [*kept, *marker]
+                if facts is not None:
+                    facts["stops_at_marker" if marker else "endless"] += 1
+            for token in kept:
                 flags[token] = True
         return ids, flags
+
+    def _stop_behind(self, ids: list[int], stop: int, text: str, places: Sequence[Span]) -> list[int]:
+        """The tokens behind an answer up to the marker of the next turn, if the model stops at it; else none. `stop` is
+        the end of the answer in `text`."""
+        found = []
+        for token in range(bisect_left(places, (stop, 0)), len(ids)):
+            found.append(token)
+            if ids[token] in self.ends:
+                return found
+            if text[slice(*places[token])].strip():
+                break
+        return []
 
     def _encoded(self, text: str, offset: int) -> tuple[list[int], list[Span]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -368,8 +455,17 @@ class ChatRenderer:
         last = next((token for token in reversed(range(len(ids))) if flags[token]), None)
         if end is None or last is None or any(token in self.special_ids for token in ids[last:]):
             return
+        if self.learn_all and ends_text(self.tokenizer, ids, self.ends):
+            return  # The template writes a line break behind the end.
         ids.append(end)
         flags.append(True)
+
+
+def _moved(record: ChatRecord, places: int) -> ChatRecord:
+    """The record with the numbers of its messages in `context` changed by `places`."""
+    if not places or not record.context:
+        return record
+    return replace(record, context={number + places: spans for number, spans in record.context.items()})
 
 
 def _per_turn(rows: list[TokenRow | Dropped], facts: Counter[str]) -> RenderedRows:
@@ -380,10 +476,21 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+def _inner(turns: Mapping[int, AssistantTurn]) -> set[int]:
+    """Where learned text may begin inside an answer, behind context."""
+    return {stop for turn in turns.values() for _, stop in turn.context}
+
+
 def _outside(spans: Sequence[Span], turns: Mapping[int, AssistantTurn], untrained: Collection[int]) -> list[Span]:
-    """The parts of `spans` outside the answers of `turns` that are untrained."""
+    """The parts of `spans` outside what is context of `turns`: the answers that are untrained, and parts of others."""
+    whole = [(turn.start, len(turn.text)) for number, turn in turns.items() if number in untrained]
+    return _without(spans, [*whole, *(span for turn in turns.values() for span in turn.context)])
+
+
+def _without(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
+    """The parts of `spans` that are in none of `removed`."""
     kept = list(spans)
-    for start, stop in ((turns[number].start, len(turns[number].text)) for number in untrained if number in turns):
+    for start, stop in removed:
         parts = [part for span in kept for part in ((span[0], min(span[1], start)), (max(span[0], stop), span[1]))]
         kept = [span for span in parts if span[0] < span[1]]
     return kept

@@ -184,6 +184,21 @@ def markers_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return found or [marker for marker in (between,) if len(marker) > 1]
 
 
+def answer_opening(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template writes before an answer: its prompt for generation, or what stands between a
+    question and its answer where it has none; "" where it renders neither."""
+    exchange = [{"role": role, "content": probe} for role, probe in zip(("user", "assistant"), PROBES, strict=True)]
+    template = ChatTemplate(tokenizer)
+    try:
+        asked = template.render(exchange[:1], None)
+        prompted = template.render(exchange[:1], None, prompt=True)
+        between = template.render(exchange, None).partition(PROBES[0])[2].partition(PROBES[1])[0]
+    except TemplateRefusal:
+        return ""
+    added = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+    return added if added.strip() else between if between.strip() else ""
+
+
 def common_length(texts: Sequence[Sequence[str]]) -> int:
     """How many characters, or pieces of text, all of `texts` begin with alike."""
     return sum(1 for _ in takewhile(lambda alike: len(set(alike)) == 1, zip(*texts, strict=False)))
@@ -238,18 +253,19 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tool_call_shapes(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation unchanged, then with its tool calls in other shapes that templates read: arguments as objects
-    (the documented shape), as JSON text (DeepSeek concatenates them), and as JSON text with null as the content of
-    messages that only call tools."""
-    yield messages
-    if any(message.get("tool_calls") for message in messages):
-        yield _with_arguments(messages, _as_object)
-        as_text = _with_arguments(messages, _as_text)
-        yield as_text
-        yield [
-            {**message, "content": message["content"] or None} if message.get("tool_calls") else message
-            for message in as_text
-        ]
+    """The conversation with its tool calls in the shapes that templates read: arguments as objects, which is what
+    servers give the template, also for arguments that are written as JSON text; then as JSON text (DeepSeek
+    concatenates them), and as JSON text with null as the content of messages that only call tools."""
+    if not any(message.get("tool_calls") for message in messages):
+        yield messages
+        return
+    yield _with_arguments(messages, _as_object)
+    as_text = _with_arguments(messages, _as_text)
+    yield as_text
+    yield [
+        {**message, "content": message["content"] or None} if message.get("tool_calls") else message
+        for message in as_text
+    ]
 
 
 def _with_arguments(messages: list[Message], convert: Callable[[Any], Any]) -> list[Message]:

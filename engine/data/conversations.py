@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from engine.data.chat_template import Message, TemplateRefusal
+from engine.config.schema.data import Source
+from engine.data.chat_template import Message, Span, TemplateRefusal
 from engine.data.records import ChatRecord, Dropped, Record
 
 LEFT_OUT = "the chat template leaves out"
@@ -63,11 +65,13 @@ def _shows_call(text: str, call: Any) -> bool:
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip() not in text:
         return False
-    return all(contains(text, value) for value in _strings([function["name"], arguments]))
+    if isinstance(arguments, dict) and arguments and repr(arguments) in text:
+        return False  # The template expects JSON text, and writes an object as Python does.
+    return all(contains(text, value) for value in texts_in([function["name"], arguments]))
 
 
-def _strings(value: Any) -> list[str]:
-    """All texts in nested lists and objects; keys count as texts."""
+def texts_in(value: Any) -> list[str]:
+    """Return all texts in nested lists and objects; keys count as texts."""
     found, waiting = [], [value]
     while waiting:
         value = waiting.pop()
@@ -128,11 +132,47 @@ ROLES = {
 }
 """The role that chat templates use, for each role name found in data sets."""
 
+SYSTEM_ROLES = ("system", "developer")
 
-def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = True) -> Record | Dropped:
+TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "weight", "train")
+"""Keys of a turn for which a source's `columns` may give other names."""
+
+
+@dataclass(frozen=True)
+class TurnNames:
+    """What a source calls the roles and the keys of its turns, where it has other names (`roles` and `columns`)."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """The role that chat templates use, for each of the source's names in lower case."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The source's key, for each of TURN_KEYS that has another name there."""
+
+    @classmethod
+    def of(cls, source: Source) -> TurnNames:
+        """Return the names that a source gives."""
+        given = {role: [names] if isinstance(names, str) else names for role, names in source.roles.items()}
+        roles = {name.lower(): role for role, names in given.items() for name in names}
+        return cls(roles, {ours: theirs for ours, theirs in source.columns.items() if ours in TURN_KEYS})
+
+    def role(self, name: str) -> str | None:
+        """Return the role that chat templates use, or None for an unknown one."""
+        return self.roles.get(name.lower()) or ROLES.get(name.lower())
+
+    def renamed(self, turn: Any) -> Any:
+        """Return the turn with our names of its keys; what is not an object is returned unchanged."""
+        if not self.keys or not isinstance(turn, dict):
+            return turn
+        theirs = set(self.keys.values())
+        rest = {key: value for key, value in turn.items() if key not in theirs and key not in self.keys}
+        return {**rest, **{ours: turn[name] for ours, name in self.keys.items() if name in turn}}
+
+
+def conversation(
+    values: dict[str, Any], *, parts: bool = False, calls: bool = True, names: TurnNames | None = None
+) -> Record | Dropped:
     """`values` are the columns messages or conversations, system and tools. With `parts`, a turn's content may be a
     list of more than text; otherwise such a row is dropped. With `calls`, older ways to write tool calls become those
-    that templates read."""
+    that templates read. `names` are those of the source."""
     turns = values.get("messages", values.get("conversations"))
     if isinstance(turns, str):
         turns = parsed(turns)
@@ -144,23 +184,37 @@ def conversation(values: dict[str, Any], *, parts: bool = False, calls: bool = T
         return Dropped(PYTHON_LIST if _is_python_list(turns) else "the conversation is not a list of turns")
     messages: list[Message] = []
     untrained: set[int] = set()
+    context: dict[int, tuple[Span, ...]] = {}
+    asked, wrapped = 0, False
     for turn in turns:
-        message = _message(_with_tool_calls(turn) if calls else turn, parts)
-        if isinstance(message, Dropped):
-            return message
-        if _is_untrained(message):
+        made = _message(turn, parts, calls, names or TurnNames())
+        if isinstance(made, Dropped):
+            return made
+        message, marks = made
+        if marks.untrained:
             untrained.add(len(messages))
+        elif marks.context:
+            context[len(messages)] = marks.context
+        asked, wrapped = asked + marks.asked, wrapped or marks.wrapped
         messages.append(message)
-    if isinstance(values.get("system"), str) and values["system"]:
-        messages.insert(0, {"role": "system", "content": values["system"]})
+    system = _system_text(values.get("system"))
+    if isinstance(system, Dropped):
+        return system
+    first = messages[0] if messages[0]["role"] in SYSTEM_ROLES else None
+    if system and first is not None and first["content"] != system:
+        return Dropped("the system prompt in a column differs from that of the first turn")
+    if system and first is None:
+        messages.insert(0, {"role": "system", "content": system})
         untrained = {number + 1 for number in untrained}
-    tools = values.get("tools")
-    tools = parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
+        context = {number + 1: spans for number, spans in context.items()}
+    given = _parsed_text(values.get("tools"))
+    tools = tools_of(given)
     if isinstance(tools, Dropped):
         return tools
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return Dropped("tools is not a list of tool descriptions")
-    return ChatRecord(messages, tools, untrained=frozenset(untrained))
+    wrapped |= bool(tools) and tools != given
+    return ChatRecord(
+        messages, tools, untrained=frozenset(untrained), context=context, asked=asked, tools_wrapped=wrapped
+    )
 
 
 PYTHON_LIST = "the conversation is text as Python prints a list, which is not JSON"
@@ -171,9 +225,19 @@ def _is_python_list(value: Any) -> bool:
     return isinstance(value, str) and re.match(r"\s*\[\s*\{\s*'", value) is not None
 
 
-def conversation_of_pair(values: dict[str, Any], *, parts: bool = False) -> Record | Dropped:
+def _system_text(value: Any) -> str | Dropped | None:
+    """The system prompt of a column: text, or a list of parts that are text."""
+    if value is None or isinstance(value, str):
+        return value
+    joined = _joined_text(value) if isinstance(value, list) else value
+    return joined if isinstance(joined, str) else Dropped("system is not text")
+
+
+def conversation_of_pair(
+    values: dict[str, Any], *, parts: bool = False, names: TurnNames | None = None
+) -> Record | Dropped:
     """`values` are the columns prompt and completion, texts or lists of messages, system and tools; only the answers of
-    the completion are targets. `parts`: see `conversation`."""
+    the completion are targets. `parts` and `names`: see `conversation`."""
     prompt, completion = values["prompt"], values["completion"]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -181,7 +245,7 @@ def conversation_of_pair(values: dict[str, Any], *, parts: bool = False) -> Reco
         return Dropped("prompt is missing" if before is None else "completion is missing")
     if not isinstance(before, list) or not isinstance(after, list):
         return Dropped("prompt or completion is neither text nor a list of messages")
-    record = conversation({**values, "messages": [*before, *after]}, parts=parts)
+    record = conversation({**values, "messages": [*before, *after]}, parts=parts, names=names)
     if not isinstance(record, ChatRecord):
         return record
     first = len(record.messages) - len(after)
@@ -189,28 +253,256 @@ def conversation_of_pair(values: dict[str, Any], *, parts: bool = False) -> Reco
     return replace(record, untrained=record.untrained | set(context), from_pair=not parts or bool(context))
 
 
-def _message(turn: Any, parts: bool) -> dict[str, Any] | Dropped:
+class _Marks(NamedTuple):
+    """What a turn says about which of its text is learned."""
+
+    untrained: bool = False
+    context: tuple[Span, ...] = ()
+    """Ranges of characters of an answer's content that are context."""
+    asked: bool = False
+    """Whether a turn that is no answer asks to be learned."""
+    wrapped: bool = False
+    """Whether its tool calls were given in another shape than OpenAI's."""
+
+
+def _message(turn: Any, parts: bool, calls: bool, names: TurnNames) -> tuple[dict[str, Any], _Marks] | Dropped:
     """{"role", "content"}, also from sharegpt's `from` and `value`; other keys (tool_calls) are kept. Dropped without a
-    known role, or without text and tool calls."""
+    known role, without text and tool calls, or with a part or a mark that is not known."""
+    turn = names.renamed(turn)
+    turn = _with_tool_calls(turn) if calls else turn
     if not isinstance(turn, dict):
         return Dropped("a turn is not an object with role and content")
     # Arrow adds keys of other rows with null values, and templates test whether a key is present.
     message = {key: value for key, value in turn.items() if value is not None}
     role = message.pop("from", None) or message.pop("role", None)
     content = message.pop("value", None) if "value" in message else message.pop("content", None)
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        return Dropped(f"a turn has the role {role[:40]!r}" if isinstance(role, str) else "a turn has no role")
+    if not isinstance(role, str):
+        return Dropped("a turn has no role")
+    known = names.role(role)
+    if known is None:
+        return Dropped(f"a turn has the role {role[:40]!r}")
+    context: tuple[Span, ...] = ()
     if isinstance(content, list):
-        content = _joined_text(content)
-    calls = message.get("tool_calls")
-    if calls and not isinstance(calls, list):
+        content, thinking, context = _opened(content)
+        if thinking and not any(message.get(name) for name in THINKING_FIELDS):
+            message["reasoning_content"] = thinking
+    given = message.pop("tool_calls", None)
+    tool_calls = _calls_of(given) if calls else given
+    if isinstance(tool_calls, Dropped):
+        return tool_calls
+    if tool_calls and not isinstance(tool_calls, list):
         return Dropped("a turn's tool_calls is not a list of calls")
-    if content is None and not calls:
+    message |= {"tool_calls": tool_calls} if tool_calls else {}
+    if content is None and not tool_calls:
         named = {"value", "content"} & set(turn)
         return Dropped("a turn has no text" if named else f"a turn has no content; it has {', '.join(turn)[:80]}")
     if content is not None and not isinstance(content, str) and not (parts and isinstance(content, list)):
-        return Dropped("a turn's content is not text")
-    return {"role": ROLES[role.lower()], "content": content if content is not None else "", **message}
+        return Dropped(_unread_part(content))
+    for name in THINKING_FIELDS:
+        if isinstance(message.get(name), list):
+            message[name] = _thinking_text(message[name])
+        if message.get(name, "") is None or not isinstance(message.get(name, ""), str):
+            return Dropped(f"a turn's {name} is not text")
+    marks = _marks(message, known == "assistant", content, context)
+    if isinstance(marks, Dropped):
+        return marks
+    marks = marks._replace(wrapped=bool(tool_calls) and tool_calls != given)
+    return {"role": known, "content": content if content is not None else "", **message}, marks
+
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text: of OpenAI's chats and of its responses."""
+
+THINKING_PARTS = ("thinking", "reasoning")
+
+
+def part_text(part: Any) -> str | None:
+    """Return the text of a part of a content; None for a part that is not text."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS else None
+    return text if isinstance(text, str) else None
+
+
+def _opened(parts: list[Any]) -> tuple[Any, str, tuple[Span, ...]]:
+    """(content, thinking, ranges of characters that are context) of a content in parts. The content is text if all
+    parts but the thinking are; any other list is returned unchanged."""
+    thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") in THINKING_PARTS]
+    thinking = "".join(filter(None, (_thinking_text([part]) for part in thoughts)))
+    rest = [part for part in parts if part not in thoughts] if thinking or not thoughts else parts
+    joined = _joined_text(rest)
+    if not isinstance(joined, str):
+        return parts, "", ()
+    spans, place = [], 0
+    for part in rest:
+        end = place + len(part_text(part) or "")
+        if isinstance(part, dict) and _mark_of(part) is False and end > place:
+            spans.append((place, end))
+        place = end
+    return joined, thinking, tuple(spans)
+
+
+def _thinking_text(parts: list[Any]) -> str | None:
+    """The thinking of a list of parts; None if one of them is no text."""
+    found = []
+    for part in parts:
+        given = part
+        if isinstance(part, dict):
+            given = next((part[key] for key in ("text", "thinking", "reasoning", "content") if part.get(key)), None)
+        given = _thinking_text(given) if isinstance(given, list) else given
+        if not isinstance(given, str):
+            return None
+        found.append(given)
+    return "".join(found)
+
+
+def _unread_part(content: Any) -> str:
+    """Why a content is not read that is not text."""
+    for part in content if isinstance(content, list) else ():
+        if part_text(part) is None:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            return f"a turn has a part of the type {str(kind)[:40]!r}"
+    return "a turn's content is not text"
+
+
+MARK_WORDS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _mark_of(given: dict[str, Any]) -> bool | Dropped | None:
+    """Whether a turn or a part says that it is learned, by its keys train or weight; None if it says nothing."""
+    for key in ("train", "weight"):
+        value = given.get(key)
+        if value is None:
+            continue
+        found = MARK_WORDS.get(f"{value:g}" if isinstance(value, float) else str(value).strip().lower())
+        if found is None:
+            return Dropped(f"a turn's {key} is {str(value)[:40]}, and only 0 and 1, or false and true, are supported")
+        if not found:
+            return False
+    return None if given.get("train") is None and given.get("weight") is None else True
+
+
+def _marks(message: dict[str, Any], is_answer: bool, content: Any, context: tuple[Span, ...]) -> _Marks | Dropped:
+    """What a turn says about being learned. The keys train, weight and train_detail are taken out, because they are no
+    part of the conversation. `context`: what its parts say."""
+    mark = _mark_of(message)
+    detail = message.pop("train_detail", None)
+    for key in ("weight", "train"):
+        message.pop(key, None)
+    if not is_answer:
+        return _Marks(asked=mark is True)
+    if isinstance(mark, Dropped):
+        return mark
+    length = len(content) if isinstance(content, str) else 0
+    if detail is not None:
+        spans = _untrained_spans(detail, length)
+        if isinstance(spans, Dropped):
+            return spans
+        context = (*context, *spans)
+    covered = sum(stop - start for start, stop in _joined_spans(context))
+    whole = bool(length) and covered == length and not message.get("tool_calls")
+    return _Marks(untrained=mark is False or whole, context=() if mark is False or whole else _joined_spans(context))
+
+
+def _untrained_spans(detail: Any, length: int) -> list[Span] | Dropped:
+    """The ranges of characters that `train_detail` leaves untrained: a list of {begin_offset, end_offset, train}, both
+    ends included. What no entry covers is not trained, as in Axolotl."""
+    detail = parsed(detail) if isinstance(detail, str) else detail
+    learned = bytearray(length)
+    for entry in detail if isinstance(detail, list) else [None]:
+        start, stop = (entry.get(key) if isinstance(entry, dict) else None for key in ("begin_offset", "end_offset"))
+        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop < max(1, length)):
+            return Dropped("a turn's train_detail is not a list of {begin_offset, end_offset, train} inside its text")
+        mark = _mark_of(entry or {})
+        if isinstance(mark, Dropped):
+            return mark
+        learned[start : stop + 1] = bytes([mark is not False]) * (stop + 1 - start)
+    return [(start, start + 1) for start, flag in enumerate(learned) if not flag]
+
+
+def _joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same characters, as ranges in order that do not touch."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _calls_of(given: Any) -> Any:
+    """The tool calls of a turn in OpenAI's shape, also from JSON text, and from calls that are only a name with its
+    arguments. Arguments that are missing, empty or null are an empty object, as servers give it to the template."""
+    given = _parsed_text(given)
+    if isinstance(given, dict):
+        given = [given]
+    if not isinstance(given, list):
+        return given
+    calls = []
+    for call in given:
+        call = parsed(call) if isinstance(call, str) else call
+        if isinstance(call, dict) and not isinstance(call.get("function"), dict) and isinstance(call.get("name"), str):
+            inner = {key: value for key, value in call.items() if key in ("name", "arguments")}
+            call = {**{key: value for key, value in call.items() if key not in inner}, "function": inner}
+            call = {"type": "function", **call}
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call = {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+        calls.append(call)
+    return calls
+
+
+def _parsed_text(value: Any) -> Any:
+    """What JSON text holds, None for blank text; any other value is returned unchanged."""
+    return (parsed(value) if value.strip() else None) if isinstance(value, str) else value
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    given = function.get("arguments")
+    is_empty = given is None or (isinstance(given, str) and given.strip() in ("", "null"))
+    return {} if is_empty else given
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | Dropped | None:
+    """The tools of a row as servers give them to the template: {"type": "function", "function": {name, description,
+    parameters}}. Also from definitions without this wrapping, from Anthropic's, which call the parameters
+    `input_schema`, and from JSON text; None without tools."""
+    found = _parsed_text(value)
+    if isinstance(found, dict):
+        found = [found]
+    if not found:
+        return None
+    if isinstance(found, Dropped):
+        return found
+    if not isinstance(found, list):
+        return Dropped("tools is not a list of tool descriptions")
+    tools = []
+    for given in found:
+        tool = parsed(given) if isinstance(given, str) else given
+        if not isinstance(tool, dict):
+            return Dropped("tools is not a list of tool descriptions")
+        made = _tool(tool)
+        if made is None:
+            return Dropped("a tool has no name")
+        tools.append(made)
+    return tools
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """None for a tool without a name."""
+    function, rest = tool.get("function"), {}
+    if isinstance(function, dict):
+        rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    else:
+        function = {key: value for key, value in tool.items() if key != "type"}
+        if "input_schema" in function and "parameters" not in function:
+            function = {("parameters" if key == "input_schema" else key): each for key, each in function.items()}
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        return None
+    if isinstance(function.get("parameters"), str):
+        schema = parsed(function["parameters"])
+        function = {**function, "parameters": schema if isinstance(schema, dict) else function["parameters"]}
+    return {"type": tool.get("type") or "function", "function": function, **rest}
 
 
 def _with_tool_calls(turn: Any) -> Any:
@@ -222,7 +514,7 @@ def _with_tool_calls(turn: Any) -> Any:
     if given is None and str(turn.get("from", turn.get("role"))).lower() == "function_call":
         text = turn.get("value", turn.get("content"))
         given = parsed(text) if isinstance(text, str) else text
-        rest = {"role": "assistant"}
+        rest = {key: turn[key] for key in ("weight", "train") if key in turn} | {"role": "assistant"}
     found: list[Any] = given if isinstance(given, list) else [given]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
         return turn
@@ -234,7 +526,7 @@ def _with_tool_calls(turn: Any) -> Any:
 def system_folded(messages: list[Message]) -> list[Message] | None:
     """The conversation with its system turn at the start of the first user turn; None if it does not begin with a
     system turn and a user's text."""
-    if len(messages) < 2 or messages[0]["role"] not in ("system", "developer") or messages[1]["role"] != "user":
+    if len(messages) < 2 or messages[0]["role"] not in SYSTEM_ROLES or messages[1]["role"] != "user":
         return None
     system, asked = messages[0]["content"], messages[1]["content"]
     if not isinstance(system, str) or not isinstance(asked, str):
@@ -242,17 +534,10 @@ def system_folded(messages: list[Message]) -> list[Message] | None:
     return [{**messages[1], "content": f"{system}\n\n{asked}" if system else asked}, *messages[2:]]
 
 
-def _is_untrained(message: dict[str, Any]) -> bool:
-    """Whether an answer says that it is no target: weight 0, or train false. Both keys are taken out, because they are
-    no part of the conversation."""
-    marks = message.pop("weight", None), message.pop("train", None)
-    return message["role"] == "assistant" and any(isinstance(mark, (bool, int, float)) and not mark for mark in marks)
-
-
 def _joined_text(parts: list[Any]) -> Any:
     """Joined if all parts are text; any other list is returned unchanged."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    strings = [text for text in texts if isinstance(text, str)]
+    texts = [part_text(part) for part in parts]
+    strings = [text for text in texts if text is not None]
     return "".join(strings) if len(strings) == len(parts) else parts
 
 

@@ -8,9 +8,18 @@ from typing import Any, Literal
 
 from engine.config.schema.data import IMAGE_FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from engine.config.schema.run import DATA_VERSION
-from engine.data.conversations import conversation, conversation_of_pair, parsed
+from engine.data.conversations import TurnNames, conversation, conversation_of_pair, tools_of
 from engine.data.image_formats import BoxFormat, DetectionRecord, detection, image_chat
-from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord, answer_of, desirable_of, sides_of
+from engine.data.preferences import (
+    JudgedRecord,
+    LabelledRecord,
+    PreferenceRecord,
+    answer_of,
+    desirable_of,
+    prompt_of,
+    rounds_of,
+    sides_of,
+)
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -36,8 +45,13 @@ class Format:
     """Which prompts with completions become conversations: all, those without a marker of the chat template, none."""
     markers: Sequence[str] = field(default=(), repr=False)
     """Texts of which a row has one that went through the chat template already."""
+    opening: str = field(default="", repr=False)
+    """What the chat template writes before an answer."""
     version: int = field(default=DATA_VERSION, repr=False)
     """`RunSpec.data_version`."""
+
+    names: TurnNames = field(default_factory=TurnNames, repr=False)
+    """What the source calls roles and the keys of turns."""
 
     @property
     def renders_chat(self) -> bool:
@@ -63,9 +77,9 @@ class Format:
         if self.boxes is not None:
             return detection(values, self.boxes)
         if self.name == "image-chat":
-            return image_chat(values)
+            return image_chat(values, self.names)
         if self.name in ("chat", "sharegpt"):
-            return conversation(values, calls=self.version > 2)
+            return conversation(values, calls=self.version > 2, names=self.names)
         if self.name == "alpaca":
             return _instruction(values, self.chat)
         if self.name == "prompt-completion":
@@ -79,30 +93,37 @@ class Format:
         return TextRecord(values["text"], row.get("starts") is not False, row.get("ends") is not False)
 
     def _preference(self, values: dict[str, Any]) -> PreferenceRecord | Dropped:
-        sides = sides_of(values)
+        sides = sides_of(values, self.opening)
         if isinstance(sides, Dropped):
             return sides
-        prompt, *answers = sides
-        chosen, rejected = (self._side({**values, "prompt": prompt, "completion": answer}) for answer in answers)
+        given = [{**values, "prompt": sides.prompt, "completion": each} for each in (sides.chosen, sides.rejected)]
+        if sides.is_dialogue and self.pairs != "chat" and not self.has_images:
+            marked = self.pairs != "plain"
+            chosen, rejected = (_plain_pair(each, each["prompt"], each["completion"], marked) for each in given)
+        else:
+            chosen, rejected = (self._side(each) for each in given)
         if isinstance(chosen, Dropped) or isinstance(rejected, Dropped):
             return next(each for each in (chosen, rejected) if isinstance(each, Dropped))
-        return PreferenceRecord(chosen, rejected)
+        return PreferenceRecord(chosen, rejected, sides.is_dialogue)
 
     def _labelled(self, values: dict[str, Any]) -> LabelledRecord | Dropped:
-        desirable, answer = desirable_of(values["label"]), answer_of(values)
+        prompt = prompt_of(values)
+        if isinstance(prompt, Dropped):
+            return prompt
+        desirable, answer = desirable_of(values["label"]), answer_of({**values, "prompt": prompt})
         if isinstance(desirable, Dropped) or isinstance(answer, Dropped):
             return next(each for each in (desirable, answer) if isinstance(each, Dropped))
         record = self._side({"prompt": None, **answer})
         return record if isinstance(record, Dropped) else LabelledRecord(record, desirable)
 
     def _side(self, values: dict[str, Any]) -> Record | Dropped:
-        return image_chat(values) if self.has_images else self._pair(values)
+        return image_chat(values, self.names) if self.has_images else self._pair(values)
 
     def _pair(self, values: dict[str, Any]) -> Record | Dropped:
         """A prompt and a completion, each a text or a list of messages."""
         prompt, completion = values["prompt"], values["completion"]
         if isinstance(prompt, list) or isinstance(completion, list):
-            return conversation_of_pair(values)
+            return conversation_of_pair(values, names=self.names)
         for name in ("prompt", "completion"):
             if problem := _not_text(name, values[name]):
                 return Dropped(problem)
@@ -132,11 +153,13 @@ def _not_text(name: str, value: Any) -> str:
     return "" if isinstance(value, str) else f"{name} is not text"
 
 
-def _plain_pair(values: dict[str, Any], prompt: str, completion: str) -> Record | Dropped:
-    if values.get("tools"):
+def _plain_pair(values: dict[str, Any], prompt: str, completion: str, has_markers: bool = False) -> Record | Dropped:
+    if tools_of(values.get("tools")):
         return Dropped(TOOLS_NEED_TEMPLATE)
     system = values.get("system")
-    return PairRecord(f"{system}\n\n{prompt}" if system and isinstance(system, str) else prompt, completion)
+    return PairRecord(
+        f"{system}\n\n{prompt}" if system and isinstance(system, str) else prompt, completion, has_markers
+    )
 
 
 TOOLS_NEED_TEMPLATE = "tools need a chat template"
@@ -148,11 +171,11 @@ def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
     for name in ("instruction", "output", "input", "system"):
         if problem := _not_text(name, given.get(name)):
             return Dropped(problem)
-    rounds = _rounds(given.get("history"))
+    rounds = rounds_of(given.get("history"))
     if isinstance(rounds, Dropped):
         return rounds
     if not chat:
-        if given.get("tools"):
+        if tools_of(given.get("tools")):
             return Dropped(TOOLS_NEED_TEMPLATE)
         layout = ALPACA_LAYOUT_INPUT if given["input"] else ALPACA_LAYOUT
         head = f"{given['system']}\n\n" if given["system"] else ""
@@ -163,13 +186,3 @@ def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
              for asked in [*rounds, (question, given["output"])]
              for role, text in zip(("user", "assistant"), asked, strict=True)]  # fmt: skip
     return conversation({"messages": turns, "system": given["system"], "tools": given.get("tools")})
-
-
-def _rounds(history: Any) -> list[tuple[str, str]] | Dropped:
-    """Earlier questions with their answers, from a list of pairs or its JSON text."""
-    given = parsed(history) if isinstance(history, str) and history.strip() else history or []
-    if not isinstance(given, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in given
-    ):
-        return Dropped("history is not a list of questions with their answers")
-    return [(asked, answer) for asked, answer in given]

@@ -3,19 +3,26 @@ turn, {"type": "image"}, or `<image>` in a text; the part names it, or in order 
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from engine.config.schema.data import Source
-from engine.data.conversations import conversation, conversation_of_pair
+from engine.data.conversations import TurnNames, conversation, conversation_of_pair, part_text
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
 
 PLACEHOLDER = "<image>"
 """Stands for an image in the text of a turn, as in LLaVA's data sets."""
 
-IMAGE_KEYS = ("image", "path", "url")
+IMAGE_KEYS = ("image", "path", "url", "source")
+"""Keys of an object that names an image, its path, or an object that does."""
+
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a content that are images: also of OpenAI's chats and of its responses."""
 
 LARGEST_COORDINATE = 999
 """Boxes are written in thousandths of the image's width and height: 0 to 999."""
@@ -86,17 +93,18 @@ def boxes_as_text(boxes: Sequence[Box], labels: Sequence[str], style: str) -> st
     )
 
 
-def image_chat(values: dict[str, Any]) -> Record | Dropped:
-    """The conversation of a row with `messages`, or with `prompt` and `completion`, and its images."""
+def image_chat(values: dict[str, Any], names: TurnNames | None = None) -> Record | Dropped:
+    """The conversation of a row with `messages`, or with `prompt` and `completion`, and its images; `names` are what
+    the source calls roles and keys of turns."""
     given = references([values.get("image"), values.get("images")])
     if isinstance(given, Dropped):
         return given
     if "prompt" in values:
         sides = (("prompt", "user"), ("completion", "assistant"))
         values = {**values, **{name: _as_turns(values[name], role) for name, role in sides}}
-        record = conversation_of_pair(values, parts=True)
+        record = conversation_of_pair(values, parts=True, names=names)
     else:
-        record = conversation(values, parts=True)
+        record = conversation(values, parts=True, names=names)
     return _with_images(record, list(given)) if isinstance(record, ChatRecord) else record
 
 
@@ -127,12 +135,14 @@ def detection(values: dict[str, Any], boxes: BoxFormat) -> DetectionRecord | Dro
 
 
 def references(columns: Sequence[Any]) -> tuple[ImageReference, ...] | Dropped:
-    """Values are a path, {"bytes": …, "path": …}, or a list of these; Dropped if one is none of them."""
+    """Values are what `_reference` takes, or a list of these; Dropped if one is none of them."""
     found = []
     for value in _flat(columns):
         reference = _reference(value)
+        if isinstance(reference, Dropped):
+            return reference
         if reference is None:
-            return Dropped("an image is neither a path nor the bytes of a file")
+            return Dropped(NO_IMAGE)
         found.append(reference)
     return tuple(found)
 
@@ -145,17 +155,58 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _reference(value: Any) -> ImageReference | None:
+DATA_URL = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)
+
+IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*", b"\x00\x00\x00")
+"""First bytes of image files, by which text in base64 is told from a path: PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF."""
+
+SHORTEST_ENCODED = 64
+"""Characters of text in base64; a shorter text is a path."""
+
+NO_IMAGE = "an image is neither a path nor the bytes of a file"
+WEB_ADDRESS = "an image is a web address, which is not downloaded: save the file beside the data"
+NOT_BASE64 = "the text of an image is not base64"
+"""Reasons for which a row is dropped."""
+
+
+def _reference(value: Any) -> ImageReference | Dropped | None:
+    """The image that a value names: a path, bytes, a data URL, base64 text, or an object with one of these; Dropped for
+    what cannot be read, None for what names no image."""
     if isinstance(value, str) and value:
-        return ImageReference(path=value.removeprefix("file://"))
+        return _reference_of_text(value)
     if isinstance(value, bytes):
         return ImageReference(data=value)
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        return ImageReference(data=value["bytes"])
-    if isinstance(value, dict):
-        inner = next((value[key] for key in IMAGE_KEYS if value.get(key)), None)
-        return _reference(inner)
-    return None
+    if not isinstance(value, dict):
+        return None
+    # Anthropic's blocks: {"type": "base64", "media_type": …, "data": …} or {"type": "url", "url": …} as the source.
+    for key in ("bytes", "data", "base64"):
+        inner = value.get(key)
+        if isinstance(inner, bytes):
+            return ImageReference(data=inner)
+        if isinstance(inner, str) and inner:
+            return _reference_of_text(inner) if inner.startswith("data:") else _from_base64(inner)
+    return _reference(next((value[key] for key in IMAGE_KEYS if value.get(key)), None))
+
+
+def _reference_of_text(text: str) -> ImageReference | Dropped:
+    if match := DATA_URL.match(text):
+        data = text[match.end() :]
+        return _from_base64(data) if match[1] else ImageReference(data=unquote_to_bytes(data))
+    if re.match(r"https?://", text, re.IGNORECASE):
+        return Dropped(WEB_ADDRESS)
+    found = _from_base64(text) if len(text) >= SHORTEST_ENCODED else None
+    if isinstance(found, ImageReference) and found.data is not None and found.data.startswith(IMAGE_STARTS):
+        return found
+    return ImageReference(path=text.removeprefix("file://"))
+
+
+def _from_base64(text: str) -> ImageReference | Dropped:
+    """Also of base64 for URLs, without its padding, or in lines."""
+    packed = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return ImageReference(data=base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True))
+    except ValueError:
+        return Dropped(NOT_BASE64)
 
 
 def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord | Dropped:
@@ -176,6 +227,9 @@ def _with_images(record: ChatRecord, given: list[ImageReference]) -> ChatRecord 
             if part["type"] == "image":
                 if turn["role"] == "assistant":
                     return Dropped("an image is part of an answer")
+                named = part.get("image")
+                if isinstance(named, Dropped):
+                    return named
                 if "image" not in part and not waiting:
                     return Dropped("a turn has more images than the row")
                 images.append(part["image"] if "image" in part else waiting.pop(0))
@@ -197,11 +251,13 @@ def _parts(content: Any) -> list[dict[str, Any]]:
                 if part["type"] == "image" or part["text"]]  # fmt: skip
     found: list[dict[str, Any]] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            found.append({"type": "text", "text": part["text"]})
-        elif kind in ("image", "image_url"):
+        kind, text = part.get("type") if isinstance(part, dict) else None, part_text(part)
+        if text is not None:
+            found.append({"type": "text", "text": text})
+        elif kind in IMAGE_PARTS:
             named = _reference(part if kind == "image" else part.get("image_url"))
+            if named is None and any(part.get(key) for key in (*IMAGE_KEYS, "image_url", "file_id")):
+                named = Dropped(NO_IMAGE)
             found.append({"type": "image"} if named is None else {"type": "image", "image": named})
         else:
             found.append({"type": kind})

@@ -4,17 +4,19 @@ estimated."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.recipe import Recipe
-from engine.data.conversations import parsed
+from engine.data.chat_template import common_length
+from engine.data.conversations import ROLES, parsed
 from engine.data.order import SampleOrder
 from engine.data.records import Dropped, Record, SourceRows
 from engine.data.tokens import IGNORED, Example, TokenData
@@ -27,6 +29,8 @@ class PreferenceRecord:
 
     chosen: Record
     rejected: Record
+    is_dialogue: bool = False
+    """Whether the sides were found in two texts that are dialogues."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,27 @@ class LabelledRecord:
 JudgedRecord = PreferenceRecord | LabelledRecord
 
 
-def sides_of(values: dict[str, Any]) -> tuple[Any, Any, Any] | Dropped:
-    """(prompt, chosen completion, rejected completion), each a text or a list of messages.
+class Sides(NamedTuple):
+    """The prompt and the two answers of a pair, each a text or a list of messages."""
 
-    `values` are the columns chosen, rejected and perhaps prompt. Without a prompt, what both sides begin with is the
-    prompt. With one, chosen and rejected may still be whole conversations: those that begin with a turn of the user.
+    prompt: Any
+    chosen: Any
+    rejected: Any
+    is_dialogue: bool = False
+    """Whether the texts are dialogues with labels of their own, such as "Human:" and "Assistant:"."""
+
+
+NO_PROMPT = "chosen and rejected share no prompt (name its column: columns.prompt)"
+"""Reason for which a pair is dropped whose answers do not begin with the same question."""
+
+
+def sides_of(values: dict[str, Any], opening: str = "") -> Sides | Dropped:
+    """Return the sides of a pair. `values` are the columns chosen, rejected and perhaps prompt, input and history;
+    `opening` is what the chat template writes before an answer.
+
+    Without a prompt, chosen and rejected are whole dialogues, and the prompt is what both begin with, up to the end of
+    the last turn that they share. Their beginning alone is no prompt: answers may begin alike. With a prompt, chosen
+    and rejected may still be whole conversations: those that begin with a turn of the user.
     """
     chosen, rejected = (_parsed_list(values[name]) for name in ("chosen", "rejected"))
     for name, value in (("chosen", chosen), ("rejected", rejected)):
@@ -54,13 +74,39 @@ def sides_of(values: dict[str, Any]) -> tuple[Any, Any, Any] | Dropped:
             return Dropped(f"{name} is neither text nor a list of messages")
     if isinstance(chosen, list) != isinstance(rejected, list):
         return Dropped("of chosen and rejected, one is text and one a list of messages")
-    prompt = _parsed_list(values.get("prompt"))
-    if prompt is None or (isinstance(chosen, list) and _begins_with_prompt(chosen)):
-        shared = _shared_messages(chosen, rejected) if isinstance(chosen, list) else _shared_text(chosen, rejected)
+    prompt = prompt_of(values)
+    if isinstance(prompt, Dropped):
+        return prompt
+    if isinstance(chosen, list) and (prompt is None or _begins_with_prompt(chosen)):
+        shared = _shared_messages(chosen, rejected)
         if not shared:
-            return Dropped("chosen and rejected share no prompt")
-        return chosen[:shared], chosen[shared:], rejected[shared:]
-    return prompt, chosen, rejected
+            return Dropped(NO_PROMPT)
+        if not _is_answer(chosen[shared]) or not _is_answer(rejected[shared]):
+            return Dropped("chosen and rejected have different questions")
+        return Sides(chosen[:shared], chosen[shared:], rejected[shared:])
+    if prompt is None:
+        return _dialogue_sides(chosen, rejected, opening)
+    return Sides(prompt, chosen, rejected)
+
+
+def prompt_of(values: dict[str, Any]) -> Any:
+    """The prompt of a row of preferences, with the column input behind a text, and the earlier rounds of the column
+    history before it; None without a prompt, Dropped with the reason."""
+    prompt, more, rounds = _parsed_list(values.get("prompt")), values.get("input"), rounds_of(values.get("history"))
+    if isinstance(rounds, Dropped):
+        return rounds
+    prompt, more = (more, None) if prompt is None else (prompt, more)
+    if more in (None, "") and not rounds:
+        return prompt
+    if not isinstance(prompt, str) or not isinstance(more or "", str):
+        return Dropped("input or history beside a prompt that is not text")
+    question = "\n\n".join(part for part in (prompt, more) if part)
+    if not rounds:
+        return question
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text}
+            for pair in [*rounds, (question,)]
+            for role, text in zip(roles, pair, strict=False)]  # fmt: skip
 
 
 def _parsed_list(value: Any) -> Any:
@@ -83,13 +129,50 @@ def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     return next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
 
 
-def _shared_text(chosen: str, rejected: str) -> int:
-    """Characters that both begin with, up to the last white space before they differ."""
-    most = min(len(chosen), len(rejected))
-    shared = next((place for place in range(most) if chosen[place] != rejected[place]), most)
-    while 0 < shared < max(len(chosen), len(rejected)) and not chosen[shared - 1].isspace():
-        shared -= 1
-    return len(chosen[:shared].rstrip(" "))
+LABEL = r"(?:^|\n)[ \t]*(?:#{1,6}[ \t]*|\*\*)?(?:%s)(?:\*\*)?[ \t]*:(?:\*\*)?"
+QUESTION_LABEL = re.compile(LABEL % "human|user|question|instruction|prompter|customer|q", re.IGNORECASE)
+ANSWER_LABEL = re.compile(LABEL % "assistant|ai|bot|chatbot|chatgpt|gpt|model|response|answer|agent|a", re.IGNORECASE)
+"""The labels before a question and an answer in a dialogue that is one text, such as "\\n\\nHuman:" and
+"\\n\\nAssistant:" of Anthropic's."""
+
+
+def _dialogue_sides(chosen: str, rejected: str, opening: str) -> Sides | Dropped:
+    """The sides of two dialogues that are texts: the prompt ends behind the last label of an answer, or the last
+    `opening` of the chat template, that both share."""
+    shared = chosen[: common_length([chosen, rejected])]
+    place, labels = shared.rfind(opening) + len(opening), [opening]
+    if not opening or opening not in shared:
+        asked = QUESTION_LABEL.search(shared)
+        answered = ANSWER_LABEL.search(shared, asked.end()) if asked else None
+        if asked is None or answered is None:
+            return Dropped(NO_PROMPT)
+        # Answers may have such words at the starts of lines, too: the dialogue's own labels are its first ones.
+        labels = [found.group().strip() for found in (asked, answered)]
+        place = max(found.end() for found in ANSWER_LABEL.finditer(shared) if found.group().strip() == labels[1])
+    if any(_line_with(label, text[place:]) for label in labels for text in (chosen, rejected)):
+        return Dropped("chosen and rejected differ in more than their last answer")
+    return Sides(chosen[:place], chosen[place:], rejected[place:], is_dialogue=True)
+
+
+def _line_with(label: str, text: str) -> bool:
+    """Whether a line of `text` begins with `label`."""
+    return any(line.lstrip().startswith(label.strip()) for line in text.split("\n"))
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether a message is of the assistant, or of a role that is dropped with its own reason."""
+    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+    return not isinstance(role, str) or ROLES.get(role.lower(), "assistant") == "assistant"
+
+
+def rounds_of(history: Any) -> list[tuple[str, str]] | Dropped:
+    """Return the earlier questions with their answers, from a list of pairs or its JSON text."""
+    given = parsed(history) if isinstance(history, str) and history.strip() else history or []
+    if not isinstance(given, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in given
+    ):
+        return Dropped("history is not a list of questions with their answers")
+    return [(asked, answer) for asked, answer in given]
 
 
 def other_objective(

@@ -3,9 +3,10 @@ off the validation data, packs rows and reports."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,14 +20,15 @@ from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Sour
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
 from engine.data.chat_template import REFUSAL
-from engine.data.conversations import LEFT_OUT, PYTHON_LIST, TOOL_CALL
+from engine.data.conversations import LEFT_OUT, PYTHON_LIST, TOOL_CALL, TurnNames, texts_in
 from engine.data.csv_files import BROKEN_QUOTES, TOO_MANY_FIELDS
+from engine.data.end_tokens import model_ends
 from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import KEY_TWICE, NO_CHARACTER, NOT_AN_OBJECT, fix_of_single_row
 from engine.data.order import hold_out, pack
 from engine.data.preferences import add_mismatched, balance_notice, other_objective, preference_notice
-from engine.data.recognise import Judged, judged_by, recognise
+from engine.data.recognise import PROMPT_COLUMNS, Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
 from engine.data.sources import open_rows
@@ -37,7 +39,7 @@ from engine.data.workers import COLUMN_DTYPES, ROWS_PER_REASON, Piece, SourceCou
 from engine.errors import DataError
 from engine.journal.event_text import format_duration
 
-CHAT_VERSION = "chat 5"
+CHAT_VERSION = "chat 6"
 """Part of the cache entry of rendered conversations. Increase it when the rendering changes, and add what it changed to
 `rendering_version`, which is part of the fingerprint."""
 
@@ -65,6 +67,18 @@ TABLES = {"train": "data.sources", "validation": "data.validation", "evaluation"
 """Where the sources of a part stand in the recipe."""
 
 PROGRESS_SECONDS = 5.0
+
+WARNING = "WARNING: "
+"""First word of a notice that must not be one line among many."""
+
+LOOKED_AT = 20
+"""Rows of which columns are looked at that are not read."""
+
+ENDLESS = (
+    "WARNING: source {name}: {number:,} answers do not end with an end token, so the model does not learn to stop "
+    "there: the chat template writes none, and the model's generation_config.json does not name the next turn's marker"
+)
+"""What is said of answers that another turn follows."""
 
 Notify = Callable[[str], None]
 """Shows a line of progress."""
@@ -148,18 +162,20 @@ def prepare_data(
         validation = _view(found, held_out, None)
     if validation is not None:
         add_mismatched(validation, spec.recipe, in_steps=False)
+    notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
+    notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
     reasons = {reason for count in found.counts for reason in count.dropped}
     longest = int(train.lengths.max())
     cut = longest == data.max_length or any(reason.startswith(TOO_LONG) for reason in reasons)
     targets = _most_targets(train, None if own else validation)
+    warnings = [notice for notice in notices if notice.startswith(WARNING)]
     record_longest(
-        lengths, longest, _most_images(train, images), targets=targets, keeps_all=not cut and not data.packing
-    )
+        lengths, longest, _most_images(train, images), targets=targets, keeps_all=not cut and not data.packing,
+        warnings=warnings,
+    )  # fmt: skip
     if own and validation is not None:
         record_longest(own_lengths, int(validation.lengths.max()), targets=_most_targets(validation))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
-    notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
-    notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
     report = DataReport(found.counts, own_counts, parts, notices)
     return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
 
@@ -225,6 +241,8 @@ def _prepare_sources(
     _locate_drops(store.counts, opened)
     _count_left_out(store.counts, opened)
     changed = rendering_version(store.counts)
+    if any(count.chat.get("stops_at_marker") for count in store.counts):
+        changed.append(f"ends {sorted(tokeniser.ends)}")
     changed += [BOUNDS_VERSION] if any(set(BOUND_REASONS) & set(count.dropped) for count in store.counts) else []
     images, reader, threads = store.columns.images, None, 0 if workers == "auto" else workers
     if images is not None and tokeniser.images is not None:
@@ -236,6 +254,11 @@ def _prepare_sources(
         for each in opened
     ]
     notices = [notice for each in opened for notice in _notices(each, tokeniser)]
+    notices += [
+        ENDLESS.format(name=count.name, number=count.chat["endless"])
+        for count in store.counts
+        if count.chat.get("endless")
+    ]
     return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, judged)
 
 
@@ -246,6 +269,7 @@ def _source_fingerprint(opened: _Opened, tokeniser: Tokeniser) -> str:
         *([repr(form.boxes)] if form.boxes else []),
         *([f"split {tokeniser.overlap}"] if tokeniser.split and form.name == "text" else []),
         *([f"{PAIRS_VERSION} {form.pairs}"] if form.has_chat_pairs else []),
+        *([repr(form.names)] if form.names != TurnNames() else []),
     )  # fmt: skip
 
 
@@ -268,6 +292,7 @@ def _store_key(opened: Sequence[_Opened], tokeniser: Tokeniser, fingerprints: Se
     files = [stamps_of_images(each.rows, each.format) for each in opened if each.format.has_images]
     version += [BOUNDS_VERSION] if any(each.rows.left_out for each in opened) else []
     version += [f"data {tokeniser.version}"] if tokeniser.version != 3 else []
+    version += [f"ends {sorted(ends)}"] if (ends := model_ends(tokeniser.tokenizer)) else []
     return hash_text(*version, COUNTS_VERSION, *COLUMN_DTYPES, *tokeniser.fingerprint_parts(), *fingerprints, *files)
 
 
@@ -277,8 +302,15 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     preferred = preference_notice(columns, source, opened.format.name, [*opened.format.fields.values()])
     notices += [each for each in (preferred, image_notice(opened.rows, source, opened.format.has_images)) if each]
     read = {name.partition(".")[0] for name in opened.format.fields.values()}
-    if unread := [name for name in columns if name.strip() and name not in read and name not in " ".join(notices)]:
-        notices.append(f"source {source.name}: columns that are not read: {_listed(unread)}")
+    unread = [name for name in columns if name.strip() and name not in read and name not in " ".join(notices)]
+    lost = [name for name in unread if name.lower() in PROMPT_COLUMNS and _adds_text(opened, name, read)]
+    notices += [
+        f"{WARNING}source {source.name}: the column {name} is not read, and its text is not in the samples; if it is "
+        f'part of the prompt, name it in the source, such as columns = {{system = "{name}"}}'
+        for name in lost
+    ]
+    if other := [name for name in unread if name not in lost]:
+        notices.append(f"source {source.name}: columns that are not read: {_listed(other)}")
     if tokeniser.version < DATA_VERSION and not opened.format.has_images:
         now = recognise(columns, source, has_template=tokeniser.has_template)
         if ignored := sorted(set(now.fields.values()) - set(opened.format.fields.values())):
@@ -286,6 +318,19 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
                 f"source {source.name}: the run was started by an older version, which ignores {', '.join(ignored)}"
             )
     return notices
+
+
+def _adds_text(opened: _Opened, column: str, read: Collection[str]) -> bool:
+    """Whether a column that is not read has a value, in one of the first rows, that the columns `read` lack."""
+    for number in range(min(opened.rows.count, LOOKED_AT)):
+        row = opened.rows.row(number)
+        value = row.get(column)
+        text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+        if text.strip() in ("", "[]", "{}", "false"):
+            continue
+        if not any(text.strip() in part for name in read for part in texts_in(row.get(name))):
+            return True
+    return False
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -338,7 +383,11 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged, table
     as_chat = partial(recognise, rows.columns, source, has_template=has_template, version=version, judged=judged)
     plain = tokeniser.version == 1 and source.template == "auto"
     try:
-        made = replace(as_chat(), pairs="plain") if plain else as_chat(markers=tokeniser.markers)
+        made = (
+            replace(as_chat(), pairs="plain")
+            if plain
+            else as_chat(markers=tokeniser.markers, opening=tokeniser.opening)
+        )
     except DataError as error:
         fix = _fix_of_single_row(rows, source) or error.fix.replace("data.sources.", f"{table}.")
         raise DataError(error.found, expected=error.expected, fix=fix) from None

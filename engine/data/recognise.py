@@ -12,6 +12,7 @@ from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import DATA_VERSION
+from engine.data.conversations import TURN_KEYS, TurnNames
 from engine.data.folders import csv_of_images
 from engine.data.formats import Format
 from engine.data.image_formats import BoxFormat
@@ -28,15 +29,22 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "chat": ("tools",),
+    "chat": ("tools", "system"),
     "sharegpt": ("tools", "system"),
     "alpaca": ("input", "system", "history", "tools"),
     "prompt-completion": ("tools", "system"),
+    "preference": ("prompt", "input", "history", "tools", "system"),
+    "unpaired-preference": ("prompt", "input", "history", "tools", "system"),
+}
+
+OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {
+    **OPTIONAL,
+    "chat": ("tools",),
+    "alpaca": ("input", "system"),
+    "prompt-completion": (),
     "preference": ("prompt", "tools", "system"),
     "unpaired-preference": ("prompt", "tools", "system"),
 }
-
-OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {**OPTIONAL, "alpaca": ("input", "system"), "prompt-completion": ()}
 """What `RunSpec.data_version` 1 and 2 read; other columns were ignored."""
 
 PAIR = ("prompt", "completion")
@@ -88,12 +96,21 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("chat", "dialog", "dialogue"),
     "conversations": ("conversation",),
     "tools": ("functions",),
+    "system": ("system_prompt", "system_message"),
     "label": ("kto_tag",),
     # What metadata.csv and metadata.jsonl of a folder of images call them.
     "image": ("file_name",),
     "images": ("file_names",),
 }
 """Other names under which a column is recognised, if none has its own name."""
+
+PROMPT_COLUMNS = frozenset({
+    "system", "system_prompt", "system_message", "sys_prompt", "instruction", "instructions", "prompt", "question",
+    "query", "input", "context", "contexts", "history", "tools", "functions", "documents", "passages", "background",
+    "knowledge", "developer", "persona", "character", "preamble", "chat_template_kwargs", "template_args",
+    "reasoning", "reasoning_content", "thinking",
+})  # fmt: skip
+"""Columns, in lower case, that may be part of the prompt or of the answer: one that is not read is warned of."""
 
 Judged = Literal["pairs", "unpaired", None]
 """Which preferences are learned: pairs, single answers with labels, or none."""
@@ -116,13 +133,15 @@ def recognise(
     *,
     has_template: bool,
     markers: Sequence[str] = (),
+    opening: str = "",
     version: int = DATA_VERSION,
     judged: Judged = None,
 ) -> Format:
     """Chosen by the columns and by the source's `format` and `columns`; with a chat template (`has_template`), whose
-    `markers` show that a row went through it, instructions and prompts are conversations as `template` says. Columns
-    are read as `RunSpec.data_version` = `version` says. Rows that may be read as preferences or not are what `judged`
-    says. Raises DataError when no format fits, or several do, or `template` does not fit the format."""
+    `markers` show that a row went through it and that writes `opening` before an answer, instructions and prompts are
+    conversations as `template` says. Columns are read as `RunSpec.data_version` = `version` says. Rows that may be read
+    as preferences or not are what `judged` says. Raises DataError when no format fits, or several do, or `template`
+    does not fit the format."""
     if source.format in IMAGE_FORMATS:
         return _with_images(columns, source, version)
     mapped = _mapped_columns(columns, source)
@@ -144,13 +163,25 @@ def recognise(
         raise _unclear(columns, source, list(fitting), judged)
     ((name, fields),) = fitting.items()
     _check_template(name, source)
+    _check_turn_names(name, source)
     chat = has_template and (name != "alpaca" or source.template != "none")
     chat |= name == "alpaca" and source.template == "chat"
     builtin = (source.path or "").startswith(BUILTIN_PREFIX)
     pairs: Literal["chat", "unmarked", "plain"] = "chat" if source.template == "chat" else "plain"
     if source.template == "auto" and has_template and not builtin:
         pairs = "unmarked"
-    return Format(name, fields, source.name, chat=chat, pairs=pairs, markers=markers, version=version)
+    names = TurnNames.of(source)
+    return Format(
+        name,
+        fields,
+        source.name,
+        chat=chat,
+        pairs=pairs,
+        markers=markers,
+        opening=opening,
+        version=version,
+        names=names,
+    )
 
 
 def _check_template(format_name: str, source: Source) -> None:
@@ -164,10 +195,26 @@ def _check_template(format_name: str, source: Source) -> None:
         )
 
 
+WITHOUT_TURNS = ("text", "alpaca", "detection")
+"""Formats whose rows have no list of turns."""
+
+
+def _check_turn_names(format_name: str, source: Source) -> None:
+    """Raises DataError where names of roles or of keys of turns have no effect."""
+    named = ["roles"] if source.roles else [f"columns.{name}" for name in source.columns if name in TURN_KEYS]
+    if named and format_name in WITHOUT_TURNS:
+        raise DataError(
+            f"source {source.name}: {named[0]} names parts of turns, and rows of the format {format_name} have none",
+            expected="rows of conversations for names of roles and of keys of turns",
+            fix=f"remove {named[0]} from the source",
+        )
+
+
 def _with_images(columns: Sequence[str], source: Source, version: int) -> Format:
     """Raises DataError if columns are missing."""
     name, mapped = source.format, _mapped_columns(columns, source, set(IMAGE_COLUMNS))
     _check_template(name, source)
+    _check_turn_names(name, source)
     fields: dict[str, str] = {}
     for ours in IMAGE_COLUMNS if version > 3 else IMAGE_COLUMNS[:-2]:
         names = [mapped[ours]] if ours in mapped else [ours, *_other_names(ours, name)]
@@ -177,7 +224,10 @@ def _with_images(columns: Sequence[str], source: Source, version: int) -> Format
         # The turns of a conversation may name their images themselves.
         if set(needed) <= set(fields) and (needed != PAIR or {"image", "images"} & set(fields)):
             read = {ours: fields[ours] for ours in fields if ours in ("image", *needed, *IMAGE_OPTIONAL[name])}
-            return Format(name, read, source.name, True, BoxFormat.of(source), _image_root(source), version=version)
+            return Format(
+                name, read, source.name, True, BoxFormat.of(source), _image_root(source), version=version,
+                names=TurnNames.of(source),
+            )  # fmt: skip
     raise _unclear(columns, source, [])
 
 
@@ -192,22 +242,24 @@ def _image_root(source: Source) -> str | None:
 
 def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | None = None) -> dict[str, str]:
     known = known or {"label", *(name for table in (NEEDS, OPTIONAL) for names in table.values() for name in names)}
-    for ours, theirs in source.columns.items():
+    columns_of_rows = {ours: theirs for ours, theirs in source.columns.items() if ours not in TURN_KEYS}
+    for ours, theirs in columns_of_rows.items():
         if ours not in known:
             raise DataError(
-                f"source {source.name}: columns.{ours} is not one of our columns", expected=", ".join(sorted(known))
+                f"source {source.name}: columns.{ours} is not one of our columns",
+                expected=f"{', '.join(sorted(known))}; of the turns of a conversation {', '.join(TURN_KEYS)}",
             )
         if theirs not in columns and theirs.partition(".")[0] not in columns:
             raise DataError(
                 f"source {source.name}: columns.{ours} = {theirs!r}, and there is no such column",
                 expected=f"one of {', '.join(columns)}",
             )
-    return dict(source.columns)
+    return columns_of_rows
 
 
 def _other_names(ours: str, format_name: str) -> tuple[str, ...]:
     is_prompt_of_pairs = ours == "prompt" and format_name in PREFERENCE_FORMATS
-    return (*ALIASES.get(ours, ()), *(CONVERSATIONS if is_prompt_of_pairs else ()))
+    return (*ALIASES.get(ours, ()), *(("instruction", *CONVERSATIONS) if is_prompt_of_pairs else ()))
 
 
 def _fields(

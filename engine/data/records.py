@@ -54,6 +54,12 @@ class ChatRecord:
     """Numbers of the assistant messages that are context and no targets."""
     from_pair: bool = False
     """Whether the row has a prompt and a completion."""
+    context: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By number of an assistant message: ranges of characters of its content that are context and no targets."""
+    asked: int = 0
+    """Turns of other roles that ask to be learned (train, weight), which they are not."""
+    tools_wrapped: bool = False
+    """Whether the row has its tools or calls in another shape than that of OpenAI's API."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from engine.data.chat_template import special_ids
+from engine.data.end_tokens import end_ids, ends_text
 from engine.data.order import SampleOrder, pack
 from engine.data.tokens import TokenData
 from engine.data.workers import SourceCount
@@ -43,6 +44,16 @@ CHAT_FACTS = {
     "pieces": "pieces of them: {:,}",
     "system_folded": "system turns written at the start of the first user turn, as the chat template has none: {:,}",
     "untrained": "answers that are context, without target tokens, as their message says (weight, train): {:,}",
+    "part_context": "answers with parts that are context, as they or their message say (weight, train, train_detail): "
+    "{:,}",
+    "asked": "turns of other roles than the assistant that ask to be learned (weight, train), and stay context: {:,}",
+    "stops_at_marker": "answers that end with the marker of the next turn, where the chat template writes no end and "
+    "the model stops at that marker: {:,}",
+    "dialogues": "pairs of whole dialogues, which stay plain text, with the answer behind the last label that both "
+    "share: {:,}",
+    "rendered": "texts that begin or end with the tokenizer's own special tokens, which are not added again: {:,}",
+    "tools_wrapped": "conversations whose tools or tool calls are given to the chat template in the shape in which "
+    "servers give them: {:,}",
     "tools_left_out": "conversations without their tools, which the chat template does not write: {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
@@ -166,7 +177,9 @@ class SourceQuality:
     duplicates: int
     """Samples with the tokens of an earlier one."""
     ended: float | None
-    """Share of samples whose last target is an end token; None without samples."""
+    """Share of the answers that end with an end token; of plain text, of the documents. None without samples."""
+    answers: int = 0
+    """Answers, or documents, that were looked at for it."""
 
 
 @dataclass(frozen=True)
@@ -198,18 +211,26 @@ class Quality:
         else:
             lines.append(f"sequences are {100 * self.packed_fill:.0f} % full")
         for source in self.sources:
-            ended = "" if source.ended is None else f", {100 * source.ended:.1f} % end with an end token"
+            of = f" of {source.answers:,} answers" if source.answers > source.samples else ""
+            ended = "" if source.ended is None else f", {100 * source.ended:.1f} %{of} end with an end token"
             lines.append(f"{source.name}: {source.samples:,} samples, {source.duplicates:,} duplicates{ended}")
         return lines
 
 
 def quality(
-    data: TokenData, tokenizer: PreTrainedTokenizerBase, *, max_length: int, batch_size: int, lost_tokens: int
+    data: TokenData,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    batch_size: int,
+    lost_tokens: int,
+    counts: Sequence[SourceCount],
 ) -> Quality:
-    """`batch_size`: sequences of an optimizer step; `lost_tokens` as counted while tokenising."""
+    """`batch_size`: sequences of an optimizer step; `lost_tokens` as counted while tokenising; `counts` of the sources
+    of `data`, in their order."""
     documents = data.documents
     lengths, sources = data.columns.lengths[documents], data.columns.sources[documents]
-    repeated, ends = _repeated(data, documents), _ended(data, documents, tokenizer)
+    repeated, ends = _repeated(data, documents), _ended(data, documents, tokenizer, counts)
     packs = not (data.packed or data.has_images or data.in_pairs or data.mismatched is not None)
     tried = lengths[:: max(1, -(-len(lengths) // MOST_PACKED))]
     rows = len(pack(tried, max_length)) if packs else len(data)
@@ -227,7 +248,7 @@ def _of_source(
     found = ends.get(number)
     share = sum(found) / len(found) if found else None
     own = sources == number
-    return SourceQuality(name, int(own.sum()), int(repeated[own].sum()), share)
+    return SourceQuality(name, int(own.sum()), int(repeated[own].sum()), share, len(found or ()))
 
 
 def _padding(data: TokenData, batch_size: int) -> float:
@@ -254,18 +275,41 @@ def _hash(ids: NDArray[np.int32]) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
-def _ended(data: TokenData, documents: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase) -> dict[int, list[bool]]:
-    """By source: whether the last target of a row's last document is an end token."""
-    columns, marks = data.columns, special_ids(tokenizer)
+def _ended(
+    data: TokenData,
+    documents: NDArray[np.int64],
+    tokenizer: PreTrainedTokenizerBase,
+    counts: Sequence[SourceCount],
+) -> dict[int, list[bool]]:
+    """By source: whether each answer ends with an end token; of plain text, each document, with its last piece."""
+    columns, marks, special = data.columns, frozenset(end_ids(tokenizer)), special_ids(tokenizer)
     ordered = np.sort(documents)
     last = _last_of_row(columns.sources[ordered], columns.origins[ordered])
-    chosen = ordered[last]
+    of_text = np.array([count.format == "text" for count in counts], np.bool_)[columns.sources[ordered]]
+    chosen = ordered[last | ~of_text]
     found: dict[int, list[bool]] = {}
     for document in chosen[:: max(1, -(-len(chosen) // MOST_ENDS))]:
+        source = int(columns.sources[document])
         span = slice(int(columns.offsets[document]), int(columns.offsets[document + 1]))
-        place = int(np.flatnonzero(columns.targets[span])[-1])
-        found.setdefault(int(columns.sources[document]), []).append(int(columns.ids[span][place]) in marks)
+        ids, targets = columns.ids[span], columns.targets[span]
+        edges = np.flatnonzero(np.diff(targets.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+        if counts[source].chat.get("part_context"):
+            # Context inside an answer has no special token, which the start of another turn has.
+            edges = _merged(edges, ids, special.union(marks))
+        ends = [ends_text(tokenizer, ids[start:stop].tolist(), marks) for start, stop in edges]
+        found.setdefault(source, []).extend(ends[-1:] if counts[source].format == "text" else ends)
     return found
+
+
+def _merged(edges: NDArray[np.int64], ids: NDArray[np.int32], special: set[int]) -> NDArray[np.int64]:
+    """The stretches of targets, with those joined between which no special token is."""
+    joined = [edges[0].tolist()]
+    for start, stop in edges[1:].tolist():
+        if special.isdisjoint(ids[joined[-1][1] : start].tolist()) and int(ids[joined[-1][1] - 1]) not in special:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return np.array(joined)
 
 
 def _last_of_row(sources: NDArray[np.int16], origins: NDArray[np.int64]) -> NDArray[np.bool_]:

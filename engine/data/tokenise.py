@@ -19,8 +19,9 @@ from engine.config.schema.data import Data
 from engine.config.schema.run import DATA_VERSION
 from engine.data.bounds import CHARACTERS_PER_TOKEN, TOO_MANY_CHARACTERS
 from engine.data.chat import ChatRenderer, RenderedRows, TokenRow
-from engine.data.chat_template import ChatTemplate, Span, markers_of, special_ids
+from engine.data.chat_template import ChatTemplate, Span, answer_opening, markers_of
 from engine.data.conversations import LEFT_OUT
+from engine.data.end_tokens import end_ids, ends_text
 from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
@@ -177,6 +178,11 @@ class Tokeniser:
         """Texts that only a row has which went through the chat template."""
         return markers_of(self.tokenizer) if self.has_template else []
 
+    @cached_property
+    def opening(self) -> str:
+        """What the chat template writes before an answer; "" without a template."""
+        return answer_opening(self.tokenizer) if self.has_template else ""
+
     def results(self, format_: Format, rows: Sequence[dict[str, Any] | Dropped], first: int) -> list[RowResult]:
         """`first` is the row number of the first of `rows`. Raises DataError where the tokenizer cannot handle them."""
         given = [format_.record(row) for row in rows]
@@ -233,7 +239,8 @@ class Tokeniser:
         chosen, rejected = (side.documents[0] for side in sides)
         if np.array_equal(chosen.ids, rejected.ids):
             return RowResult([], ["chosen and rejected are equal"])
-        return RowResult([chosen, replace(rejected, desirable=False)], [], sides[0].facts + sides[1].facts)
+        facts = sides[0].facts + sides[1].facts + Counter(dialogues=given.is_dialogue)
+        return RowResult([chosen, replace(rejected, desirable=False)], [], facts)
 
     def _labelled(self, given: LabelledRecord, origin: int, format_: Format) -> RowResult:
         made = self._result(self._bounded(given.record), origin, format_)
@@ -309,40 +316,48 @@ class Tokeniser:
     def _text(self, record: TextRecord) -> RenderedRows:
         """A document, in pieces where it is too long and `split` says so; all of them hold each token once, apart from
         the overlap, which is context."""
-        starts, ends = self.prefix if record.starts else [], [self._end()] if record.ends else []
-        ids = starts + self._plain(record.text) + ends
+        plain = self._plain(record.text)
+        has_start = record.starts and bool(self.prefix) and plain[: len(self.prefix)] == self.prefix
+        has_end = record.ends and self._ends(record.text, plain)
+        starts = self.prefix if record.starts and not has_start else []
+        ids = starts + plain + ([self._end()] if record.ends and not has_end else [])
+        facts = Counter(rendered=1) if has_start or has_end else Counter()
         if not self.split or len(ids) <= self.max_length:
-            return RenderedRows([(ids, [True] * len(ids))])
+            return RenderedRows([(ids, [True] * len(ids))], facts=facts)
         spans = piece_spans(len(ids), self.max_length, self.overlap)
         rows: list[TokenRow | Dropped] = []
         for start, stop in spans:
             context = self.overlap if start else 0
             rows.append((ids[start:stop], [False] * context + [True] * (stop - start - context)))
-        return RenderedRows(rows, facts=Counter(split=1, pieces=len(rows)))
+        return RenderedRows(rows, facts=facts + Counter(split=1, pieces=len(rows)))
 
     def _pair(self, record: PairRecord) -> RenderedRows | Dropped:
         """Dropped if the completion is empty. Prompt and completion are tokenised separately, because at inference the
         model is given the prompt's tokens alone."""
         if not record.completion:
             return Dropped("completion is empty")
-        prompt = self.prefix + self._plain(record.prompt)
-        completion = [*self._plain(record.completion), self._end()]
-        facts = Counter(marked=1) if record.has_markers else Counter()
-        if record.has_markers:
-            prompt, completion = self._without_doubles(record, prompt, completion)
+        prompt, completion = self._plain(record.prompt), self._plain(record.completion)
+        has_start = bool(self.prefix) and prompt[: len(self.prefix)] == self.prefix
+        has_end = self._ends(record.completion, completion)
+        if has_end and record.has_markers:
+            completion = self._plain(record.completion.rstrip())
+        prompt = prompt if has_start else self.prefix + prompt
+        completion = completion if has_end else [*completion, self._end()]
+        facts = Counter(marked=1) if record.has_markers else Counter(rendered=has_start or has_end)
         row = prompt + completion, [self.learn_all] * len(prompt) + [True] * len(completion)
-        return RenderedRows([row], answer=(len(prompt), len(row[0])), facts=facts)
+        return RenderedRows([row], answer=(len(prompt), len(row[0])), facts=+facts)
 
-    def _without_doubles(
-        self, record: PairRecord, prompt: list[int], completion: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Without the beginning- and end-of-sequence that texts with the template's markers bring themselves."""
-        bare = prompt[len(self.prefix) :]
-        starts = bool(self.prefix) and bare[: len(self.prefix)] == self.prefix
-        ended = self._plain(record.completion.rstrip())
-        if ended and ended[-1] in special_ids(self.tokenizer):
-            completion = ended
-        return (bare if starts else prompt), completion
+    def _ends(self, text: str, ids: list[int]) -> bool:
+        """Whether a text, whose tokens are `ids`, brings its end itself: a token that ends an answer, with nothing but
+        white space behind it."""
+        if text[-1:].isspace():
+            return ends_text(self.tokenizer, ids, self.ends)
+        return bool(ids) and ids[-1] in self.ends
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The ids of all tokens that end an answer."""
+        return frozenset(end_ids(self.tokenizer))
 
     @property
     def prefix(self) -> list[int]:

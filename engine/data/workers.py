@@ -138,9 +138,21 @@ class Piece:
         return cls({name: np.asarray(column, COLUMN_DTYPES[name]) for name, column in values.items()}, count)
 
 
+SIXTH_DROPS = (
+    "a turn's train", "a turn's weight", "the system prompt in", "system is not text", "a tool has no name",
+    "chosen and rejected share no prompt (", "chosen and rejected have different", "chosen and rejected differ in",
+)  # fmt: skip
+"""First words of the reasons for which the sixth version of the rendering drops rows that earlier ones kept."""
+
+
 def rendering_version(counts: Sequence[SourceCount]) -> list[str]:
     """The first version of the rendering that gives these rows; nothing for version 1, so that runs started with an
     older version go on where the rows are the same."""
+    newest = ("part_context", "stops_at_marker", "rendered", "tools_wrapped", "dialogues")
+    if any(count.chat.get(fact) for count in counts for fact in newest) or any(
+        reason.startswith(SIXTH_DROPS) for count in counts for reason in count.dropped
+    ):
+        return ["chat 6"]
     if any(count.chat.get("system_folded") for count in counts):
         return ["chat 5"]
     if any(count.chat.get("unclosed") for count in counts):

@@ -20,7 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.budget.architecture.model_folder import ADAPTER_CONFIG
-from engine.data.chat_template import end_of_turn, special_ids
+from engine.data.chat_template import special_ids
+from engine.data.end_tokens import model_ends, template_ends
 from engine.model.tensor_file import FileTensor
 
 WEIGHTS = "model.safetensors"
@@ -123,13 +124,13 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def end_token_ids(defaults: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of all tokens that end an answer: those of the model's generation config `defaults` that are special tokens
-    of this tokenizer (which may not be the model's own), the tokenizer's end of sequence, and the chat template's end
-    of turn. The model's come first, in their order."""
+    """Ids of all tokens that end an answer: those of the model's generation config `defaults` that this tokenizer,
+    which may not be the model's own, has as end tokens of its model or as special tokens; the tokenizer's end of
+    sequence; and those with which the chat template ends answers. The model's come first, in their order."""
     named = getattr(defaults, "eos_token_id", None)
     of_model = named if isinstance(named, list) else [named]
-    special = special_ids(tokenizer)
-    found = [*(token for token in of_model if token in special), tokenizer.eos_token_id, end_of_turn(tokenizer)]
+    known = special_ids(tokenizer).union(model_ends(tokenizer))
+    found = [*(token for token in of_model if token in known), tokenizer.eos_token_id, *template_ends(tokenizer)]
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 

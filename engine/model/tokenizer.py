@@ -18,6 +18,8 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto import processing_auto
+from transformers.utils import GENERATION_CONFIG_NAME as GENERATION_CONFIG
+from transformers.utils.hub import cached_file
 
 from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.token_rows import BYTE_SPECIALS
@@ -27,6 +29,7 @@ from engine.config.files.machine import install_command, path_of
 from engine.config.schema.data import Data
 from engine.config.schema.recipe import Model
 from engine.config.schema.run import RunSpec
+from engine.data.end_tokens import set_model_ends
 from engine.data.images import ImageProcessor
 from engine.data.own_processor import OwnProcessor, PixtralProcessor, SmolVLMProcessor
 from engine.errors import EnvironmentProblem, UsageError
@@ -187,6 +190,8 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
         raise UsageError(f"no built-in tokenizer {source!r}", expected=BUILTIN_BYTES, fix="set model.tokenizer to it")
     else:
         tokenizer = _pretrained(source, model.revision if source == model.id else None, trust_remote_code)
+    if model.tokenizer is None:
+        set_model_ends(tokenizer, _ends_of_model(model))
     _add_tokens(tokenizer, added_tokens(model), model.chat_template)
     if model.chat_template is not None:
         name = model.chat_template
@@ -195,6 +200,27 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
     # Rows beyond data.max_length are cut or dropped, and counted; the warning tells of errors that do not come.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
+
+
+def _ends_of_model(model: Model) -> list[int]:
+    """The end tokens that the base's generation_config.json names; none where it has no such file.
+
+    UsageError: the file cannot be read. EnvironmentProblem: it is not on this machine and the hub cannot be reached.
+    """
+    start = find_starting_weights(model)
+    if start.base.startswith(BUILTIN_PREFIX):
+        return []
+    name, revision = GENERATION_CONFIG, start.revision or "main"
+    try:
+        # For a folder, too; it raises no error where there is no such file, or no connection to look for it.
+        file = cached_file(start.base, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+                           _raise_exceptions_for_connection_errors=False)  # fmt: skip
+        named = None if file is None else json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+    except HUB_ERRORS as error:
+        raise loading_error(error, start.base, name) from error
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{name} of {start.base} is not a JSON object: {error}", fix="restore the file") from error
+    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str], template: str | None) -> None:

@@ -3,7 +3,9 @@ dropped with a reason."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import pytest
 
@@ -85,7 +87,7 @@ def test_unclear_columns_are_refused(row: dict[str, Any], keys: dict[str, Any], 
         ({"messages": [{"role": "wizard", "content": "x"}]}, "a turn has the role 'wizard'"),
         ({"messages": [{"content": "x"}]}, "a turn has no role"),
         ({"messages": [{"role": "user", "content": None}]}, "a turn has no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn's content is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn has a part of the type 'image'"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": True}]},
             "a turn's tool_calls is not a list of calls",
@@ -130,7 +132,9 @@ def test_system_prompt_and_tools_are_read_beside_images(row: dict[str, Any], for
     made = getattr(made, "chosen", getattr(made, "record", made))
     parts = [{"type": "image"}, {"type": "text", "text": "u"}]
     assert made.messages == [{"role": "system", "content": "s"}, {**ASKED, "content": parts}, ANSWERED]
-    assert made.tools == [{"name": "look"}] and [image.path for image in made.images] == ["1.png"]
+    assert made.tools == [{"type": "function", "function": {"name": "look"}}] and [
+        image.path for image in made.images
+    ] == ["1.png"]
 
 
 def test_a_prompt_of_preferences_about_images_must_be_there() -> None:
@@ -139,3 +143,55 @@ def test_a_prompt_of_preferences_about_images_must_be_there() -> None:
     )
     odd = {**IMAGE, "prompt": 0.5, "completion": "a", "label": 1}
     assert record(odd, format="image-unpaired-preference") == Dropped("a turn's content is not text")
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(60))
+BASE64 = base64.b64encode(PNG).decode()
+
+WAYS_OF_IMAGES: dict[str, Any] = {
+    "OpenAI's data URL": {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{BASE64}", "detail": "low"},
+    },
+    "a data URL as text": {"type": "image_url", "image_url": f"data:image/png;base64,{BASE64}"},
+    "of OpenAI's responses": {"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"},
+    "Anthropic's block": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
+    "base64 text": {"type": "image", "image": BASE64},
+    "base64 text in lines": {"type": "image", "image": {"bytes": base64.encodebytes(PNG).decode()}},
+    "base64 text for URLs": {"type": "image", "base64": base64.urlsafe_b64encode(PNG).decode().rstrip("=")},
+    "a data URL of bytes": {"type": "image", "image": "data:image/png," + quote_from_bytes(PNG)},
+}
+
+
+@pytest.mark.parametrize("part", WAYS_OF_IMAGES.values(), ids=WAYS_OF_IMAGES.keys())
+def test_images_may_be_data_urls_base64_and_source_blocks(part: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": [part, {"type": "input_text", "text": "u"}]}, ANSWERED]
+    made = record({"messages": turns}, format="image-chat")
+    assert [image.data for image in made.images] == [PNG]
+    assert made.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "u"}]
+    value = part.get("image") or part.get("image_url") or part.get("source") or part
+    beside = record({"image": value, "messages": [ASKED, ANSWERED]}, format="image-chat")
+    assert [image.data for image in beside.images] == [PNG]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://example.org/1.png"}}, "an image is a web address"),
+        ({"type": "image", "source": {"type": "url", "url": "http://example.org/1.png"}}, "an image is a web address"),
+        ({"type": "image", "source": {"type": "base64", "data": "no base64!"}}, "the text of an image is not base64"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f1"}}, "an image is neither a path nor the bytes"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,??"}}, "the text of an image is not base64"),
+        ({"type": "document", "source": {"data": "x"}}, "a turn has a part of the type 'document'"),
+    ],
+)
+def test_an_image_that_cannot_be_read_drops_the_row_with_its_own_reason(part: dict[str, Any], reason: str) -> None:
+    turns = [{"role": "user", "content": [part, {"type": "text", "text": "u"}]}, ANSWERED]
+    made = record({"messages": turns}, format="image-chat")
+    assert isinstance(made, Dropped) and made.reason.startswith(reason)
+
+
+def test_a_long_path_is_a_path() -> None:
+    name = "images/" * 12 + "1.png"
+    (image,) = record({"image": name, "messages": [ASKED, ANSWERED]}, format="image-chat").images
+    assert image.path == name

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.data.order import SampleOrder
-from engine.data.preferences import sides_of
+from engine.data.preferences import Sides, sides_of
 from engine.data.prepare import prepare_data
+from engine.data.records import Dropped
 from engine.data.tokens import TokenData
 from engine.errors import DataError
 from engine.model.tokenizer import load_tokenizer
@@ -33,6 +36,9 @@ ROWS: dict[str, dict[str, Any]] = {
         "chosen": {"from": "gpt", "value": "Hello."},
         "rejected": {"from": "gpt", "value": "No."},
     },
+    "an instruction": {"instruction": "Hi?", "input": "", "chosen": "Hello.", "rejected": "No."},
+    "an instruction with its input": {"instruction": "", "input": "Hi?", "chosen": "Hello.", "rejected": "No."},
+    "a question": {"question": "Hi?", "chosen": "Hello.", "rejected": "No."},
     "conversations as JSON": {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
 }
 
@@ -63,9 +69,70 @@ def test_every_form_of_a_row_gives_the_same_pair(tmp_path: Path, row: dict[str, 
     assert data.in_pairs and texts(data) == [(context, "Hello.<end>"), (context, "No.<end>")]
 
 
-def test_texts_without_a_prompt_share_one_up_to_a_white_space() -> None:
-    chosen, rejected = "Human: Hi? Assistant: Hello.", "Human: Hi? Assistant: Help."
-    assert sides_of({"chosen": chosen, "rejected": rejected}) == ("Human: Hi? Assistant:", " Hello.", " Help.")
+def test_dialogues_without_a_prompt_share_one_up_to_the_last_label_of_an_answer() -> None:
+    chosen, rejected = "Human: Hi?\nAssistant: Hello.", "Human: Hi?\nAssistant: Help."
+    assert sides_of({"chosen": chosen, "rejected": rejected}) == Sides(
+        "Human: Hi?\nAssistant:", " Hello.", " Help.", is_dialogue=True
+    )
+
+
+HUMAN = "\n\nHuman: Is it wet?\n\nAssistant:"
+
+DIALOGUES: dict[str, tuple[str, str, str]] = {
+    "answers begin alike": (HUMAN, " I think it is wet.", " I think not."),
+    "answers have labels": (HUMAN, " Let me see.\nAnswer: yes", " Let me see.\nAnswer: no"),
+    "two rounds": (f"{HUMAN} Yes.\n\nHuman: Sure?\n\nAssistant:", " I am.", " I am not."),
+    "Markdown": ("### Instruction:\nAdd.\n\n### Response:", "\n3", "\n4"),
+    "rendered": ("<user>Hi?<end><assistant>", "Hello.<end>", "Help.<end>"),
+}
+
+
+@pytest.mark.parametrize("parts", DIALOGUES.values(), ids=DIALOGUES.keys())
+def test_the_prompt_of_a_dialogue_ends_with_the_last_turn_that_both_share(
+    tmp_path: Path, parts: tuple[str, str, str]
+) -> None:
+    prompt, *answers = parts
+    found = prepared(tmp_path, [{"chosen": prompt + answers[0], "rejected": prompt + answers[1]}])
+    ends = ["" if answer.endswith("<end>") else "<eos>" for answer in answers]
+    expected = [(prompt, answer + end) for answer, end in zip(answers, ends, strict=True)]
+    assert texts(found.train) == expected
+    assert any("pairs of whole dialogues" in line for line in found.report.lines())
+
+
+NO_PROMPTS: dict[str, tuple[str, str]] = {
+    "plain answers": ("The capital is Oslo.", "The capital is Bergen."),
+    "a label inside a line": ("Human: Hi? Assistant: Hello.", "Human: Hi? Assistant: Help."),
+    "no question": ("Assistant: I think so.", "Assistant: I think not."),
+    "other questions": ("Human: Hi?\nAssistant: Yes.", "Human: Ho?\nAssistant: No."),
+    "answers that go on": (f"{HUMAN} Yes.\n\nHuman: So?\n\nAssistant: a", f"{HUMAN} No.\n\nHuman: So?"),
+}
+
+
+@pytest.mark.parametrize("sides", NO_PROMPTS.values(), ids=NO_PROMPTS.keys())
+def test_what_answers_begin_with_is_no_prompt(sides: tuple[str, str]) -> None:
+    found = sides_of({"chosen": sides[0], "rejected": sides[1]})
+    assert isinstance(found, Dropped) and found.reason.startswith("chosen and rejected ")
+
+
+@given(st.text(alphabet="ab \n:.", max_size=30), st.text(alphabet="ab \n:.", max_size=30))
+def test_answers_that_begin_alike_keep_all_of_their_text(chosen: str, rejected: str) -> None:
+    found = sides_of({"prompt": "p", "chosen": chosen, "rejected": rejected})
+    assert found == Sides("p", chosen, rejected)
+    found = sides_of({"chosen": HUMAN + chosen, "rejected": HUMAN + rejected})
+    assert found == Sides(HUMAN, chosen, rejected, is_dialogue=True)
+
+
+def test_conversations_that_differ_in_a_question_are_no_pair() -> None:
+    other = {"role": "user", "content": "Ho?"}
+    sides = {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, other, BAD]}
+    assert sides_of(sides) == Dropped("chosen and rejected have different questions")
+
+
+def test_history_and_input_are_part_of_the_prompt(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "1 2", "history": [["Rain?", "Yes."]], "chosen": "3", "rejected": "4"}
+    found = texts(prepared(tmp_path, [row]).train)
+    context = "<user>Rain?<end><assistant>Yes.<end><user>Add.\n\n1 2<end><assistant>"
+    assert found == [(context, "3<end>"), (context, "4<end>")]
 
 
 DROPS: dict[str, tuple[dict[str, Any], str]] = {
@@ -75,6 +142,7 @@ DROPS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected is missing"),
     "numbers": ({"prompt": "a", "chosen": 3.5, "rejected": 4.5}, "chosen is neither text nor a list of messages"),
     "nothing shared": ({"chosen": "b", "rejected": "c"}, "chosen and rejected share no prompt"),
+    "an input that is not text": ({"prompt": "a", "input": [1], "chosen": "b", "rejected": "c"}, "input or history"),
     "text and messages": (
         {"prompt": "a", "chosen": "b", "rejected": [BAD]},
         "of chosen and rejected, one is text and one a list of messages",

@@ -1,5 +1,5 @@
 """Says in a plan whether prompts with completions go through the model's chat template, as far as files tell before the
-data are read."""
+data are read; and what was said of the data when they were read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import glob
 import json
 from pathlib import Path
 
-from engine.config.files.caches import find_snapshot
+from engine.config.files.caches import find_snapshot, known_warnings
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import path_of
 from engine.config.schema.data import PAIR_COLUMNS, Source
@@ -20,14 +20,16 @@ DELIMITERS = ",;\t|"
 
 
 def notes_on_rows(recipe: Recipe) -> list[str]:
-    """A sentence for each way that the sources with prompts and completions are rendered."""
+    """Return the warnings of an earlier reading of the data, and a sentence for each way that the sources with prompts
+    and completions are rendered."""
+    warnings = known_warnings(recipe)
     if recipe.method.objective != "sft":
-        return []
+        return warnings
     pairs = [source for source in recipe.data.sources if source.enabled and _has_pairs(source)]
     plain = [source.name for source in pairs if source.template == "none"]
     chat = [source.name for source in pairs if source.template != "none"]
     has_template = _has_template(recipe.model)
-    notes = []
+    notes = warnings
     if plain:
         notes.append(
             f"prompts and completions of {', '.join(plain)} are plain text, outside the chat template: ask the trained "

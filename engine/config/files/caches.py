@@ -91,7 +91,7 @@ def _hub_cache() -> str:
     return os.path.join(os.path.expanduser(home), "hub")
 
 
-VERSION = 4
+VERSION = 5
 """Part of every record's name. Increase it when the same data would give other tokens, or a record says more."""
 
 MOST_FILES = 200
@@ -158,6 +158,13 @@ def known_images(recipe: Recipe) -> list[tuple[int, int]] | None:
     return [(int(height), int(width)) for height, width in found] if isinstance(found, list) and found else None
 
 
+def known_warnings(recipe: Recipe) -> list[str]:
+    """Return what was said of the data when they were read, and must not be overlooked in a plan; empty as for
+    `known_bounds`."""
+    found = _recorded(lengths_record(recipe)).get("warnings")
+    return [str(line) for line in found] if isinstance(found, list) else []
+
+
 def _recorded(record: Path | None) -> dict[str, Any]:
     try:
         found = json.loads(record.read_text()) if record is not None else {}
@@ -178,15 +185,17 @@ def record_longest(
     *,
     targets: int | None = None,
     keeps_all: bool = False,
+    warnings: Sequence[str] = (),
 ) -> None:
-    """Write what `known_bounds`, `known_images` and `keeps_all_lengths` return to the path that `lengths_record` gave
-    before the data were read; None writes nothing, nor does a record that exists."""
+    """Write what `known_bounds`, `known_images`, `keeps_all_lengths` and `known_warnings` return to the path that
+    `lengths_record` gave before the data were read; None writes nothing, nor does a record that exists."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=record.parent)
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"longest": longest, "targets": targets, "images": list(images), "keeps_all": keeps_all}, file)
+        figures = {"longest": longest, "targets": targets, "images": list(images), "keeps_all": keeps_all}
+        json.dump({**figures, "warnings": list(warnings)}, file)
     os.replace(temporary, record)
 
 

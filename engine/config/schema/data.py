@@ -57,6 +57,8 @@ class Source(Table):
     columns: dict[str, str] = {}
     """Our column name = the file's, such as prompt = "question", or a nested one, such as completion =
     "answers.text.0"."""
+    roles: dict[Literal["system", "user", "assistant", "tool", "developer"], str | list[str]] = {}
+    """Our role = the file's name for it, or a list of names, such as assistant = ["agent", "bot"]."""
     image_root: str | None = None
     """Folder that image paths are relative to; by default the folder of the data file."""
     prompt: str | None = None
