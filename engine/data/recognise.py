@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -200,7 +201,11 @@ WITHOUT_TURNS = ("text", "alpaca", "detection")
 
 
 def _check_turn_names(format_name: str, source: Source) -> None:
-    """Raises DataError where names of roles or of keys of turns have no effect."""
+    """Raises DataError where names of roles or of keys of turns have no effect, or a name has two roles."""
+    lists = ([names] if isinstance(names, str) else names for names in source.roles.values())
+    given = Counter(name.lower() for names in lists for name in names)
+    if twice := [name for name, number in given.items() if number > 1]:
+        raise DataError(f"source {source.name}: roles has {twice[0]!r} twice", fix="remove it from one of the roles")
     named = ["roles"] if source.roles else [f"columns.{name}" for name in source.columns if name in TURN_KEYS]
     if named and format_name in WITHOUT_TURNS:
         raise DataError(

@@ -157,6 +157,9 @@ CASES: dict[str, Case] = {
     "data.sources.enabled": Case(data, "true", "false", at="data.sources.second.enabled"),
     "data.sources.weight": Case(order, "1.0", "3.0", at="data.sources.second.weight"),
     "data.sources.columns": Case(data, "", '{prompt = "completion"}', at="data.sources.main.columns"),
+    "data.sources.roles": Case(
+        data, "{}", "{system = \"user\"}", ("data.sources.main.path=CHATS",), at="data.sources.main.roles"
+    ),
     "data.sources.image_root": Case(data, "", "./gone", IMAGES, at="data.sources.main.image_root", refused=True),
     "data.sources.prompt": Case(data, "what?", "where?", IMAGES, at="data.sources.main.prompt"),
     "data.sources.box_order": Case(data, "yxyx", "xyxy", IMAGES, at="data.sources.main.box_order"),

@@ -309,6 +309,8 @@ def test_names_of_roles_and_keys_of_turns_are_those_of_the_source(jsonl: Write) 
     assert marked(tokenizer(), data) == ["<user>Rain?<end><assistant>[Arr.<end>]<user>Hm.<end><assistant>[Aye.<end>]"]
     plain = {"messages": [{"role": "user", "content": "Rain?"}, TURNS[1]]}
     assert prepared(tokenizer(), jsonl([plain], "b.jsonl"), {"roles": {"user": "customer"}}).train
+    with pytest.raises(DataError, match="roles has 'a' twice"):
+        prepared(tokenizer(), jsonl([plain], "b.jsonl"), {"roles": {"user": "a", "assistant": ["b", "A"]}})
     with pytest.raises(DataError, match="roles names parts of turns"):
         prepared(tokenizer(), jsonl([{"text": "a"}], "c.jsonl"), {"roles": {"user": "customer"}})
 

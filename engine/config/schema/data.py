@@ -56,7 +56,7 @@ class Source(Table):
     """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
     columns: dict[str, str] = {}
     """Our column name = the file's, such as prompt = "question", or a nested one, such as completion =
-    "answers.text.0"."""
+    "answers.text.0". Also our name of a turn's key = the file's, such as role = "speaker"."""
     roles: dict[Literal["system", "user", "assistant", "tool", "developer"], str | list[str]] = {}
     """Our role = the file's name for it, or a list of names, such as assistant = ["agent", "bot"]."""
     image_root: str | None = None
