@@ -30,13 +30,13 @@ from engine.journal.index import list_runs, runs_folder
 from engine.journal.liveness import running_engine
 from engine.journal.stages import typed_name
 from engine.model.adapted_linear import compute_in_input_dtype
-from engine.model.adapter_patterns import require_bounded_patterns
 from engine.model.adapters import set_adapter_dtype
 from engine.model.config import model_config_dict
 from engine.model.decoder import eval_mode
 from engine.model.load import load_and_tell
-from engine.model.loaded import ADAPTER, LoadedModel
+from engine.model.loaded import LoadedModel
 from engine.model.reference import find_run_weights, find_starting_weights
+from engine.model.saved_adapter import ADAPTER, open_adapter, try_matrices
 from engine.model.tokenizer import load_tokenizer
 
 Notify = Callable[[str], None]
@@ -50,6 +50,8 @@ class ChatSource:
     spec: RunSpec
     weights: Path | None
     """None: the model that the run starts from."""
+    base: bool = False
+    """The base of that model, without the adapter that the run may have continued."""
 
 
 def weights_of_run(place: RunDirectory, which: str | None, notify: Notify) -> Path:
@@ -113,32 +115,51 @@ def _load(
     source: ChatSource, number: int, shared: dict[tuple[Any, ...], LoadedModel], device: Device, notify: Notify
 ) -> ChatModel:
     spec, key = source.spec, _base_key(source.spec)
+    starting = find_starting_weights(spec.recipe.model).adapter
+    adapter = source.weights or (Path(starting) if starting is not None and not source.base else None)
     loaded = shared.get(key) if spec.recipe.method.kind == "lora" else None
-    if loaded is not None and source.weights is None:
+    if loaded is not None and adapter is None:
         return ChatModel(source.label, spec, loaded, None)
-    if loaded is not None and source.weights is not None:
-        if not (_has_whole_modules(loaded, ADAPTER) or _saves_whole_modules(source.weights)):
-            return ChatModel(source.label, spec, loaded, _add_adapter(loaded, source, f"chat{number}", device))
-        notify(f"{source.label} has modules that were trained in full: it is loaded with a base of its own")
+    if loaded is not None and adapter is not None:
+        obstacle = _why_alone(loaded, adapter)
+        if not obstacle:
+            name = _add_adapter(loaded, str(adapter), spec, f"chat{number}", device)
+            return ChatModel(source.label, spec, loaded, name)
+        notify(f"{source.label} {obstacle}: it is loaded with a separate base")
+    if source.base and starting is not None:
+        spec = _without_adapter(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     loaded = load_and_tell(spec, device, tokenizer, notify, source.label)
     if source.weights is not None:
         loaded.load_weights(source.weights)
-    if isinstance(loaded.model, PeftModel):
+    if isinstance(loaded.model, PeftModel) and not loaded.changed_base:
         shared.setdefault(key, loaded)
-    starts_from_adapter = find_starting_weights(spec.recipe.model).adapter is not None
-    is_adapter = isinstance(loaded.model, PeftModel) and (source.weights is not None or starts_from_adapter)
+    is_adapter = isinstance(loaded.model, PeftModel) and adapter is not None
     return ChatModel(source.label, spec, loaded, ADAPTER if is_adapter else None)
 
 
-def _add_adapter(loaded: LoadedModel, source: ChatSource, name: str, device: Device) -> str:
+def _without_adapter(spec: RunSpec) -> RunSpec:
+    """The spec of the base alone, which the run's adapter was trained on, with the run's tokenizer."""
+    model = spec.recipe.model
+    start = find_starting_weights(model)
+    changes = {"id": start.base, "revision": start.revision, "adapter": None, "tokenizer": model.tokenizer or model.id}
+    recipe = spec.recipe.model_copy(update={"model": model.model_copy(update=changes)})
+    return spec.model_copy(update={"recipe": recipe})
+
+
+def _why_alone(loaded: LoadedModel, adapter: Path) -> str:
+    """Why a further adapter cannot be put on the base of `loaded`; empty if it can."""
+    if _has_whole_modules(loaded, ADAPTER) or _saves_whole_modules(adapter):
+        return "has modules that were trained in full"
+    return "" if try_matrices(adapter).keeps_base else "changes the weights of its base"
+
+
+def _add_adapter(loaded: LoadedModel, adapter: str, spec: RunSpec, name: str, device: Device) -> str:
     """Load a further adapter onto the base; returns its name there."""
     model = loaded.model
     assert isinstance(model, PeftModel)
-    place = str(device.torch_device)
-    require_bounded_patterns(model.get_base_model(), str(source.weights))
-    model.load_adapter(str(source.weights), adapter_name=name, is_trainable=False, torch_device=place)
-    set_adapter_dtype(model, source.spec.recipe.method)
+    loaded.accounts.append(open_adapter(model, adapter, name=name).account)
+    set_adapter_dtype(model, spec.recipe.method)
     compute_in_input_dtype(model)
     device.adopt([tensor for key, tensor in model.named_parameters() if f".{name}." in key])
     return name
@@ -159,7 +180,7 @@ def without_repeated_bases(sources: Sequence[ChatSource]) -> list[ChatSource]:
     seen: set[tuple[Any, ...]] = set()
     for source in sources:
         recipe = source.spec.recipe
-        if source.weights is None and find_starting_weights(recipe.model).adapter is None:
+        if source.weights is None and (source.base or find_starting_weights(recipe.model).adapter is None):
             asked = recipe.generate.model_dump_json(), str(recipe.data.template_args), was_trained_plain(source.spec)
             key = (*_base_key(source.spec), *asked)
             if key in seen:

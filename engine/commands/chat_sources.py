@@ -75,8 +75,10 @@ def load_chat(
     system = asked.system if asked.system is not None else sources[0].spec.recipe.data.system_prompt
     first = models[0]
     base = None
-    if first.adapter is not None and not any(
-        model.loaded is first.loaded and model.adapter is None for model in models
+    if (
+        first.adapter is not None
+        and not first.loaded.changed_base
+        and not any(model.loaded is first.loaded and model.adapter is None for model in models)
     ):
         base = _speaker(ChatModel(f"{first.label}'s base", first.spec, first.loaded, None), asked, lambda text: None)
     return LoadedChat(speakers, base, system, device.name)
@@ -93,7 +95,7 @@ def _sources(target: str, asked: Asked, notify: Callable[[str], None], trust_rem
         from engine.chat.sources import ChatSource, weights_of_run
     weights = weights_of_run(place, which, notify)
     found = [ChatSource(target, spec, weights)]
-    return [ChatSource(f"{target}'s base", spec, None), *found] if asked.base else found
+    return [ChatSource(f"{target}'s base", spec, None, base=True), *found] if asked.base else found
 
 
 def find_run_of(target: str, runs: Path | None) -> tuple[RunDirectory | None, str | None]:

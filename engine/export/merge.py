@@ -29,12 +29,12 @@ from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.model.adapter_patterns import open_adapter
 from engine.model.adapters import NOT_MERGED, router_modules, shared_weights
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
 from engine.model.reference import base_of_adapter
 from engine.model.result_files import save_generation_config
+from engine.model.saved_adapter import open_adapter
 from engine.model.token_rows import grow_for
 
 PROMPTS = (
@@ -174,7 +174,7 @@ class _Source:
         notify(f"loading {self.base}" + (" in 4 bits, and back" if four_bit else ""))
         model = _base(self.base, self.revision, self.config_at, self.trust_remote_code, four_bit=four_bit)
         grow_for(model, self.adapter)
-        wrapped = open_adapter(model, str(self.adapter))
+        wrapped = open_adapter(model, str(self.adapter)).model
         refuse_shared(wrapped, self.base)
         before = logits_on_prompts(wrapped, tokenizer)
         notify("merging")

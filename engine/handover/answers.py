@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.data.chat_template import ChatTemplate, TemplateRefusal
 from engine.errors import DataError
 from engine.export.merge import PROMPTS
 from engine.handover.result import Result
-from engine.model.adapter_patterns import open_adapter
 from engine.model.config import HUB_ERRORS, auto_class, loading_error
+from engine.model.saved_adapter import open_adapter
+from engine.model.token_rows import grow_for
 
 NEW_TOKENS = 16
 
@@ -131,12 +131,13 @@ def make_reference(result: Result, *, trust_remote_code: bool = False) -> Refere
     """Answer with transformers and peft on this machine's CPU, in the dtype of the weights. Raises EnvironmentProblem:
     the base is not to be had."""
     prompts, tokenizer = make_prompts(result), result.tokenizer
-    model = _open(result, trust_remote_code)
+    model, of_base = _open(result, trust_remote_code), None
+    if result.base is not None:
+        # Before the adapter is put on it, which may change its weights.
+        of_base = [_answer(model, prompt, tokenizer, result.ends).text for prompt in prompts]
+        grow_for(model, result.folder)
+        model = open_adapter(model, str(result.folder)).model
     answers = [_answer(model, prompt, tokenizer, result.ends) for prompt in prompts]
-    of_base = None
-    if isinstance(model, PeftModel):
-        with model.disable_adapter():
-            of_base = [_answer(model, prompt, tokenizer, result.ends).text for prompt in prompts]
     return Reference(prompts, answers, of_base)
 
 
@@ -151,8 +152,7 @@ def _open(result: Result, trust_remote_code: bool) -> Any:
         )
     except HUB_ERRORS as error:
         raise loading_error(error, weights) from error
-    model.eval()
-    return open_adapter(model, str(result.folder)).eval() if result.base else model
+    return model.eval()
 
 
 def _answer(model: Any, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Greedy:

@@ -23,6 +23,7 @@ from engine.journal.events import Event, EventTail
 from engine.journal.score_groups import bootstrap
 from engine.model.reference import find_starting_weights
 from engine.model.result_files import is_hub_id
+from engine.model.tensor_file import saved_shapes
 
 MARK = re.compile(r"<!-- card of tunedeck ([0-9a-f]{64}) -->\n?$")
 """Ends a card that was written here, with the SHA-256 of the text before."""
@@ -167,6 +168,18 @@ def _introduction(spec: RunSpec, facts: Facts) -> str:
     return f"{what[facts.form]}, {start} with Tunedeck.{license}"
 
 
+def _rows(result: Result) -> str:
+    """The rows that the base's embedding needs for the adapter: those of the tables that it holds in full, else of the
+    tokenizer."""
+    least = len(result.tokenizer)
+    held = [
+        shape[0]
+        for name, shape in saved_shapes(result.folder).items()
+        if ".lora_" not in name and len(shape) == 2 and shape[0] >= least
+    ]
+    return str(max(held)) if held else "len(tokenizer)"
+
+
 def _use(result: Result, spec: RunSpec, facts: Facts) -> str:
     images = facts.task != "text-generation"
     model_class = "AutoModelForImageTextToText" if images else "AutoModelForCausalLM"
@@ -179,7 +192,7 @@ def _use(result: Result, spec: RunSpec, facts: Facts) -> str:
         revision = f", revision={json.dumps(facts.origin.revision)}" if facts.origin.revision else ""
         lines.append(f"model = {model_class}.from_pretrained({base}{revision})")
         if spec.recipe.model.add_tokens:
-            lines.append("model.resize_token_embeddings(len(tokenizer))")
+            lines.append(f"model.resize_token_embeddings({_rows(result)})")
         lines.append(f"model = PeftModel.from_pretrained(model, {repo})")
     else:
         lines.append(f"model = {model_class}.from_pretrained({repo})")

@@ -21,6 +21,7 @@ from engine.errors import UsageError
 from engine.journal.files import read_table
 from engine.model.config import HUB_ERRORS, auto_class
 from engine.model.reference import base_of_adapter
+from engine.model.saved_adapter import try_matrices
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LAYER = re.compile(r"\.(layers|h|blocks)\.\d+\.")
@@ -80,8 +81,10 @@ def read_result(spec: RunSpec, folder: Path, *, trust_remote_code: bool = False)
         base, revision = base_of_adapter(folder)
         config = read_table(folder / ADAPTER_CONFIG)
         names = tensor_names(folder / ADAPTER_WEIGHTS)
-        rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+        rank = max([int(config.get("r") or 0), *map(int, (config.get("rank_pattern") or {}).values())])
         reasons = reasons_to_merge(config, names)
+        if not reasons and not try_matrices(folder).adds_product:
+            reasons.append("it does not add B·A to the weights of its base, which is all that servers do")
         if (folder / "config.json").is_file():
             reasons.append("it was trained with scaled positions, which the config of its base does not have")
         elif not reasons and (opened := config_of(base, revision, trust_remote_code)) is not None:
@@ -111,7 +114,7 @@ def reasons_to_merge(config: dict[str, Any], names: Iterable[str]) -> list[str]:
     patterns = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]
     if patterns:
         reasons.append(f"layers have scales of their own ({', '.join(patterns)}), and vLLM scales all with one")
-    if int(config["r"]) > MAX_SERVED_RANK:
+    if int(config.get("r") or 0) > MAX_SERVED_RANK:
         reasons.append(f"rank {config['r']}: vLLM takes at most {MAX_SERVED_RANK}")
     names = sorted(names)
     adapted = [_module(name) for name in names if ".lora_" in name and "lora_magnitude_vector" not in name]

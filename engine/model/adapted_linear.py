@@ -84,7 +84,8 @@ def _is_plain(layer: LoraLayer) -> bool:
     base = layer.get_base_layer()
     linear = isinstance(base, (nn.Linear, Conv1D)) and base is layer.base_layer
     frozen = not any(parameter.requires_grad for parameter in base.parameters())
-    return linear and frozen and not layer.lora_variant and not any(layer.lora_bias.values())
+    matrices = isinstance(layer.lora_A, nn.ModuleDict)  # AdaLoRA's are parameters, with singular values between them
+    return linear and frozen and matrices and not layer.lora_variant and not any(layer.lora_bias.values())
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Opens saved adapters with peft, which matches patterns of their configs with the names of modules.
+"""Tries the patterns of a saved adapter's config on the names of a model's modules, before peft matches them.
 
 The patterns are regular expressions by the adapter's author, and one of them may take years on one name. So they are
-matched with all names in a process that can be ended, before peft does so.
+matched with all names in a process that can be ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
 
 from engine.config.files.text import quoted
@@ -27,18 +27,10 @@ PLAIN = re.compile(r"[\w.-]*")
 MOST_PLAIN = 1_000
 
 
-def open_adapter(model: Any, adapter: str, **options: Any) -> PeftModel:
-    """Wrap `model` with a saved adapter (hub id or folder); `options` as of PeftModel.from_pretrained. Raises
-    UsageError as `require_bounded_patterns` does."""
-    require_bounded_patterns(model, adapter)
-    wrapped: PeftModel = PeftModel.from_pretrained(model, adapter, **options)
-    return wrapped
-
-
-def require_bounded_patterns(model: nn.Module, adapter: str) -> None:
-    """Raise UsageError for an adapter whose config has a pattern that is no regular expression, or takes longer than
+def require_bounded_patterns(model: nn.Module, config: PeftConfig, adapter: str) -> None:
+    """Raise UsageError for an adapter whose config has a pattern that is not a regular expression, or takes longer than
     CPU_SECONDS on the names of the modules of `model`."""
-    patterns = list(patterns_of(PeftConfig.from_pretrained(adapter)))
+    patterns = list(patterns_of(config))
     if len(patterns) <= MOST_PLAIN and all(PLAIN.fullmatch(pattern) for _, pattern in patterns):
         return
     names = [name for name, _ in model.named_modules()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,8 +25,8 @@ from engine.budget.trace.trainable import ATTENTION_PARTS
 from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
-from engine.model.adapter_patterns import open_adapter
 from engine.model.peft_names import names_of_experts, not_found_again
+from engine.model.saved_adapter import ADAPTER, OpenedAdapter, open_adapter
 from engine.model.token_rows import row_targets
 from engine.model.trained import language_model, outside_text, select
 
@@ -214,21 +215,22 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
         )
 
 
-def continue_adapter(model: PreTrainedModel, adapter: str, method: Method) -> tuple[PeftModel, Coverage]:
-    """Wrap `model` with a saved adapter (hub id or folder), at its own rank and targets, not the recipe's."""
+def continue_adapter(
+    model: PreTrainedModel, adapter: str, method: Method, in_full: Sequence[str] = ()
+) -> tuple[OpenedAdapter, Coverage]:
+    """Wrap `model` with a saved adapter (hub id or folder), at its own rank and targets; parameters that match the
+    globs `in_full` are trained in full beside it. Raises as `open_adapter` does."""
     linears, experts = linear_layers(model), fused_experts(model)
-    # A file cannot be loaded to "meta". A model on "meta" takes only the shapes of the tensors loaded to the CPU.
-    place = "cpu" if model.device.type == "meta" else str(model.device)
-    wrapped = open_adapter(
+    opened = open_adapter(
         model,
         adapter,
-        is_trainable=True,
-        autocast_adapter_dtype=method.adapter_dtype == "float32",
-        torch_device=place,
+        trainable=True,
+        widened=method.adapter_dtype == "float32",
+        in_full=whole_modules(model, in_full),
     )
-    set_adapter_dtype(wrapped, method)
-    in_full = getattr(wrapped.peft_config["default"], "modules_to_save", None) or []
-    return wrapped, coverage_of(wrapped, linears, experts, in_full)
+    set_adapter_dtype(opened.model, method)
+    whole = getattr(opened.model.peft_config[ADAPTER], "modules_to_save", None) or []
+    return opened, coverage_of(opened.model, linears, experts, whole)
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
@@ -321,7 +323,7 @@ def coverage_of(
     """Count layers with and without adapters. `linears`, `experts`: all of the model, named as before wrapping."""
     wrapped = _adapted_modules(model)
     modules = {name for name in linears if name in wrapped}
-    owners = set(model.targeted_parameter_names)
+    owners = set(getattr(model, "targeted_parameter_names", ()))
     report = Coverage(
         in_full=list(in_full), shared=shared_weights({name: linears[name] for name in linears if name in modules})
     )
@@ -333,12 +335,18 @@ def coverage_of(
 
 
 def _adapted_modules(model: PeftModel) -> set[str]:
-    """Names as in the base model, without peft's prefix."""
+    """Names as in the base model, without peft's prefix: of the layers that an adapter of any type is on."""
     return {
         name.removeprefix("base_model.model.")
         for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and "default" in module.lora_A
+        if isinstance(module, BaseTunerLayer) and ADAPTER in _adapters_of(module)
     }
+
+
+def _adapters_of(layer: BaseTunerLayer) -> set[str]:
+    """The names of the adapters that a layer of peft has weights of."""
+    tables = [getattr(layer, name, None) for name in layer.adapter_layer_names]
+    return {str(name) for table in tables if isinstance(table, Collection) for name in table}
 
 
 def _touches_tied(model: PreTrainedModel, modules: Sequence[str]) -> bool:

@@ -44,10 +44,11 @@ from engine.model.config import HUB_ERRORS, auto_class, blaming_own_code, load_c
 from engine.model.dropout import has_dropout, key_dropout, keyed_dropouts, settle_dropout
 from engine.model.dropout_kernel import use_kernel
 from engine.model.fused import FusedModules
-from engine.model.loaded import LoadedModel, embedding_rows
+from engine.model.loaded import LoadedModel
 from engine.model.positions import expect_scaled, fix_frequencies, scale_positions
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import StartingWeights, find_starting_weights
+from engine.model.saved_adapter import OpenedAdapter
 from engine.model.token_rows import (
     expect_rows_of,
     expect_trained_ends,
@@ -57,7 +58,8 @@ from engine.model.token_rows import (
     token_ids,
 )
 from engine.model.tokenizer import check_vocabulary
-from engine.model.trained import decoder_of, freeze_parameters, outside_text
+from engine.model.trained import decoder_of, embedding_rows, freeze_parameters, outside_text
+from engine.model.verify import require_mergeable, require_peft_results
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -126,6 +128,9 @@ def load_model(
             fill_empty_rows(base, ids)
         check_vocabulary(tokenizer, embedding_rows(base))
         loaded = assemble(spec, settings, base, device, ids)
+        if start.adapter is not None and (place is None or place.type != "meta"):
+            require_peft_results(loaded)
+            require_mergeable(loaded)
     loaded.tokenizer = tokenizer
     if device.torch_device.type == "cuda" and keyed_dropouts(loaded.model):
         problem = use_kernel(device.torch_device)
@@ -160,8 +165,8 @@ def assemble(
         expect_scaled(base, recipe.model.rope_scaling)
     notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
     notices += _linear_attention(settings.config, spec.profile.device.kind)
-    trained, coverage = _apply_method(spec, settings.start, base, token_ids or [])
-    if settings.start.adapter is None:
+    trained, coverage, opened = _apply_method(spec, settings.start, base, token_ids or [])
+    if opened is None:
         notices += uncovered(coverage, str(base.config.get_text_config().model_type), recipe.method)
     key_dropout(trained, calls=has_dropout(settings.config))
     compute_in_input_dtype(trained)
@@ -179,6 +184,8 @@ def assemble(
         positions_scaled=recipe.model.rope_scaling is not None,
         expert_adapters=AdaptersInGroups(trained) or None,
         attends_to_padding=attends_to_later_tokens(decoder_of(base)),
+        accounts=[] if opened is None else [opened.account],
+        changed_base=() if opened is None else opened.changed_base,
     )
     loaded.model.train()
     loaded.recompute_order = _recompute_order(spec, settings.config)
@@ -355,7 +362,7 @@ def nf4_config(compute: torch.dtype | None = None) -> BitsAndBytesConfig:
 
 def _apply_method(
     spec: RunSpec, start: StartingWeights, model: PreTrainedModel, token_ids: list[int]
-) -> tuple[Any, Coverage]:
+) -> tuple[Any, Coverage, OpenedAdapter | None]:
     method, freezes = spec.recipe.method, spec.recipe.freezes_router
     routers = router_parameters(model)
     if method.kind == "full":
@@ -369,21 +376,17 @@ def _apply_method(
         freeze_parameters(model, method, [*(routers if freezes else ()), *unseen])
         if token_ids:
             expect_trained_ends(model)
-        return model, _coverage_of_full(model)
+        return model, _coverage_of_full(model), None
     model.requires_grad_(False)
-    if start.adapter is not None:
-        return _continued(spec, start.adapter, model, token_ids)
     in_full = [*method.also_train, *([] if freezes else routers)]
-    return add_adapters(model, method, in_full, token_ids)
-
-
-def _continued(spec: RunSpec, adapter: str, model: PreTrainedModel, token_ids: list[int]) -> tuple[Any, Coverage]:
-    try:
-        wrapped, coverage = continue_adapter(model, adapter, spec.recipe.method)
-    except HUB_ERRORS as error:
-        raise loading_error(error, adapter, "adapter") from error
-    expect_rows_of(wrapped, adapter, token_ids)
-    return wrapped, coverage
+    if start.adapter is not None:
+        try:
+            opened, coverage = continue_adapter(model, start.adapter, method, in_full)
+        except HUB_ERRORS as error:
+            raise loading_error(error, start.adapter, "adapter") from error
+        expect_rows_of(opened.model, start.adapter, token_ids)
+        return opened.model, coverage, opened
+    return *add_adapters(model, method, in_full, token_ids), None
 
 
 def _coverage_of_full(model: PreTrainedModel) -> Coverage:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -45,12 +45,10 @@ from engine.model.result_files import (
     saved_parts,
     write_index,
 )
+from engine.model.saved_adapter import ADAPTER, WeightAccount, adapter_tensors
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 from engine.model.tiled_mlp import MlpTiles, tiles_of
 from engine.model.trained import checkpointing_layers, decoder_of
-
-ADAPTER = "default"
-"""peft's name of the one adapter."""
 
 
 @dataclass
@@ -93,6 +91,10 @@ class LoadedModel:
     """What of the decoder layers is computed by fused kernels; None: nothing."""
     tiles: MlpTiles | None = None
     """The feed-forward blocks that can be computed in pieces; None: no block."""
+    accounts: list[WeightAccount] = field(default_factory=list)
+    """What was read of the files of base and adapter."""
+    changed_base: tuple[str, ...] = ()
+    """Layers whose weights the adapter replaced (PiSSA, OLoRA): `adapter_off` does not give the base."""
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     """Set by `load_model`. A simulated model has none."""
 
@@ -125,10 +127,10 @@ class LoadedModel:
     @property
     def adapter_is_all(self) -> bool:
         """Whether everything that is trained belongs to the adapter, so that `adapter_off` gives the base model."""
-        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        parts = (".lora_", ".modules_to_save.", ".token_adapter.")
-        of_adapter = all(any(part in name for part in parts) for name in names)
-        return isinstance(self.model, PeftModel) and of_adapter
+        if not isinstance(self.model, PeftModel) or self.changed_base:
+            return False
+        of_adapter = set(map(id, adapter_tensors(self.model).values()))
+        return all(id(parameter) in of_adapter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
@@ -318,10 +320,6 @@ def tile_mlps(loaded: LoadedModel, recipe: Recipe) -> None:
         loaded.notices.append("train.mlp_tiles changes nothing here: feed-forward blocks are computed whole")
 
 
-def embedding_rows(model: PreTrainedModel) -> int:
-    return len(cast(Tensor, model.get_input_embeddings().weight))
-
-
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
@@ -339,17 +337,15 @@ def _unwrapped(name: str) -> str:
 
 def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
     """The adapter's own tensors, not copies, by their names in a saved adapter file."""
-    state: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return state
+    return {name: tensor.detach() for name, tensor in adapter_tensors(model).items()}
 
 
 def _with_adapter_prefix(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename from names in an adapter file to those in the model's state dict, from which save_pretrained picks the
     adapter's entries. A tied weight appears under both of its names."""
-    originals = _adapter_state(model)
-    staged = {local_part(originals[name]).data_ptr(): tensor for name, tensor in state.items()}
-    live = {name: local_part(tensor).data_ptr() for name, tensor in model.state_dict().items()}
-    return {name: staged[address] for name, address in live.items() if address in staged}
+    staged = {id(tensor): state[name] for name, tensor in adapter_tensors(model).items()}
+    live = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: staged[tensor] for name, tensor in live.items() if tensor in staged}
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path) -> Hashes:

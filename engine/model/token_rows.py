@@ -8,7 +8,7 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from engine.budget.architecture.token_rows import grown_rows
 from engine.errors import UsageError
 from engine.model.adapted_linear import weight_gradient
-from engine.model.trained import language_model
+from engine.model.tensor_file import saved_shapes
+from engine.model.trained import embedding_rows, language_model
 
 EMPTY_SHARE = 0.1
 """A row whose norm is below this share of the mean norm was never trained, as those of reserved tokens."""
@@ -34,8 +35,11 @@ IDS = "trained_ids_K"
 def grow_embedding(model: PreTrainedModel, needed: int) -> None:
     """Give embedding and head at least `needed` rows; new ones are the mean of the others. UsageError: the model cannot
     be resized."""
-    weight = cast(Tensor, model.get_input_embeddings().weight)
-    before, rows = len(weight), grown_rows(len(weight), needed)
+    _grow(model, grown_rows(embedding_rows(model), needed))
+
+
+def _grow(model: PreTrainedModel, rows: int) -> None:
+    before = embedding_rows(model)
     if rows == before:
         return
     try:
@@ -43,7 +47,7 @@ def grow_embedding(model: PreTrainedModel, needed: int) -> None:
     except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
         raise _cannot_grow(model, str(error)) from error
     head = language_model(model).get_output_embeddings()
-    if head is None or len(cast(Tensor, model.get_input_embeddings().weight)) != rows or len(head.weight) != rows:
+    if head is None or embedding_rows(model) != rows or len(head.weight) != rows:
         raise _cannot_grow(model, "its output head has another size")
     with torch.no_grad():
         for each in {id(w): w for w in (model.get_input_embeddings().weight, head.weight)}.values():
@@ -52,11 +56,26 @@ def grow_embedding(model: PreTrainedModel, needed: int) -> None:
 
 
 def grow_for(model: PreTrainedModel, adapter: Path) -> None:
-    """Give a base the rows that a saved adapter trains. UsageError: the model cannot be resized."""
-    config = PeftConfig.from_pretrained(str(adapter))
-    rows: Any = getattr(config, "trainable_token_indices", None) or {}
-    needed = [number for ids in (rows.values() if isinstance(rows, dict) else [rows]) for number in ids]
-    grow_embedding(model, max(needed, default=-1) + 1)
+    """Give a base the rows of a saved adapter: those of the embedding or the head that it holds in full, or at least
+    those that it trains. UsageError: the model cannot be resized."""
+    head = language_model(model).get_output_embeddings()
+    ends = {id(model.get_input_embeddings()), id(head)}
+    names = [name for name, module in model.named_modules() if id(module) in ends]
+    rows, needed = rows_of_adapter(adapter, names)
+    if rows is not None and rows >= embedding_rows(model):
+        _grow(model, rows)
+    else:
+        grow_embedding(model, needed)
+
+
+def rows_of_adapter(adapter: Path, tables: Sequence[str]) -> tuple[int | None, int]:
+    """(rows of those modules `tables` that a saved adapter holds in full, None if it holds none; rows that its trained
+    tokens need)."""
+    shapes = saved_shapes(adapter)
+    held = [shapes[key][0] for name in tables if (key := f"base_model.model.{name}.weight") in shapes]
+    indices: Any = getattr(PeftConfig.from_pretrained(str(adapter)), "trainable_token_indices", None) or {}
+    ids = [number for each in (indices.values() if isinstance(indices, dict) else [indices]) for number in each]
+    return max(held, default=None), max(ids, default=-1) + 1
 
 
 def fill_empty_rows(model: PreTrainedModel, ids: list[int]) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,6 +34,11 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     decoder: Any = model.get_decoder()
     holds_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
     return language_model(decoder) if holds_head and decoder is not model else model
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """The rows of the embedding, those that no token uses included."""
+    return len(cast(Tensor, model.get_input_embeddings().weight))
 
 
 def checkpointing_layers(module: nn.Module) -> Iterator[nn.Module]:

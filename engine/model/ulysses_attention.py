@@ -23,8 +23,8 @@ from engine.distributed.sequence_parallel import SequenceGroup, join_sequence_gr
 from engine.distributed.votes import VotedGroup
 from engine.errors import UsageError
 from engine.model.decoder import autocast, hidden_states
-from engine.model.loaded import LoadedModel, embedding_rows
-from engine.model.trained import decoder_of
+from engine.model.loaded import LoadedModel
+from engine.model.trained import decoder_of, embedding_rows
 
 KERNEL = "tunedeck_slices"
 """The kernel's name in a model's config. transformers has no mask function of this name, so it makes no mask."""

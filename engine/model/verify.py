@@ -3,24 +3,32 @@ apart from the one packed before it, and decoder and head give the model's own l
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from engine.budget.architecture.families import FAMILIES
 from engine.data.batch import Batch, Documents
 from engine.data.tokens import IGNORED
 from engine.device.base import Device
+from engine.device.oom import classify
 from engine.errors import UsageError
+from engine.model.adapted_linear import SHARED
 from engine.model.config import auto_class, blaming_own_code
 from engine.model.decoder import LARGEST_DIFFERENCE, autocast, decoder_output, eval_mode
 from engine.model.head import OutputHead
-from engine.model.loaded import LoadedModel, embedding_rows
-from engine.model.trained import decoder_of
+from engine.model.loaded import LoadedModel
+from engine.model.saved_adapter import ADAPTER, PEFT_ERRORS, type_name
+from engine.model.trained import decoder_of, embedding_rows
 
 LENGTHS = (11, 9)
 """Tokens of the two documents: shorter than any sliding window, and no multiple of a kernel's block."""
@@ -140,6 +148,120 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
             expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
             fix="choose another model.id",
         )
+
+
+def require_peft_results(loaded: LoadedModel) -> None:
+    """Compute loss and gradient of a few tokens with the adapter that is continued, once as training does and once with
+    peft's own forward pass. UsageError: they differ, so that training would compute another model than the adapter's
+    (aLoRA and X-LoRA act on the whole model, AdaLoRA adds to the loss), or peft computes none."""
+    model = cast(PeftModel, loaded.model)
+    config = model.peft_config[ADAPTER]
+    generator = torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(1, embedding_rows(loaded.base), (2, 2 * LENGTHS[0]), generator=generator)
+    # Some types act only where certain tokens are, which their config names.
+    named = [value for value in vars(config).values() if _are_tokens(value, embedding_rows(loaded.base))]
+    ids_BS = torch.cat([ids_BS[:, :3], *(torch.tensor(ids).expand(2, -1) for ids in named), ids_BS], 1)
+    given: dict[str, Any] = {"input_ids": ids_BS.to(loaded.device.torch_device)}
+    given |= {"attention_mask": torch.ones_like(given["input_ids"]), "labels": given["input_ids"]}
+    trained = [parameter for _, parameter in loaded.trainable()]
+    try:
+        with without_dropout(model), autocast(loaded):
+            ours = _loss_and_gradient(loaded.base, given, trained)
+            with computed_by_peft(model):
+                theirs = _loss_and_gradient(model, given, trained)
+    except PEFT_ERRORS as error:
+        if classify(error) is not None:
+            raise
+        raise _not_continued(loaded, f"its layers compute nothing: {error}") from error
+    moved = _difference(ours, theirs)
+    if not moved <= LARGEST_DIFFERENCE[loaded.precision.compute]:
+        raise _not_continued(
+            loaded, f"peft's own forward pass gives another gradient than training here (they differ by {moved:.0%})"
+        )
+
+
+def require_mergeable(loaded: LoadedModel) -> None:
+    """Merge a copy of one layer of each class with its adapter. UsageError if that is not possible: no such result can
+    become a model (matrices with biases on layers without one)."""
+    model = cast(PeftModel, loaded.model)
+    tried = set()
+    for module in model.modules():
+        sort = type(module), type(getattr(module, "base_layer", None))
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, ParamWrapper) or sort in tried:
+            continue
+        tried.add(sort)
+        in_four_bits = any(not each.is_floating_point() for each in module.parameters())
+        if ADAPTER not in module.active_adapters or in_four_bits:
+            continue  # weights in 4 bits are merged from their files
+        # Neither the layers that read the same input, nor what peft was given to make this one, belong to the copy.
+        others = [each for key in (SHARED, "kwargs") if (each := vars(module).get(key)) is not None]
+        try:
+            copy.deepcopy(module, {id(each): None for each in others}).merge(safe_merge=True)
+        except PEFT_ERRORS as error:
+            if classify(error) is not None:
+                raise
+            raise _not_continued(loaded, f"peft cannot merge the result into its base: {error}") from error
+
+
+def _are_tokens(value: object, rows: int) -> bool:
+    """Whether a value of an adapter's config may be a sequence of token ids."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < rows for each in value)
+
+
+def _loss_and_gradient(model: nn.Module, given: Mapping[str, Any], trained: Sequence[Tensor]) -> list[Tensor | None]:
+    loss: Tensor = model(**given, use_cache=False).loss
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [loss.detach(), *gradients]
+
+
+def _difference(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float:
+    """The largest relative difference: of the loss, and of the whole gradient. A gradient that is None counts as 0."""
+    loss, apart, size = 0.0, 0.0, 0.0
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        one, other = (None if each is None else each.float() for each in pair)
+        between = other if one is None else one if other is None else one - other
+        squared = 0.0 if between is None else float(between.square().sum())
+        whole = 0.0 if other is None else float(other.square().sum())
+        if number == 0:
+            loss = math.sqrt(squared / whole) if whole else math.inf
+        else:
+            apart, size = apart + squared, size + whole
+    return max(loss, math.sqrt(apart / size) if size else math.inf if apart else 0.0)
+
+
+def _not_continued(loaded: LoadedModel, reason: str) -> UsageError:
+    config = cast(PeftModel, loaded.model).peft_config[ADAPTER]
+    return UsageError(
+        f"the adapter that is continued ({type_name(config)}) cannot be trained here: {reason}",
+        expected="an adapter whose layers alone decide its result, and which can be merged",
+        fix="start a new adapter, with model.adapter left out",
+    )
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with gradients inside the block; afterwards the former mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def computed_by_peft(model: nn.Module) -> Iterator[None]:
+    """Inside the block, the layers of adapters compute with peft's own forward."""
+    ours = [
+        (module, vars(module).pop("forward"))
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer) and "forward" in vars(module)
+    ]
+    try:
+        yield
+    finally:
+        for module, forward in ours:
+            vars(module)["forward"] = forward
 
 
 @contextmanager

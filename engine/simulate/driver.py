@@ -27,10 +27,11 @@ from engine.model.expert_balance import expert_balance
 from engine.model.head import find_head
 from engine.model.liger import OutlineKernels, using
 from engine.model.load import LoadedModel, assemble, choose_settings, fuse_modules
-from engine.model.loaded import embedding_rows, tile_mlps
+from engine.model.loaded import tile_mlps
 from engine.model.loss import LossFunction, choose_implementation
 from engine.model.reference import StartingWeights
 from engine.model.token_rows import grow_embedding
+from engine.model.trained import embedding_rows
 from engine.simulate.batch import RowImages, StepShape, batch_of
 from engine.simulate.device import SimulatedDevice, simulated_dropout
 from engine.simulate.fake_tensors import Assumed, experts_of

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
 from engine.model import adapter_patterns
-from engine.model.adapter_patterns import open_adapter
 from engine.model.adapters import continue_adapter
+from engine.model.saved_adapter import open_adapter
 
 ENDLESS = "(([a-z_.0-9])+)+!"
 
@@ -61,5 +61,5 @@ def test_what_is_no_regular_expression_is_an_error(pattern: str, tmp_path: Path)
     {"target_modules": r"(?:.*?(?:language|text|model).*?(?:self_attn|mlp).*?(?:q_proj).*?)"},
 ])  # fmt: skip
 def test_expressions_as_tools_write_them_are_matched(changes: dict[str, Any], tmp_path: Path) -> None:
-    wrapped = open_adapter(small_model(), saved(tmp_path, **changes))
+    wrapped = open_adapter(small_model(), saved(tmp_path, **changes)).model
     assert sum("lora_A" in name for name, _ in wrapped.named_parameters()) == 2

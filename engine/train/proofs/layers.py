@@ -17,7 +17,7 @@ from engine.budget.trace.weights import SIBLINGS
 from engine.errors import EnvironmentProblem
 from engine.model.adapted_linear import compute_in_input_dtype, compute_with_peft, is_ours, shares_input
 from engine.model.decoder import autocast
-from engine.model.loaded import ADAPTER
+from engine.model.saved_adapter import ADAPTER
 from engine.train.proofs.record import DisprovedError, Proof, ProvedRun, drawn, require_close, tolerance, worst_error
 
 ADAPTER_TOKENS, WIDEST = 7, 256
