@@ -29,7 +29,7 @@ from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.model.adapters import NOT_MERGED, router_modules, shared_weights
+from engine.model.adapters import NOT_MERGED, router_modules, shared_weights, untie_adapted_ends
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
 from engine.model.reference import base_of_adapter
@@ -175,6 +175,7 @@ class _Source:
         model = _base(self.base, self.revision, self.config_at, self.trust_remote_code, four_bit=four_bit)
         grow_for(model, self.adapter)
         wrapped = open_adapter(model, str(self.adapter)).model
+        untie_adapted_ends(wrapped)
         refuse_shared(wrapped, self.base)
         before = logits_on_prompts(wrapped, tokenizer)
         notify("merging")

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,7 +28,7 @@ from engine.config.name_patterns import matches_end, no_match
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
 from engine.model.peft_names import names_of_experts, not_found_again
-from engine.model.saved_adapter import ADAPTER, OpenedAdapter, open_adapter
+from engine.model.saved_adapter import ADAPTER, OpenedAdapter, open_adapter, task_type_of
 from engine.model.token_rows import row_targets
 from engine.model.trained import language_model, outside_text, select
 
@@ -152,6 +154,24 @@ def shared_weights(linears: Mapping[str, nn.Module]) -> list[str]:
     return [name for name, module in linears.items() if counts[id(module.weight)] > 1]
 
 
+def untie_adapted_ends(model: PeftModel) -> None:
+    """Give the head a copy of the embedding's weight where they share one and either has an adapter: merged into one
+    weight, the adapter of one end would change the other."""
+    base = cast(PreTrainedModel, model.get_base_model())
+    ends = [base.get_input_embeddings(), language_model(base).get_output_embeddings()]
+    embedding, head = (cast(Any, end.get_base_layer() if isinstance(end, LoraLayer) else end) for end in ends)
+    if head is None or head.weight is not embedding.weight or not any(isinstance(end, LoraLayer) for end in ends):
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (base.config, base.config.get_text_config()):
+        config.tie_word_embeddings = False
+    own = {name for name, each in base.named_parameters() if each is head.weight}
+    own = {name.replace(".base_layer.", ".") for name in own}
+    base.all_tied_weights_keys = {
+        name: other for name, other in (base.all_tied_weights_keys or {}).items() if name not in own
+    }
+
+
 def add_adapters(
     model: PreTrainedModel, method: Method, in_full: Sequence[str] = (), token_ids: list[int] | None = None
 ) -> tuple[PeftModel, Coverage]:
@@ -180,7 +200,7 @@ def add_adapters(
         use_dora=method.dora,
         use_rslora=method.rslora,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task_type_of(model),
         fan_in_fan_out=any(isinstance(linears.get(name), Conv1D) for name in chosen),
         ensure_weight_tying=_touches_tied(model, whole),
     )

@@ -61,15 +61,16 @@ def find_starting_weights(model: Model) -> StartingWeights:
 
 
 def base_of_adapter(folder: Path) -> tuple[str, str | None]:
-    """(base, revision) of a saved adapter: the base saved in its folder, else the one that its config names, else, for
-    a base in a folder of this machine, the one that the run of the adapter started from."""
+    """(base, revision) of a saved adapter: the base saved in its folder, else the one that its config names, else, if
+    that is a folder which is not there any more, the one that the run of the adapter started from."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str((folder / BASE_FOLDER).resolve()), None
     config = _adapter_config(folder / ADAPTER_CONFIG)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if base:
-        return str(base), None if revision is None else str(revision)
     run = next((place for place in folder.resolve().parents[:3] if (place / RUN_TOML).is_file()), None)
+    moved = base and str(base).startswith("/") and not Path(str(base)).is_dir()
+    if base and not (moved and run is not None):
+        return str(base), None if revision is None else str(revision)
     if run is None:
         raise UsageError(
             f"{folder / ADAPTER_CONFIG} does not name its base model",

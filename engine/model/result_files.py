@@ -147,12 +147,13 @@ def save_generation_config(folder: Path, defaults: GenerationConfig | None, toke
 
 
 def name_base(adapter: Path, base: str | None) -> None:
-    """Name the base of a saved adapter by its hub id, or not at all: peft also writes folders of this machine, into the
-    adapter's config and into a model card, which is removed."""
+    """Name the base of a saved adapter, a hub id or a folder of this machine, as peft opens it (None: one that has no
+    place yet). Remove the model card that peft writes, which names it too."""
     (adapter / "README.md").unlink(missing_ok=True)
     path = adapter / ADAPTER_CONFIG
     config = json.loads(path.read_text("utf-8"))
-    config["base_model_name_or_path"] = base if base and is_hub_id(base) else None
+    known = base if base and (is_hub_id(base) or Path(base).is_dir()) else None
+    config["base_model_name_or_path"] = str(Path(known).resolve()) if known and Path(known).is_dir() else known
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 

@@ -20,12 +20,13 @@ from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.device.oom import classify
 from engine.errors import UsageError
 from engine.model.adapter_patterns import require_bounded_patterns
+from engine.model.config import auto_class
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -109,6 +110,8 @@ def open_adapter(
     config = _read_config(folder, adapter)
     require_bounded_patterns(model, config, adapter)
     config.inference_mode = not trainable
+    if trainable and not isinstance(model, PeftModel):
+        config.task_type = task_type_of(model)
     if trainable and config.is_prompt_learning:
         raise _not_opened(adapter, config, "it trains a prompt in front of the model, not weights")
     place = "cpu" if model.device.type == "meta" else str(model.device)
@@ -166,6 +169,12 @@ def _blaming(adapter: str, config: PeftConfig) -> Iterator[None]:
             raise
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise _not_opened(adapter, config, first) from error
+
+
+def task_type_of(model: PreTrainedModel) -> str | None:
+    """The task type with which peft's Auto classes open an adapter of `model`. None: they take the model's class from
+    the config's auto_mapping, which peft writes, because they have no type for models with a vision encoder."""
+    return "CAUSAL_LM" if auto_class(model.config) is AutoModelForCausalLM else None
 
 
 def type_name(config: PeftConfig) -> str:
@@ -364,7 +373,7 @@ def try_matrices(folder: Path) -> Matrices:
         setattr(config, key, value)
     generator = torch.Generator().manual_seed(0)
     layer, weight_OI = (
-        nn.Linear(*a_RI.shape[1:], len(b_OR), bias=False),
+        nn.Linear(a_RI.shape[1], len(b_OR), bias=False),
         torch.randn((len(b_OR), a_RI.shape[1]), generator=generator),
     )
     layer.weight.data.copy_(weight_OI)

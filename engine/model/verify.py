@@ -165,7 +165,7 @@ def require_peft_results(loaded: LoadedModel) -> None:
     given |= {"attention_mask": torch.ones_like(given["input_ids"]), "labels": given["input_ids"]}
     trained = [parameter for _, parameter in loaded.trainable()]
     try:
-        with without_dropout(model), autocast(loaded):
+        with torch.enable_grad(), without_dropout(model), autocast(loaded):
             ours = _loss_and_gradient(loaded.base, given, trained)
             with computed_by_peft(model):
                 theirs = _loss_and_gradient(model, given, trained)

@@ -193,17 +193,22 @@ def test_a_token_that_rounding_sends_to_another_expert_is_told_and_not_refused()
     assert f"{float((logits[0][2] * 2).abs().max()):.2g} (largest logit" in told
 
 
-def test_a_local_base_is_found_by_the_run_and_not_named_in_any_file(tmp_path: Path) -> None:
+def test_a_local_base_is_named_and_found_by_the_run_where_it_has_moved(tmp_path: Path) -> None:
     base = write_model(tmp_path / "elsewhere" / "base", "qwen2")
     samples = write_samples(tmp_path / "samples.jsonl")
     model = {"id": str(base), "tokenizer": None, "init": "pretrained"}
     place = new_run(tmp_path / "runs", make_spec(samples, model=model, method={"kind": "lora"}, train={"max_steps": 1}))
     assert train(place)[0] == 0
-    assert all(str(tmp_path).encode() not in file.read_bytes() for file in place.adapter.rglob("*") if file.is_file())
+    others = [file for file in place.adapter.rglob("*") if file.is_file() and file.name != "adapter_config.json"]
+    assert all(str(tmp_path).encode() not in file.read_bytes() for file in others)
+    assert base_of_adapter(place.adapter) == (str(base), None)
+    name_base(place.adapter, tmp_path / "where it was")
     assert base_of_adapter(place.adapter) == (str(base), None)
     merge(place.adapter, tmp_path / "merged", lambda text: None)
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     shutil.copytree(place.adapter, tmp_path / "alone")
+    config = tmp_path / "alone" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
     with pytest.raises(UsageError, match="does not name its base model"):
         merge(tmp_path / "alone", tmp_path / "again", lambda text: None)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModel, PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -29,7 +29,7 @@ from engine.model.loaded import LoadedModel
 from engine.model.loss import make_loss
 from engine.model.trained import outside_text
 from engine.model.verify import verify_logits
-from tests.model.samples import batch_of, cpu, disturb, load, logits_of, name_base, run_spec
+from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec
 from tests.nested_models import NEEDS_IMAGES, NESTED, write_nested
 
 FIVE = ("qwen3_5", "llama4", "mllama", "mistral3", "qwen3_vl")
@@ -58,7 +58,6 @@ def saved(request: pytest.FixtureRequest, bases: dict[str, Path]) -> Saved:
     for loaded, name in ((adapter, "adapter"), (full, "full")):
         disturb(loaded)
         loaded.save(base / name)
-    name_base(base / "adapter", base)
     return Saved(base, adapter, full)
 
 
@@ -88,6 +87,13 @@ def test_an_adapter_opens_on_the_published_class_with_our_logits(saved: Saved) -
     ours = logits_of(saved.adapter.model, batch_of())
     torch.testing.assert_close(logits_of(opened, batch_of()), ours, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logits_of(published(saved.base), batch_of()), ours, atol=1e-3)
+
+
+def test_an_adapter_opens_with_the_auto_class_of_peft(saved: Saved) -> None:
+    opened = AutoPeftModel.from_pretrained(str(saved.base / "adapter"), dtype=torch.float32)
+    assert type(opened.get_base_model()).__name__ in named_class(saved.base)[1]
+    ours = logits_of(saved.adapter.model, batch_of())
+    torch.testing.assert_close(logits_of(opened, batch_of()), ours, rtol=1e-5, atol=1e-6)
 
 
 def test_a_merged_model_has_the_class_and_every_tensor_of_its_base(saved: Saved, tmp_path: Path) -> None:

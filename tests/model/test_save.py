@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.type_cell import opened, write_tiny
@@ -41,13 +41,23 @@ def test_an_adapter_opens_with_peft(tmp_path: Path, family: str, method: dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         reopened = PeftModel.from_pretrained(base, tmp_path / "result")
-    assert reopened.peft_config["default"].base_model_name_or_path is None  # never a folder of this machine
-    assert all(str(tmp_path).encode() not in file.read_bytes() for file in (tmp_path / "result").iterdir())
+    assert reopened.peft_config["default"].base_model_name_or_path == str(tmp_path / family)
+    others = [file for file in (tmp_path / "result").iterdir() if file.name != "adapter_config.json"]
+    assert all(str(tmp_path).encode() not in file.read_bytes() for file in others)
     batch = batch_of()
     torch.testing.assert_close(logits_of(reopened, batch), logits_of(loaded.model, batch), rtol=1e-5, atol=1e-6)
     there = dict(reopened.named_parameters())
     names = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
     assert names and all(torch.equal(there[name], loaded.model.get_parameter(name)) for name in names)
+
+
+def test_an_adapter_of_a_base_in_a_folder_opens_with_the_auto_class_of_peft(tmp_path: Path) -> None:
+    loaded = load_family(tmp_path, "llama")
+    disturb(loaded)
+    loaded.save(tmp_path / "result")
+    opened = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "result"), dtype=torch.float32)
+    batch = batch_of()
+    torch.testing.assert_close(logits_of(opened, batch), logits_of(loaded.model, batch), rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_on_fused_experts_opens_with_peft(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from peft import PeftConfig
 from peft.utils.peft_types import PeftType
+from transformers import AutoModelForCausalLM
 
 from engine.chat.sources import ChatSource, load_sources
 from engine.errors import TunedeckError, UsageError
 from engine.export.merge import merge
-from engine.model.saved_adapter import try_matrices
-from tests.model.samples import batch_of, cpu, load, logits_of, run_spec, write_model
+from engine.model.saved_adapter import PEFT_ERRORS, try_matrices
+from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec, write_model
 from tests.model.saved_adapters import WEIGHTS, foreign, lora, opened_by_peft, rewrite
 
 State = dict[str, torch.Tensor]
@@ -136,7 +137,7 @@ def test_each_type_of_adapter_is_trained_as_peft_computes_it_or_is_an_error(
 ) -> None:
     try:
         folder = foreign(llama, tmp_path / "adapter", config_of(kind))
-    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError, KeyError) as error:
+    except (*PEFT_ERRORS, AssertionError) as error:
         pytest.skip(f"peft alone cannot make it: {error}")
     try:
         loaded = load(run_spec(str(llama), adapter=str(folder)))
@@ -182,3 +183,73 @@ def test_what_an_adapter_does_to_its_base_is_computed(
     tmp_path: Path, llama: Path, change: dict[str, Any], keeps_base: bool, adds_product: bool
 ) -> None:
     assert try_matrices(foreign(llama, tmp_path / "adapter", lora(**change))) == (keeps_base, adds_product)
+
+
+@pytest.mark.parametrize(
+    ("change", "tied_head"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True}, False),
+        ({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, True),
+    ],
+)
+def test_an_adapter_on_an_end_of_a_tied_base_is_saved_restored_and_merged(
+    tmp_path: Path, tied: Path, change: dict[str, Any], tied_head: bool
+) -> None:
+    folder = foreign(tied, tmp_path / "adapter", lora(**change))
+    spec, batch = run_spec(str(tied), adapter=str(folder)), batch_of()
+    loaded = load(spec)
+    disturb(loaded)
+    loaded.save(tmp_path / "result")
+    expected = logits_of(loaded.model, batch)
+    assert torch.equal(logits_of(opened_by_peft(tied, tmp_path / "result"), batch), expected)
+    resumed = load(spec)
+    resumed.load_weights(tmp_path / "result")
+    assert torch.equal(logits_of(resumed.model, batch), expected)
+    merge(tmp_path / "result", tmp_path / "merged", lambda text: None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits_of(merged, batch), expected, rtol=1e-5, atol=1e-5)
+    assert (merged.lm_head.weight is merged.get_input_embeddings().weight) == tied_head
+
+
+def test_modules_are_added_to_those_that_an_adapter_trains(tmp_path: Path, llama: Path) -> None:
+    folder = foreign(llama, tmp_path / "adapter", lora(modules_to_save=["norm"]))
+    plain = load(run_spec(str(llama), adapter=str(folder)))
+    more = load(run_spec(str(llama), adapter=str(folder), method={"also_train": ["lm_head"]}))
+    batch = batch_of()
+    assert torch.equal(logits_of(more.model, batch), logits_of(plain.model, batch))
+    assert {name for name, _ in more.trainable()} - {name for name, _ in plain.trainable()} == {"lm_head.weight"}
+    disturb(more)
+    more.save(tmp_path / "result")
+    again = opened_by_peft(llama, tmp_path / "result")
+    assert torch.equal(logits_of(again, batch), logits_of(more.model, batch))
+    with pytest.raises(UsageError, match=r"q_proj, which has matrices"):
+        load(run_spec(str(llama), adapter=str(folder), method={"also_train": ["model.layers.0.self_attn.q_proj"]}))
+
+
+def test_pissa_is_trained_as_it_is_and_a_chat_has_the_true_base(tmp_path: Path, llama: Path) -> None:
+    folder = foreign(llama, tmp_path / "adapter", lora(init_lora_weights="pissa"))
+    spec, batch = run_spec(str(llama), adapter=str(folder)), batch_of()
+    loaded = load(spec)
+    assert loaded.changed_base and not loaded.adapter_is_all
+    torch.testing.assert_close(
+        logits_of(loaded.model, batch), logits_of(opened_by_peft(llama, folder), batch), rtol=1e-5, atol=1e-5
+    )
+    sources = [ChatSource("base", spec, None, base=True), ChatSource("it", spec, None)]
+    base, it = load_sources(sources, cpu(), lambda text: None)
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32), batch)
+    with base.active(), it.active():
+        torch.testing.assert_close(logits_of(base.loaded.model, batch), expected)
+        torch.testing.assert_close(logits_of(it.loaded.model, batch), logits_of(loaded.model, batch))
+
+
+def test_an_adapter_of_a_chat_that_is_no_run_is_not_taken_for_the_base(tmp_path: Path, llama: Path) -> None:
+    folders = [foreign(llama, tmp_path / name, lora(r=rank)) for name, rank in (("one", 4), ("two", 2))]
+    specs = [run_spec(str(llama), adapter=str(folder)) for folder in folders]
+    models = load_sources([ChatSource(spec.name, spec, None) for spec in specs], cpu(), lambda text: None)
+    assert models[0].loaded is models[1].loaded
+    batch = batch_of()
+    for model, spec in zip(models, specs, strict=True):
+        with model.active():
+            torch.testing.assert_close(logits_of(model.loaded.model, batch), logits_of(load(spec).model, batch))
