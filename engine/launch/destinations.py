@@ -41,7 +41,7 @@ RECORD = "webhook"
 """Its files in trackers/ of a run."""
 
 ALERTS = frozenset(
-    {"gradient_spike", "plateau", "not_finite", "slow_data", "disk_full", "host_memory", "rank_lost"}
+    {"no_gradient", "gradient_spike", "plateau", "not_finite", "slow_data", "disk_full", "host_memory", "rank_lost"}
 )  # fmt: skip
 """Codes of the warnings that a person who is not there wants to hear of."""
 

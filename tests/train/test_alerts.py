@@ -44,6 +44,13 @@ def test_a_loss_that_stays_is_a_plateau_but_not_at_the_end_of_a_run(tmp_path: Pa
     assert alerts(tmp_path / "done", [*falling, *([{"loss": 1.0}] * 100)], total=300)[:-1] == []
 
 
+def test_a_run_without_any_gradient_says_so_once(tmp_path: Path) -> None:
+    zero = [{"grad_norm": 0.0}] * 60
+    assert alerts(tmp_path / "long", zero)[:-1] == [("no_gradient", 3)]
+    assert alerts(tmp_path / "short", zero[:2], total=2)[:-1] == [("no_gradient", 2)]
+    assert alerts(tmp_path / "some", [{"grad_norm": 0.0}, {}, *zero])[:-1] == []
+
+
 def test_slow_data_are_told_where_the_wait_is_felt(tmp_path: Path) -> None:
     slow = [{"waited": 0.4, "seconds": 1.0}] * 40
     assert [code for code, _ in alerts(tmp_path / "slow", slow)] == ["slow_data", "not_finite"]

@@ -43,9 +43,14 @@ SLOW_LEAST_SECONDS = 2.0
 """Least seconds waited in the recent steps: what is less nobody feels, and it may be noise."""
 
 
+ZERO_STEPS = 3
+"""Steps without any gradient, the first of a process, after which the run is said to train nothing; fewer if it has
+fewer."""
+
+
 class AlertMonitor:
-    """Watches the steps of one engine process and writes the warnings `gradient_spike`, `plateau`, `not_finite` and
-    `slow_data`, each with its step."""
+    """Watches the steps of one engine process and writes the warnings `no_gradient`, `gradient_spike`, `plateau`,
+    `not_finite` and `slow_data`, each with its step."""
 
     def __init__(self, journal: Journal, total_steps: int) -> None:
         self._journal, self._total_steps = journal, total_steps
@@ -54,11 +59,14 @@ class AlertMonitor:
         self._waits: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """Seconds waited for data, and seconds in all, of each step."""
         self._least_loss, self._least_at = math.inf, 0
+        self._zero_steps: int | None = 0
+        """Steps so far, while none had a gradient; None since one had."""
         self._spoke: dict[str, int] = {}
         """The step of the latest alert of each kind."""
 
     def after_step(self, step: int, *, loss: float, grad_norm: float, waited: float, seconds: float) -> None:
         """Look at a step that was applied: its loss, gradient norm, seconds waited for data and seconds in all."""
+        self._look_for_zero(step, grad_norm)
         self._look_for_spike(step, grad_norm)
         self._look_for_plateau(step, loss)
         self._waits.append((waited, seconds))
@@ -73,6 +81,16 @@ class AlertMonitor:
         """A step whose loss or gradients are not finite; `what` says what became of it."""
         fix = "a lower train.learning_rate, or more train.warmup_steps"
         self._say("not_finite", step, f"loss or gradients of step {step} are not finite: {what}", fix)
+
+    def _look_for_zero(self, step: int, grad_norm: float) -> None:
+        if self._zero_steps is None:
+            return
+        self._zero_steps = self._zero_steps + 1 if grad_norm == 0.0 else None
+        if self._zero_steps is not None and (self._zero_steps == ZERO_STEPS or step == self._total_steps):
+            text = f"the gradient is 0 in every step up to step {step}: nothing is trained"
+            fix = "train weights that the samples use ([method]), or look at them: tunedeck data -r RECIPE --show 1"
+            self._say("no_gradient", step, text, fix)
+            self._zero_steps = None
 
     def _look_for_spike(self, step: int, grad_norm: float) -> None:
         if len(self._norms) >= LEAST_STEPS:
