@@ -10,6 +10,7 @@ import pytest
 from engine.budget.advise.plan import Plan
 from engine.config.files.caches import lengths_record, record_longest
 from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER
+from engine.config.files.machine import install_packages
 from engine.config.schema.run import Device, Profile, RunSpec
 from engine.trackers import tracker
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
@@ -50,7 +51,7 @@ def problem(choice: Choice, row: str) -> str:
         ("method.kind", "qlora", "nf4"),
         ("train.batch_sise", "8", "did you mean train.batch_size?"),
         ("data.sources.main.path", "x", 'no entry named "main"'),
-        ("trackers.use", '["wandb"]', "not installed: wandb; pip install wandb"),
+        ("trackers.use", '["wandb"]', f"not installed: wandb; {install_packages('wandb')}"),
         ("model.id", "./nowhere", "does not exist"),
     ],
 )
