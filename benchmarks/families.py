@@ -9,7 +9,7 @@ Tunedeck: an adapter with peft, beside its base and merged, a model with transfo
 engine's model. A family that cannot be trained must be refused by `recipes check`.
 
 Results are saved in benchmarks/results/families.json after each family, so an interrupted run continues where it
-stopped, and docs/families.md is written from them (`benchmarks.family_page`).
+stopped, and docs/evidence/families.md is written from them (`benchmarks.family_page`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def results_of(names: Iterable[str], jobs: int) -> Iterator[tuple[str, dict[str,
 
 
 def main() -> int:
-    """Try families, save the results and write docs/families.md; returns 1 if any family failed, else 0."""
+    """Try families, save the results and write docs/evidence/families.md; returns 1 if any family failed, else 0."""
     every = [*TRAINED, *REFUSED]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=every, metavar="NAME")

@@ -10,7 +10,7 @@ Tunedeck in the base's class.
 With --quick no runs are made: no plan is compared with a measured peak, and nothing is resumed.
 
 Results are saved in benchmarks/results/model_types.json after each type, so an interrupted run continues where it
-stopped, and docs/model-types.md is written from them (`benchmarks.type_page`).
+stopped, and docs/evidence/model-types.md is written from them (`benchmarks.type_page`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> int:
-    """Try types, save the results and write docs/model-types.md; returns 1 if any cell failed, else 0."""
+    """Try types, save the results and write docs/evidence/model-types.md; returns 1 if any cell failed, else 0."""
     every = every_type()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=every, metavar="TYPE")

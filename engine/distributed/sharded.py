@@ -4,7 +4,7 @@ Every decoder layer, the embedding, the head, and each small module beside them 
 their use and dropped after it (ZeRO-3), or kept from forward to backward (ZeRO-2), as the head's always are; a head
 tied to the embedding is one group with it, kept for the whole pass. Gradients are reduced after each micro-batch, in
 fp32: kept until the last, they would take the memory of the whole model's. Sums over micro-batches have the dtype of
-the weights, as on one device (docs/measurements.md says what that costs in bf16).
+the weights, as on one device (docs/evidence/measurements.md says what that costs in bf16).
 
 All-gather and reduce-scatter vote on the host after their buffers are allocated and before they are launched, so that
 memory that runs out on one rank ends the attempt of all at the same collective. Where ranks vote once per micro-batch
