@@ -16,19 +16,51 @@ USUAL_PROFILE = "24gb"
 """For a plan by a user who has described no hardware of his own."""
 
 
-def import_configuration_file(file: Path, *, devices: int | None, force: bool) -> None:
-    from engine.config.imports.convert import import_configuration
+def import_configuration_file(
+    file: Path, *, devices: int | None, name: str | None, to: Path | None, force: bool
+) -> None:
+    from engine.budget.advise.import_names import keep_matching_names
+    from engine.config.imports.convert import draft_of, write_recipe
     from engine.launch.requirements import own_profile
 
-    draft, target = import_configuration(file, devices=devices or 1, force=force)
+    draft = draft_of(file, devices=devices or 1)
+    keep_matching_names(draft)
+    target = write_recipe(draft, file, name=name, to=to, force=force)
     for line in account(draft, devices):
         print_line(line)
     print_line(f"imported {target.stem}: {target}")
-    name = shlex.quote(target.stem)
+    profile = own_profile() or USUAL_PROFILE
+    for line in checked(profile, target):
+        print_line(line)
+    recipe = shlex.quote(target.stem if to is None else str(target))
     if draft.blanks:
-        print_line(f"next: fill in what is listed above in {target}, then tunedeck recipes check {name}")
+        print_line(f"next: fill in what is listed above in {target}, then tunedeck recipes check {recipe}")
     else:
-        print_line(f"next: tunedeck plan -p {shlex.quote(own_profile() or USUAL_PROFILE)} -r {name}")
+        print_line(f"next: tunedeck plan -p {shlex.quote(profile)} -r {recipe}")
+
+
+def checked(profile: str, recipe: Path) -> list[str]:
+    """Return what `recipes check` and `plan` say of an imported recipe, in lines."""
+    from engine.budget.advise.gate import ANY_PROFILE, problems_of_run
+    from engine.budget.advise.parallel import settle_parallel
+    from engine.budget.advise.plan import make_plan
+    from engine.budget.advise.staged_plan import find_run_facts
+    from engine.commands.plan_text import summary_lines
+    from engine.config.load import resolve
+    from engine.errors import TunedeckError
+
+    try:
+        spec = resolve(profile, str(recipe)).spec
+        problems = problems_of_run(spec.model_copy(update={"profile": ANY_PROFILE}))
+        lines = [f"check: {problem}" for problem in problems] or ["check: no problem"]
+        if not problems:
+            facts = find_run_facts(spec)
+            settled = settle_parallel(spec, facts).spec
+            plan = make_plan(settled, facts=facts.of(settled.recipe.model))
+            lines += [f"plan on {profile}: {line}" for line in summary_lines(plan, settled)[:2]]
+    except TunedeckError as error:
+        return [f"check: {line}" for line in error.render().splitlines()]
+    return [visible(line) for line in lines]
 
 
 def account(draft: Draft, devices: int | None) -> list[str]:
@@ -40,11 +72,11 @@ def account(draft: Draft, devices: int | None) -> list[str]:
         if value is not None:
             lines.append(_line(f"{ours} = {_shown(value)}", theirs))
     if draft.with_others:
-        lines.append(visible(f"  read for these, too: {', '.join(draft.with_others)}"))
+        lines.append(visible(f"  also read for these: {', '.join(draft.with_others)}"))
     if draft.left_out:
         lines += ["left out:", *(_line(key, reason) for key, reason in draft.left_out.items())]
     if draft.empty:
-        lines += ["empty in that file:", visible(f"  {', '.join(draft.empty)}")]
+        lines += ["without a value in that file:", visible(f"  {', '.join(draft.empty)}")]
     if draft.blanks:
         lines += ["to fill in:", *(_line(key, reason) for key, reason in draft.blanks.items())]
     notes = list(draft.notes)
@@ -54,7 +86,7 @@ def account(draft: Draft, devices: int | None) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "name" in value[0]:
         return ", ".join(str(source.get("hub") or source.get("path")) for source in value)
     return quoted(value)
 

@@ -40,7 +40,13 @@ FromOption = Annotated[
 ]
 FileArgument = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="A TOML file; a recipe also from another tool's YAML.", show_default=False),
+    typer.Argument(
+        metavar="FILE", help="A TOML file; a recipe also from another tool's YAML or script.", show_default=False
+    ),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NAME", help="Name of the recipe; else after the file.", show_default=False),
 ]
 DevicesOption = Annotated[
     int | None,
@@ -96,14 +102,22 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
 def _add_import(group: typer.Typer, kind: SpecKind) -> None:
     if kind == "recipe":
 
-        @group.command("import", help="Check and copy someone's recipe, or another tool's YAML.")
-        def import_recipe(file: FileArgument, devices: DevicesOption = None, force: ForceOption = False) -> None:
-            if file.suffix.lower() in (".yml", ".yaml"):
+        @group.command("import", help="Check and copy someone's recipe, or convert another tool's YAML or script.")
+        def import_recipe(
+            file: FileArgument,
+            devices: DevicesOption = None,
+            name: NameOption = None,
+            to: ToOption = None,
+            force: ForceOption = False,
+        ) -> None:
+            if name is not None and to is not None:
+                raise UsageError("--name and --to both say where to write", fix="give one of them")
+            if file.suffix.lower() == ".toml":
+                _import(kind, file, force, name=name, to=to)
+            else:
                 from engine.commands.imported import import_configuration_file
 
-                import_configuration_file(file, devices=devices, force=force)
-            else:
-                _import(kind, file, force)
+                import_configuration_file(file, devices=devices, name=name, to=to, force=force)
 
     else:
 
@@ -112,10 +126,10 @@ def _add_import(group: typer.Typer, kind: SpecKind) -> None:
             _import(kind, file, force)
 
 
-def _import(kind: SpecKind, file: Path, force: bool) -> None:
+def _import(kind: SpecKind, file: Path, force: bool, *, name: str | None = None, to: Path | None = None) -> None:
     from engine.config.files.write import import_spec_file
 
-    target = import_spec_file(kind, file, force=force)
+    target = import_spec_file(kind, file, name=name, to=to, force=force)
     print_line(f"imported {target.stem}: {target}")
 
 

@@ -26,6 +26,15 @@ ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 """Prompts of instruction rows for a tokenizer without a chat template (layout: Stanford Alpaca, 2023)."""
 
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+ALPACA_PREAMBLE_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+)
+"""The sentences before these prompts in Stanford Alpaca's data, with template = "alpaca" and "alpaca-chat"."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -43,6 +52,8 @@ class Format:
     image_root: str | None = field(default=None, repr=False)
     pairs: Literal["chat", "unmarked", "plain"] = field(default="plain", repr=False)
     """Which prompts with completions become conversations: all, those without a marker of the chat template, none."""
+    has_preamble: bool = field(default=False, repr=False)
+    """Whether the prompt of an instruction row is Stanford Alpaca's, with its first sentences."""
     markers: Sequence[str] = field(default=(), repr=False)
     """Texts of which a row has one that went through the chat template already."""
     opening: str = field(default="", repr=False)
@@ -81,7 +92,7 @@ class Format:
         if self.name in ("chat", "sharegpt"):
             return conversation(values, calls=self.version > 2, names=self.names)
         if self.name == "alpaca":
-            return _instruction(values, self.chat)
+            return _instruction(values, self.chat, self.has_preamble)
         if self.name == "prompt-completion":
             return self._pair(values)
         if self.name in PREFERENCE_FORMATS:
@@ -166,7 +177,7 @@ TOOLS_NEED_TEMPLATE = "tools need a chat template"
 """Drop reason."""
 
 
-def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
+def _instruction(values: dict[str, Any], chat: bool, has_preamble: bool) -> Record | Dropped:
     given = {"input": "", "system": "", **{name: value for name, value in values.items() if value is not None}}
     for name in ("instruction", "output", "input", "system"):
         if problem := _not_text(name, given.get(name)):
@@ -177,12 +188,19 @@ def _instruction(values: dict[str, Any], chat: bool) -> Record | Dropped:
     if not chat:
         if tools_of(given.get("tools")):
             return Dropped(TOOLS_NEED_TEMPLATE)
-        layout = ALPACA_LAYOUT_INPUT if given["input"] else ALPACA_LAYOUT
+        layout = _alpaca_layout(bool(given["input"]), has_preamble)
         head = f"{given['system']}\n\n" if given["system"] else ""
         head += "".join(f"{ALPACA_LAYOUT.format(instruction=asked)}{answer}\n\n" for asked, answer in rounds)
         return PairRecord(head + layout.format(**given), given["output"])
     question = "\n\n".join(part for part in (given["instruction"], given["input"]) if part)
+    if has_preamble:
+        question = _alpaca_layout(bool(given["input"]), True).format(**given)
     turns = [{"role": role, "content": text}
              for asked in [*rounds, (question, given["output"])]
              for role, text in zip(("user", "assistant"), asked, strict=True)]  # fmt: skip
     return conversation({"messages": turns, "system": given["system"], "tools": given.get("tools")})
+
+
+def _alpaca_layout(has_input: bool, has_preamble: bool) -> str:
+    preamble, layout = (ALPACA_PREAMBLE_INPUT, ALPACA_LAYOUT_INPUT) if has_input else (ALPACA_PREAMBLE, ALPACA_LAYOUT)
+    return preamble * has_preamble + layout

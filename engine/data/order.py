@@ -112,6 +112,11 @@ class SampleOrder:
         position = step * self.batch_size
         return (position if self._end is None else min(position, self._end)) / self.epoch_size
 
+    def ends_part(self, step: int, parts: int) -> bool:
+        """Whether `step` takes the last sample of one of the `parts` equal parts of an epoch."""
+        before, after = ((at * self.batch_size * parts) // self.epoch_size for at in (step - 1, step))
+        return after > before
+
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Sample indices of epoch number `epoch` (counted from 0), in training order: int64[epoch_size]."""
         if epoch not in self._cached:

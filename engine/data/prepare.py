@@ -270,6 +270,7 @@ def _source_fingerprint(opened: _Opened, tokeniser: Tokeniser) -> str:
         *([f"split {tokeniser.overlap}"] if tokeniser.split and form.name == "text" else []),
         *([f"{PAIRS_VERSION} {form.pairs}"] if form.has_chat_pairs else []),
         *([repr(form.names)] if form.names != TurnNames() else []),
+        *(["alpaca preamble"] if form.has_preamble else []),
     )  # fmt: skip
 
 

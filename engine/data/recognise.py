@@ -124,6 +124,9 @@ def judged_by(recipe: Recipe) -> Judged:
 ALWAYS_CHAT = ("chat", "sharegpt", *IMAGE_FORMATS)
 """Formats that nothing but a chat template can render."""
 
+ALPACA_TEMPLATES = ("alpaca", "alpaca-chat")
+"""Values of `template` that are prompts of instruction rows."""
+
 CONVERSATIONS = ("messages", "conversations")
 """Columns that are a pair's prompt, if it has no other."""
 
@@ -165,8 +168,8 @@ def recognise(
     ((name, fields),) = fitting.items()
     _check_template(name, source)
     _check_turn_names(name, source)
-    chat = has_template and (name != "alpaca" or source.template != "none")
-    chat |= name == "alpaca" and source.template == "chat"
+    chat = has_template and (name != "alpaca" or source.template not in ("none", "alpaca"))
+    chat |= name == "alpaca" and source.template in ("chat", "alpaca-chat")
     builtin = (source.path or "").startswith(BUILTIN_PREFIX)
     pairs: Literal["chat", "unmarked", "plain"] = "chat" if source.template == "chat" else "plain"
     if source.template == "auto" and has_template and not builtin:
@@ -182,11 +185,18 @@ def recognise(
         opening=opening,
         version=version,
         names=names,
+        has_preamble=source.template in ALPACA_TEMPLATES,
     )
 
 
 def _check_template(format_name: str, source: Source) -> None:
     """Raises DataError: plain text has no turns, and a conversation is nothing without its template."""
+    if source.template in ALPACA_TEMPLATES and format_name != "alpaca":
+        raise DataError(
+            f'source {source.name}: template = "{source.template}" with rows of the format {format_name}',
+            expected="rows with instruction and output",
+            fix=f"add --set {shlex.quote(f'data.sources.{source.name}.template=auto')}",
+        )
     wrong = {"text": "chat"}.get(format_name, "none" if format_name in ALWAYS_CHAT else None)
     if source.template == wrong:
         raise DataError(

@@ -158,7 +158,7 @@ CASES: dict[str, Case] = {
     "data.sources.weight": Case(order, "1.0", "3.0", at="data.sources.second.weight"),
     "data.sources.columns": Case(data, "", '{prompt = "completion"}', at="data.sources.main.columns"),
     "data.sources.roles": Case(
-        data, "{}", "{system = \"user\"}", ("data.sources.main.path=CHATS",), at="data.sources.main.roles"
+        data, "{}", '{system = "user"}', ("data.sources.main.path=CHATS",), at="data.sources.main.roles"
     ),
     "data.sources.image_root": Case(data, "", "./gone", IMAGES, at="data.sources.main.image_root", refused=True),
     "data.sources.prompt": Case(data, "what?", "where?", IMAGES, at="data.sources.main.prompt"),
@@ -213,11 +213,13 @@ CASES: dict[str, Case] = {
     "train.groups.learning_rate": Case(run, GROUP, GROUP.replace("1e-2", "2e-2"), at=""),
     "train.groups.weight_decay": Case(run, GROUP, GROUP.replace("learning_rate=1e-2", "weight_decay=0.5"), at=""),
     "checkpoint.every_steps": Case(run, "", "1"),
+    "checkpoint.per_epoch": Case(run, "", "99"),
     "checkpoint.every_minutes": Case(run, "0", "1e-9"),
     "checkpoint.keep": Case(run, "1", "2", (*STEPS, "checkpoint.every_steps=1")),
     "checkpoint.best_metric": Case(run, "loss", "exact_match", (*PICKED, 'eval.metrics=["loss", "exact_match"]')),
     "checkpoint.result": Case(run, "last", "best", (*PICKED, "train.learning_rate=0.3")),
     "eval.every_steps": Case(run, "", "1", HELD_OUT),
+    "eval.per_epoch": Case(run, "", "2", HELD_OUT),
     "eval.at_start": Case(run, "false", "true", HELD_OUT),
     "eval.limit": Case(run, "1", "2", HELD_OUT),
     "eval.metrics": Case(run, '["loss"]', '["exact_match"]', (*ANSWERS, "checkpoint.best_metric=")),

@@ -52,6 +52,20 @@ def test_instruction_rows_become_a_conversation_where_there_is_a_template() -> N
     assert record({**row, "input": ""}, has_template=False).prompt == "### Instruction:\nadd\n\n### Response:\n"
 
 
+@pytest.mark.parametrize("given", ["", "1 2"])
+def test_instruction_rows_can_have_the_prompt_of_stanford_alpaca(given: str) -> None:
+    row = {"instruction": "Add", "input": given, "output": "3"}
+    plain = record(row, template="alpaca")
+    assert isinstance(plain, PairRecord)
+    start = "Below is an instruction that describes a task" + (", paired with an input" if given else ". Write")
+    assert plain.prompt.startswith(start) and plain.prompt.endswith("\n\n### Response:\n")
+    assert ("### Input:\n1 2" in plain.prompt) == bool(given)
+    chat = record(row, template="alpaca-chat")
+    assert isinstance(chat, ChatRecord) and chat.messages[0]["content"] == plain.prompt
+    with pytest.raises(DataError):
+        record({"prompt": "a", "completion": "b"}, template="alpaca")
+
+
 def test_columns_can_be_named() -> None:
     row = {"q": "a", "a": "b", "text": "c"}
     assert record(row, columns={"prompt": "q", "completion": "a"}, template="none") == PairRecord("a", "b")

@@ -75,3 +75,11 @@ def test_weights_that_leave_nothing_are_refused() -> None:
 
 
 FROZEN = [3, 7, 4, 2, 1, 6, 5, 0]
+
+
+@pytest.mark.parametrize(("batch_size", "parts"), [(4, 1), (4, 3), (7, 2), (3, 5)])
+def test_parts_of_an_epoch_end_as_often_in_each_epoch(batch_size: int, parts: int) -> None:
+    order = SampleOrder(50, seed=0, shuffle=True, batch_size=batch_size, epochs=3.0)
+    ends = [step for step in range(1, order.steps(3.0, None) + 1) if order.ends_part(step, parts)]
+    assert len(ends) == 3 * parts
+    assert [order.epoch_at(step) * parts >= part for part, step in enumerate(ends, 1)] == [True] * len(ends)

@@ -276,6 +276,7 @@ def evaluation_has_data(recipe: Recipe) -> Problems:
         return
     for key, found in {
         "every_steps": recipe.eval.every_steps,
+        "per_epoch": recipe.eval.per_epoch,
         "at_start": recipe.eval.at_start,
         "samples": recipe.eval.samples,
         "prompts": recipe.eval.prompts,
@@ -301,11 +302,12 @@ def exact_match_has_answers(recipe: Recipe) -> Problems:
 
 
 def early_stopping_is_reached(recipe: Recipe) -> Problems:
-    if recipe.eval.early_stopping_patience is not None and recipe.eval.every_steps is None and has_validation(recipe):
+    repeats = recipe.eval.every_steps is not None or recipe.eval.per_epoch is not None
+    if recipe.eval.early_stopping_patience is not None and not repeats and has_validation(recipe):
         yield Problem(
             ("eval", "early_stopping_patience"),
             "early stopping with one evaluation, at the end",
-            "eval.every_steps is needed",
+            "eval.every_steps or eval.per_epoch is needed",
         )
 
 

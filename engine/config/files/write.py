@@ -150,9 +150,11 @@ def _update(node: Any, wanted: Any) -> None:
             node[key] = value
 
 
-def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Path:
-    """Check someone else's file and copy it into the user's folder, under its `name` key or its own name; returns the
-    copy.
+def import_spec_file(
+    kind: SpecKind, source: Path, *, name: str | None = None, to: Path | None = None, force: bool = False
+) -> Path:
+    """Check someone else's file and copy it to `to`, or into the user's folder as `name`, under its `name` key or its
+    own name; return the copy.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
     and, without `force`, for a name that exists already.
@@ -166,7 +168,9 @@ def import_spec_file(kind: SpecKind, source: Path, *, force: bool = False) -> Pa
     problems += unshareable_paths(document.data)
     if problems or table is None:
         raise SpecError(document.render_all(problems), fix="nothing was imported: correct the file, or use its path")
-    target = user_folder() / KIND_FOLDERS[kind] / f"{table.name}.toml"
+    if name is not None:
+        require_name(name)
+    target = to or user_folder() / KIND_FOLDERS[kind] / f"{name or table.name}.toml"
     return write_new_file(target, source.read_bytes(), force=force)
 
 

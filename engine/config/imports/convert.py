@@ -14,10 +14,11 @@ from engine.config.files.document import Place, Problem, decode_utf8, key_text, 
 from engine.config.files.find import KIND_FOLDERS, reach, unshareable_paths, user_folder
 from engine.config.files.machine import working_directory
 from engine.config.files.text import quoted, visible
-from engine.config.files.write import write_new_file
+from engine.config.files.write import require_name, write_new_file
+from engine.config.imports.command_lines import read_command_line
 from engine.config.imports.draft import Draft
 from engine.config.imports.llama_factory import find_beside, read_dataset_info
-from engine.config.imports.tools import DEFAULTS, READERS, require_shapes, tool_of
+from engine.config.imports.tools import DEFAULTS, READERS, ROWS, refuse_rewards, require_shapes, tool_of
 from engine.config.schema.recipe import Recipe
 from engine.errors import SpecError, UsageError
 
@@ -172,21 +173,21 @@ def _is_word(value: Any) -> bool:
 
 
 ENDINGS = (".yml", ".yaml")
-ORDER = ("model", "method", "preference", "data", "train", "checkpoint", "eval", "parallel", "trackers")
+SCRIPTS = (".sh", ".bash", ".txt")
+ORDER = ("model", "method", "preference", "data", "train", "checkpoint", "eval", "moe", "parallel", "trackers")
 
 
-def import_configuration(source: Path, *, devices: int = 1, force: bool = False) -> tuple[Draft, Path]:
-    """Read `source`, write the recipe into the user's folder; returns the account and the recipe's path.
+def write_recipe(
+    draft: Draft, source: Path, *, name: str | None = None, to: Path | None = None, force: bool = False
+) -> Path:
+    """Write the recipe to `to`, or into the user's folder as `name` or after its source; return the path.
 
-    Raises SpecError for a file that is no such configuration or trains in a way that does not exist here, UsageError
-    for a symbolic link and, without `force`, for a name that exists already.
+    Raises UsageError for a name that is not valid and, without `force`, for a file that exists.
     """
-    if source.is_symlink():
-        raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
-    draft = draft_of(source, devices=devices)
-    name = name_for(source)
-    target = user_folder() / KIND_FOLDERS["recipe"] / f"{name}.toml"
-    return draft, write_new_file(target, recipe_text(draft, source.name).encode(), force=force)
+    if name is not None:
+        require_name(name)
+    target = to or user_folder() / KIND_FOLDERS["recipe"] / f"{name or name_for(source)}.toml"
+    return write_new_file(target, recipe_text(draft, source.name).encode(), force=force)
 
 
 def name_for(source: Path) -> str:
@@ -194,35 +195,65 @@ def name_for(source: Path) -> str:
 
 
 def draft_of(source: Path, *, devices: int = 1) -> Draft:
+    """Read a file of another tool, or a script with its command line, into a draft of a recipe.
+
+    Raises SpecError for a file that is not such a configuration or trains in a way that is not supported, UsageError
+    for a symbolic link.
+    """
+    if source.is_symlink():
+        raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
     label = visible(str(source))
-    data, text = read_yaml(source)
-    tool = tool_of(data, label)
-    info = read_dataset_info(source, str(data.get("dataset_dir") or "data"), working_directory())
-    draft = Draft(tool, dict(data), devices, dataset_info=info, text=text)
+    folders = (working_directory(), source.absolute().parent)
+    if source.suffix.lower() in SCRIPTS:
+        text = decode_utf8(read_bytes(source, label), label)
+        tool, trainer, data = read_command_line(text, label)
+        draft = Draft(tool, dict(data), devices, text=text, folders=folders, trainer=trainer)
+    else:
+        data, text = read_yaml(source)
+        tool = tool_of(data, label)
+        draft = Draft(tool, dict(data), devices, text=text, folders=folders)
+    draft.dataset_info = read_dataset_info(source, str(data.get("dataset_dir") or "data"), working_directory())
     if tool == FACTORY and isinstance(named := data.get("train_dataset"), str) and named.endswith(ENDINGS):
         beside = find_beside(source, named, working_directory())
         draft.dataset_info = read_yaml(beside)[0] if beside else {}
     try:
         require_shapes(draft)
+        refuse_rewards(draft)
         READERS[tool](draft)
-        draft.take_batch()
+        draft.take_batch(ROWS[tool])
+        _take_rates(draft)
         draft.take_rest()
     except SpecError as error:
         problems = [problem if problem.startswith(label) else f"{label}: {problem}" for problem in error.problems]
         raise SpecError(problems, fix=error.fix) from None
-    _settle(draft)
     for ours, value in DEFAULTS[tool].items():
         if ours == "train.epochs" and draft.get("train.max_steps") is not None:
             continue
-        if not (ours in ("method.rank", "method.dropout") and draft.get("method.kind") == "full"):
+        if not (ours.startswith("method.") and draft.get("method.kind") == "full"):
             draft.default(ours, value)
+    _settle(draft)
     _drop_refused(draft, label)
     draft.settle_account(data)
     return draft
 
 
+def _take_rates(draft: Draft) -> None:
+    """Set groups with their own learning rates: lora_B by LoRA+, and embeddings."""
+    rate = next(
+        (draft.theirs[key] for key in ("learning_rate", "lr") if isinstance(draft.theirs.get(key), float)), None
+    )
+    groups: list[dict[str, Any]] = []
+    for key in ("loraplus_lr_ratio", "lorap_lr_ratio", "peft_config.loraplus_lr_ratio"):
+        ratio = draft.theirs.get(key)
+        if isinstance(ratio, (int, float)) and rate is not None and draft.get("method.kind") != "full":
+            groups.append({"match": "**lora_B**", "learning_rate": rate * draft.take(key)})
+            draft.origin["train.groups"] = key
+    if groups:
+        draft.set("train.groups", groups, draft.origin["train.groups"])
+
+
 def _settle(draft: Draft) -> None:
-    """What follows from several keys at once."""
+    """Decide what follows from several keys at once."""
     model = draft.get("model.id")
     if isinstance(model, str) and (reason := reach(model.removeprefix("./"))):
         draft.blanks["model.id"] = f"{quoted(model)} {reason}: write the model's hub id, or its folder here"
@@ -234,33 +265,66 @@ def _settle(draft: Draft) -> None:
     if by_steps and draft.get("train.epochs") is not None:
         draft.leave(draft.origin.pop("train.epochs"), "a number of steps is given, which counts there")
         del draft.recipe["train"]["epochs"]
-    if draft.get("method.kind") == "full":
-        for key in ("rank", "alpha", "dropout", "targets", "exclude", "also_train", "rslora", "dora"):
-            if draft.recipe["method"].pop(key, None) is not None:
-                draft.leave(draft.origin.pop(f"method.{key}"), "no adapter is trained")
-        if draft.recipe.get("model", {}).get("quantize") == "nf4":
-            draft.refuse(draft.origin["model.quantize"], True, "weights in 4 bits cannot be trained in full")
+    _settle_method(draft)
     if draft.unbounded_length:
         draft.notes.append("that file cuts at no length; here data.max_length is 2048 tokens, and longer text is split")
-    if draft.get("method.objective") == "dpo":
-        for source in [*draft.get("data.sources"), *(draft.get("data.validation") or [])]:
-            with_images = source.get("format") in ("image-chat", "image-preference") or draft.has_images
-            if draft.get("preference.loss") != "kto":
-                source["format"] = "image-preference" if with_images else "preference"
-            elif source.get("format") != "image-preference":
-                # Without images, rows with labels and pairs are both recognised by their columns.
-                source["format"] = "image-unpaired-preference" if with_images else "auto"
+    _settle_schedule(draft)
+    _settle_preferences(draft)
     has_validation = bool(draft.get("data.valid_fraction") or draft.get("data.validation"))
     if not has_validation:
-        for ours in ("eval.every_steps", "eval.early_stopping_patience", "checkpoint.result"):
+        for ours in ("eval.every_steps", "eval.per_epoch", "eval.early_stopping_patience", "checkpoint.result"):
             if draft.get(ours) not in (None, "last"):
                 table, key = ours.split(".")
                 del draft.recipe[table][key]
                 draft.leave(draft.origin.pop(ours), "nothing is held out to evaluate on")
+    if draft.get("data.loss_on") == "completion" and "default" in draft.origin.get("data.loss_on", ""):
+        draft.recipe["data"].pop("loss_on")
+
+
+def _settle_method(draft: Draft) -> None:
+    if draft.get("method.kind") != "full":
+        return
+    for key in ("rank", "alpha", "dropout", "targets", "exclude", "also_train", "rslora", "dora", "adapter_dtype"):
+        if draft.recipe["method"].pop(key, None) is not None:
+            draft.leave(draft.origin.pop(f"method.{key}"), "no adapter is trained")
+    if draft.recipe.get("model", {}).get("quantize") == "nf4":
+        draft.refuse(draft.origin["model.quantize"], True, "weights in 4 bits cannot be trained in full")
+    if draft.rounds_weights and draft.get("model.dtype") in (None, "auto", "bfloat16"):
+        draft.set("train.rounding", "nearest", f"{draft.tool} trains the bfloat16 weights themselves")
+        if draft.get("train.optimizer") in (None, "adamw", "sgd"):
+            draft.set("train.state_dtype", "bfloat16", f"{draft.tool} trains the bfloat16 weights themselves")
+        draft.notes.append(
+            "weights in bfloat16 lose most small updates; remove train.rounding and train.state_dtype to keep them"
+        )
+
+
+def _settle_schedule(draft: Draft) -> None:
+    if draft.origin.get("train.scheduler") != "lr_scheduler_type" or draft.said.get("lr_scheduler_type") != "constant":
+        return
+    for ours in ("train.warmup_ratio", "train.warmup_steps"):
+        if draft.get(ours) is not None:
+            del draft.recipe["train"][ours.partition(".")[2]]
+            draft.leave(draft.origin.pop(ours), "the schedule constant has no warm-up there")
+
+
+def _settle_preferences(draft: Draft) -> None:
+    if draft.get("method.objective") != "dpo":
+        return
+    if draft.get("method.dropout"):
+        del draft.recipe["method"]["dropout"]
+        draft.leave(draft.origin.pop("method.dropout"), "dropout is off while preferences are trained, as it is there")
+    for source in [*draft.get("data.sources"), *(draft.get("data.validation") or [])]:
+        with_images = source.get("format") in ("image-chat", "image-preference") or draft.has_images
+        if draft.get("preference.loss") != "kto":
+            source["format"] = "image-preference" if with_images else "preference"
+        elif source.get("format") != "image-preference":
+            # Without images, rows with labels and pairs are both recognised by their columns.
+            source["format"] = "image-unpaired-preference" if with_images else "auto"
+        source.pop("template", None)
 
 
 def _drop_refused(draft: Draft, label: str) -> None:
-    """Leave out each value that the check refuses, with its reason; refuse the file where that is model or data."""
+    """Make each value that the check does not accept a blank, with its reason; raise where that is model or data."""
     draft.recipe = {key: draft.recipe[key] for key in ORDER if draft.recipe.get(key)}
     for _ in range(20):
         _, problems = check_table(Recipe, {"schema": 1, "kind": "recipe", "name": "imported", **draft.recipe})
@@ -279,9 +343,8 @@ def _drop(draft: Draft, problem: Problem, label: str) -> None:
         raise SpecError([f"{label}: {words}"], fix="nothing was imported")
     table, key = str(place[0]), str(place[1])
     value = draft.recipe[table].pop(key)
-    draft.leave(
-        draft.origin.pop(f"{table}.{key}", f"{table}.{key}"), f"{quoted(value)}: {problem.found}; {problem.allowed}"
-    )
+    theirs = draft.origin.pop(f"{table}.{key}", f"{table}.{key}")
+    draft.ask(theirs, f"{table}.{key}", f"{quoted(value)}: {problem.found}; {problem.allowed}")
 
 
 def _droppable(draft: Draft) -> set[Place]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.config.check.aliases import (
@@ -17,7 +18,7 @@ from engine.config.check.aliases import (
     first_number,
     shard_of,
 )
-from engine.config.check.no_counterpart import CANNOT_IMPORT, NO_COUNTERPART
+from engine.config.check.no_counterpart import ASKED_ABOUT, CANNOT_IMPORT, LEFT_OUT, NEUTRAL
 from engine.config.files.text import quoted
 from engine.errors import SpecError
 
@@ -38,6 +39,21 @@ EXPRESSION = re.compile(r"[\\()\[^$+|]|\.\*")
 
 MAX_GLOBS, MAX_EXPRESSION = 100, 1000
 """Globs that an expression may become, and its characters."""
+HEADS = ("lm_head", "output", "embed_out")
+"""Names of the layer that computes the logits."""
+
+STRATEGIES = {
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "eval.per_epoch"),
+    **dict.fromkeys(("save_strategy",), "checkpoint.per_epoch"),
+}
+"""The Trainer's keys that say "epoch", "steps" or "no", to ours."""
+
+HARMLESS = (
+    *("model.attention", "model.kernels", "data.workers", "parallel", "trackers", "eval", "checkpoint"),
+    *("train.loss", "train.compile", "train.gradient_checkpointing", "train.activation_offload", "train.mlp_tiles"),
+    *("train.optimizer_offload", "train.log_every_steps", "train.seed", "train.deterministic"),
+)
+"""Our keys and tables that change nothing about what is trained, beyond the order of sums and of samples."""
 
 
 def globs_of(pattern: str) -> list[str]:
@@ -82,6 +98,12 @@ class Draft:
     """Whether the file says that all its data have images."""
     text: str = ""
     """The file itself: torchtune names a model's hub id in a comment only."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """Their keys as the file has them, also those that have an account."""
+    folders: tuple[Path, ...] = ()
+    """Where a relative path of the file may lead: the working directory and the file's folder."""
+    trainer: str = ""
+    """The trainer that a command line names, such as "dpo"."""
     recipe: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     """Our dotted key to their key, or to the words for their default."""
@@ -93,10 +115,20 @@ class Draft:
     with_others: list[str] = field(default_factory=list)
     """Their keys that had a part in what another key was mapped to, such as the split of a data set."""
     notes: list[str] = field(default_factory=list)
+    rounds_weights: bool = False
+    """Whether the tool trains the weights themselves in bfloat16, so that each update is rounded to it."""
+
+    def __post_init__(self) -> None:
+        self.said = dict(self.theirs)
 
     def take(self, key: str) -> Any:
         """Their value, which the caller accounts for; None if they do not have it."""
         return self.theirs.pop(key, None)
+
+    def take_named(self, key: str) -> str:
+        """Remove their key, which the caller has read, and return its name."""
+        self.theirs.pop(key, None)
+        return key
 
     def settle_account(self, keys: Iterable[str]) -> None:
         """See that each of their keys is in one of the lists."""
@@ -127,22 +159,34 @@ class Draft:
     def refuse(self, key: str, value: Any, reason: str) -> None:
         raise SpecError([f"{key} = {quoted(value)}: {reason}"], fix="nothing was imported")
 
-    def take_batch(self) -> None:
-        """train.batch_size from sequences per device, accumulation and devices; the micro-batch stays automatic."""
+    def take_batch(self, default_rows: int) -> None:
+        """Set train.batch_size from sequences per device, accumulation and devices; the micro-batch stays automatic.
+
+        `default_rows`: what the tool takes where the file gives no number of sequences per device.
+        """
         used = [key for key in (*PER_DEVICE, *ACCUMULATION) if self.theirs.get(key) is not None]
         rows, steps = first_number(self.theirs, PER_DEVICE), first_number(self.theirs, ACCUMULATION)
         for key in used:
             value = self.theirs.pop(key)
             if first_number({key: value}, (key,)) is None:
-                self.blanks[key] = f"{quoted(value)} is no number of sequences: set train.batch_size"
-        if used and not self.blanks.keys() & set(used):
-            self.set("train.batch_size", (rows or 8) * (steps or 1) * self.devices, " x ".join([*used, "devices"]))
+                self.blanks[key] = f"{quoted(value)} is not a number of sequences: set train.batch_size"
+        if self.blanks.keys() & set(used) or self.get("train.batch_size") is not None:
+            return
+        words = [*used] if used else [f"{self.tool}'s default"]
+        self.set(
+            "train.batch_size", (rows or default_rows) * (steps or 1) * self.devices, " x ".join([*words, "devices"])
+        )
 
     def take_rest(self) -> None:
         """Account for every key that is left."""
         if any(key in self.theirs for key in BETAS):
             betas = [self.take(BETAS[0]) or 0.9, self.take(BETAS[1]) or 0.999]
             self.set("train.betas", betas, " and ".join(BETAS))
+        for theirs, ours in STRATEGIES.items():
+            if (value := self.take(theirs)) == "epoch" and self.get(ours) is None:
+                self.set(ours, 1, theirs)
+            elif value is not None:
+                self.leave(theirs, f"{quoted(value)}: set by a number of steps, or off")
         for key in list(self.theirs):
             self._take_one(key, self.theirs.pop(key))
 
@@ -154,41 +198,84 @@ class Draft:
         elif name in CANNOT_IMPORT:
             if value not in OFF:
                 self.refuse(key, value, CANNOT_IMPORT[name])
-            self.leave(key, f"off, as here: {CANNOT_IMPORT[name]}")
+            self.leave(key, f"off; {CANNOT_IMPORT[name]}")
         elif name in DEEPSPEED or name in ("fsdp", "fsdp_config"):
             self._shard(key, value)
         elif row is not None and ".NAME." not in row.key:
             self.translate(key, value, row.key, row.value(value))
         elif name in SAME_NAME:
             self.translate(key, value, f"{SAME_NAME[name]}.{name}", value)
-        elif name in NO_COUNTERPART:
-            self.leave(key, ("off; " if value is False else "") + NO_COUNTERPART[name])
-        elif value is False:
-            self.leave(key, "off, and Tunedeck knows nothing of this name")
+        elif name in LEFT_OUT:
+            self.leave(key, ("off; " if value is False else "") + LEFT_OUT[name])
+        elif name in ASKED_ABOUT:
+            self.ask_unless_neutral(key, value, ASKED_ABOUT[name], NEUTRAL.get(name, ()))
         else:
-            self.blanks[key] = f"{quoted(value)}: Tunedeck knows no key of this name; look whether you need it"
+            self.blanks[key] = f"{quoted(value)}: unknown key; find out whether it changes what is trained"
+
+    def ask_unless_neutral(self, key: str, value: Any, reason: str, neutral: Sequence[Any]) -> None:
+        """Leave `key` out where its value is off, or one of `neutral`, which change nothing; else ask the user."""
+        if value in OFF or value in neutral:
+            self.leave(key, f"{quoted(value)} changes nothing here; {reason}")
+        else:
+            self.blanks[key] = f"{quoted(value)}: {reason}"
 
     def translate(self, key: str, theirs: Any, ours: str, value: Any) -> None:
+        """Set our key to their value. A value for which ours has no counterpart becomes a blank."""
         if isinstance(value, str):
             value = CHOICE_ALIASES.get(ours, {}).get(value, value)
-        if ours in ("train.max_steps", "eval.every_steps") and isinstance(value, (int, float)) and value <= 0:
-            value = None
+        if ours == "train.max_steps" and isinstance(value, (int, float)) and value <= 0:
+            return self.leave(key, f"{quoted(theirs)}: the number of epochs counts")
+        if ours == "eval.every_steps" and (value is None or (isinstance(value, (int, float)) and value <= 0)):
+            return self.leave(key, f"{quoted(theirs)}: no steps between evaluations")
         if ours == "train.warmup_steps" and isinstance(value, float) and value < 1:
             ours = "train.warmup_ratio"
         if ours == "train.gradient_checkpointing" and isinstance(value, str):
             if value == "offload":
                 self.set("train.activation_offload", True, key)
             value = True
+        if ours == "method.also_train" and isinstance(value, list):
+            value = [name if "*" in str(name) else f"**.{name}" for name in value]
+        if ours == "method.targets" and isinstance(value, list):
+            value = self._without_head(key, value)
         patterns = [theirs] if isinstance(theirs, str) else theirs if isinstance(theirs, list) else []
+        present = self.get(ours)
         if ours in PATTERNS and any(EXPRESSION.search(str(pattern)) for pattern in patterns):
             self._set_globs(key, [str(pattern) for pattern in patterns], ours)
+        elif theirs is False and (ours == "model.dtype" or value is None):
+            self.leave(key, "off")
+        elif present is not None and present == value:
+            self.leave(key, f"{quoted(theirs)}: {ours} is {quoted(present)} by {self.origin[ours]}, too")
         elif value is None or isinstance(value, dict):
-            self.leave(key, f"{quoted(theirs)}: nothing to set in {ours}")
-        elif (present := self.get(ours)) is not None and present != "auto" and present != value:
-            same = theirs in (False, "auto")
-            self.leave(key, f"{quoted(theirs)}: {ours} is {quoted(present)} by {self.origin[ours]}" + ", too" * same)
+            self.ask(key, ours, f"{quoted(theirs)} has no counterpart in {ours}")
+        elif present is not None and present != "auto":
+            self.ask(key, ours, f"{quoted(theirs)}: {ours} is {quoted(present)} by {self.origin[ours]}")
         else:
             self.set(ours, value, key)
+        return None
+
+    def _without_head(self, key: str, names: list[Any]) -> list[Any]:
+        """Return `names` without the head, which gets no adapter here."""
+        kept = [name for name in names if name not in HEADS]
+        if len(kept) < len(names):
+            self.leave(f"{key} (head)", "adapters on the head are not supported: it stays as it is")
+            self.notes.append("that file puts an adapter on the head; here the head gets none")
+        return kept
+
+    def ask(self, key: str, ours: str, reason: str) -> None:
+        """Make `key` a blank, or leave it out where our key changes nothing that is trained."""
+        if ours in HARMLESS or ours.partition(".")[0] in HARMLESS:
+            self.leave(key, reason)
+        else:
+            self.blanks[key] = reason
+
+    def set_patterns(self, key: str, patterns: Sequence[Any], ours: str) -> None:
+        """Set a list of module names, in which regular expressions become globs."""
+        texts = [str(pattern) for pattern in patterns]
+        texts = self._without_head(key, texts) if ours == "method.targets" else texts
+        if any(EXPRESSION.search(text) for text in texts):
+            self._set_globs(key, texts, ours)
+        else:
+            self.set(ours, texts, key)
 
     def _set_globs(self, key: str, patterns: list[str], ours: str) -> None:
         globs = [glob for pattern in patterns for glob in globs_of(pattern)]

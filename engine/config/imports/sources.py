@@ -8,19 +8,16 @@ from typing import Any
 
 from engine.config.files.find import reach
 from engine.config.files.text import quoted
-from engine.config.imports.draft import Draft
+from engine.config.imports.draft import OFF, Draft
 
-FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
-AXOLOTL_FORMATS = {
-    "alpaca": "alpaca",
-    "chat_template": "chat",
-    "sharegpt": "sharegpt",
-    "completion": "text",
-    "pretrain": "text",
-    "input_output": "auto",
-    "messages": "chat",
+FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
+USUAL_ROLES = {
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model", "bot", "chatgpt", "bard"),
+    "system": ("system",),
+    "tool": ("tool", "observation", "function_response", "function"),
 }
-"""Axolotl's prompt strategies whose rows we read; `chat_template` rows may also be sharegpt's."""
+"""Names of roles that are read without a mapping."""
 
 
 def name_of(text: str, taken: list[dict[str, Any]]) -> str:
@@ -30,104 +27,76 @@ def name_of(text: str, taken: list[dict[str, Any]]) -> str:
 
 
 def place_of(draft: Draft, text: str, key: str) -> dict[str, Any]:
-    """`path` for what is a file or folder by its spelling, else `hub`. An absolute path, or one that leaves the folder,
-    becomes data/NAME and a blank."""
+    """Return `path` for what is a file or folder, else `hub`.
+
+    A file or folder is what exists below the working directory or beside the configuration, or is spelt like one. An
+    absolute path, or one that leaves the folder, becomes data/NAME and a blank.
+    """
     bare = text.removeprefix("./")
     if reason := reach(bare):
         inside = f"data/{PurePosixPath(bare).name or 'train.jsonl'}"
         draft.blanks[key] = f"{quoted(text)} {reason}: put the file at {inside}, or write its place there"
         return {"path": inside}
-    if bare != text or bare.lower().endswith(FILE_ENDINGS) or bare.count("/") > 1 or bare.startswith("data/"):
+    is_spelt_so = bare != text or bare.lower().endswith(FILE_ENDINGS) or bare.count("/") > 1 or bare.startswith("data/")
+    if is_spelt_so or (bare and any((folder / bare).exists() for folder in draft.folders)):
         return {"path": bare}
     return {"hub": bare}
 
 
-def axolotl_source(draft: Draft, entry: dict[str, Any], key: str, taken: list[dict[str, Any]]) -> dict[str, Any]:
-    entry = dict(entry)
-    path, files = str(entry.pop("path", "")), entry.pop("data_files", None)
-    kind = str(entry.pop("ds_type", "") or "")
-    if path in ("json", "csv", "parquet", "text") or (kind and files):
-        path = str(files[0] if isinstance(files, list) else files)
-        files = None
-    found = {"name": name_of(path, taken), **place_of(draft, path, f"{key}.path")}
-    if kind and "hub" in found:
-        found["path"] = found.pop("hub")
-    if "hub" in found:
-        for theirs, ours in (("name", "config"), ("split", "split")):
-            if (value := entry.pop(theirs, None)) is not None:
-                found[ours] = str(value)
-    columns = _axolotl_columns(draft, entry, found, f"{key}.type")
-    if columns:
-        found["columns"] = columns
-    for name, value in {**entry, **({"data_files": files} if files else {})}.items():
-        if value is not None:
-            draft.leave(f"{key}.{name}", SOURCE_REASONS.get(name, f"{quoted(value)}: a source has no such key"))
-    return found
+def take_turn_keys(draft: Draft, entry: dict[str, Any], source: dict[str, Any], key: str) -> None:
+    """Account for the keys of a turn that Axolotl maps; `from` and `value` make the format sharegpt."""
+    mapping: dict[str, Any] = {}
+    for name in ("message_property_mappings", "message_property_mapping"):
+        given = entry.pop(name, None)
+        mapping |= given if isinstance(given, dict) else {}
+    for name in ("role", "content"):
+        if (theirs := entry.pop(f"message_field_{name}", None)) is not None:
+            mapping[name] = theirs
+    others = {ours: theirs for ours, theirs in mapping.items() if ours != theirs}
+    if others == {"role": "from", "content": "value"} and source.get("format") in ("chat", "sharegpt"):
+        source["format"] = "sharegpt"
+    elif others:
+        draft.blanks[f"{key}.message_property_mappings"] = (
+            f"{quoted(mapping)}: the keys of a turn are role and content, or from and value"
+        )
 
 
-SOURCE_REASONS = {
-    "roles": "roles are recognised by their usual names",
-    "roles_to_train": "the assistant's turns are learned (data.loss_on)",
-    "train_on_eos": "the end of an answer is learned with it",
-    "train_on_eot": "the end of a turn is learned with it",
-    "conversation": "the model's chat template is used",
-    "chat_template": "the model's chat template is used; model.chat_template takes another",
-    "message_property_mapping": "the keys of a turn are recognised by their usual names",
-    "message_field_training": "a turn with train: false or weight: 0 is context",
-    "ds_type": "a file's type is known by its ending",
-    "trust_remote_code": "data sets that are code are not loaded",
-    "streaming": "data are read as they are needed",
-}
-
-
-def _axolotl_columns(draft: Draft, entry: dict[str, Any], found: dict[str, Any], key: str) -> dict[str, str]:
-    kind = entry.pop("type", None)
-    columns: dict[str, str] = {}
-    mapping = entry.get("message_property_mapping")
-    field = entry.pop("field_messages", None)
-    if isinstance(kind, dict):
-        fields = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
-        columns = {ours: str(kind[theirs]) for ours, theirs in fields.items() if kind.get(theirs)}
-        columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-        found["format"] = "alpaca"
-        if set(kind) - set(fields.values()):
-            draft.leave(f"{key}.format", "a prompt's own words are not kept: the model's chat template is used")
-    elif draft.get("method.objective") == "dpo":
-        found["format"] = "preference"
-        draft.leave(key, f"{quoted(kind)}: rows of preferences are read by their columns and the chat template")
-    elif (known := re.split("[.:]", str(kind))[0]) in AXOLOTL_FORMATS:
-        found["format"] = AXOLOTL_FORMATS[known]
-        if known != kind:
-            draft.leave(key, f"{quoted(kind)}: the template after {known} is the model's own chat template")
-        if found["format"] == "chat" and isinstance(mapping, dict) and "value" in mapping.values():
-            found["format"] = "sharegpt"
-        draft.origin[f"data.sources.{found['name']}.format"] = key
-    else:
-        found["format"] = "auto"
-        draft.blanks[key] = f"{quoted(kind)}: a prompt format that is not known here; see that `tunedeck data` reads it"
-    if field and field not in ("messages", "conversations"):
-        columns["messages" if found["format"] == "chat" else "conversations"] = str(field)
-    elif field == "conversations" and found["format"] == "chat":
-        columns["messages"] = "conversations"
-    text = entry.pop("field", None) or entry.pop("text_column", None)
-    if text and text != "text" and found["format"] == "text":
-        columns["text"] = str(text)
-    return columns
+def take_roles(draft: Draft, entry: dict[str, Any], source: dict[str, Any], key: str) -> None:
+    """Account for a mapping of role names, ours to a list of theirs."""
+    roles = entry.pop("roles", None)
+    if not isinstance(roles, dict):
+        if roles not in OFF:
+            draft.blanks[f"{key}.roles"] = f"{quoted(roles)}: a role with a list of names is needed"
+        return
+    unusual = {
+        ours: names
+        for ours, names in roles.items()
+        if any(name not in USUAL_ROLES.get(str(ours), ()) for name in (names if isinstance(names, list) else [names]))
+    }
+    if unusual:
+        draft.blanks[f"{key}.roles"] = f"{quoted(unusual)}: these names of roles are not recognised"
 
 
 def mixture_source(draft: Draft, entry: dict[str, Any], key: str, taken: list[dict[str, Any]]) -> dict[str, Any]:
     """An entry of TRL's `datasets` (path, name) or of the alignment handbook's `dataset_mixture` (id, config)."""
     entry = dict(entry)
     path = str(entry.pop("id", None) or entry.pop("path", ""))
-    found = {"name": name_of(path, taken), **place_of(draft, path, f"{key}.path")}
+    source = {"name": name_of(path, taken), **place_of(draft, path, f"{key}.path")}
     for theirs, ours in (("config", "config"), ("name", "config"), ("split", "split"), ("weight", "weight")):
         value = entry.pop(theirs, None)
-        if value is not None and not (ours == "config" and value == "default") and ours not in found:
-            found[ours] = value
+        if value is None or (ours == "config" and value == "default") or ours in source:
+            continue
+        if ours == "config" and "hub" not in source:
+            draft.blanks[f"{key}.{theirs}"] = f"{quoted(value)}: only a data set on the hub has configurations"
+        else:
+            source[ours] = value
     if draft.get("method.objective") == "dpo":
-        found["format"] = "preference"
-    if (columns := entry.pop("columns", None)) is not None:
-        draft.leave(f"{key}.columns", f"{quoted(columns)}: columns are recognised by their names")
+        source["format"] = "preference"
+    if (columns := entry.pop("columns", None)) is not None and not (
+        isinstance(columns, list) and set(columns) <= {"messages", "prompt", "chosen", "rejected", "completion", "text"}
+    ):
+        draft.blanks[f"{key}.columns"] = f"{quoted(columns)}: columns are recognised by their usual names"
     for name, value in entry.items():
-        draft.leave(f"{key}.{name}", f"{quoted(value)}: a source has no such key")
-    return found
+        if value not in OFF:
+            draft.blanks[f"{key}.{name}"] = f"{quoted(value)}: unknown key of a data set"
+    return source

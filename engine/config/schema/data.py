@@ -42,9 +42,11 @@ class Source(Table):
     """How the columns are read; auto recognises the format by the columns' names. preference: chosen and rejected
     answers, for method.objective = "dpo"; unpaired-preference: an answer and its label, for preference.loss = "kto";
     image-preference and image-unpaired-preference: the same about images. detection: images with boxes."""
-    template: Literal["auto", "chat", "none"] = "auto"
+    template: Literal["auto", "chat", "none", "alpaca", "alpaca-chat"] = "auto"
     """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
-    except rows that carry its markers already; chat: all rows; none: they stay plain text."""
+    except rows that carry its markers already; chat: all rows; none: they stay plain text. Of instructions, alpaca:
+    plain text with Stanford Alpaca's prompt ("Below is an instruction that describes a task ..."); alpaca-chat: that
+    prompt as the user's turn."""
     unit: Annotated[str, Field(min_length=1)] | None = None
     """What a document of a text file is: file (the default of .txt and .md), paragraph, line, or the text that ends
     each document, such as "<|endoftext|>". A row of a table is one document."""
@@ -113,6 +115,8 @@ class Eval(Table):
 
     every_steps: Count | None = None
     """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
+    per_epoch: Count | None = None
+    """Evaluations in each epoch, at equal distances; the last is at its end."""
     at_start: bool = False
     """Evaluate before the first step, too."""
     limit: Count | None = None

@@ -202,6 +202,8 @@ class Checkpoint(Table):
 
     every_steps: Count | None = None
     """Optimizer steps between checkpoints."""
+    per_epoch: Count | None = None
+    """Checkpoints in each epoch, at equal distances; the last is at its end."""
     every_minutes: NonNegative = 30.0
     """Minutes between checkpoints; 0: none by time."""
     keep: Count = 2

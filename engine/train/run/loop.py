@@ -269,9 +269,9 @@ class Training:
         return flops.of(lengths_D, outcome.target_tokens) / (seconds * peak_tflops * 1e12 * self.ranks.size)
 
     def _between_steps(self) -> None:
-        spec, step = self.setup.spec.recipe, self.state.step
+        spec = self.setup.spec.recipe
         self.journal.write_notices(self.context.device.notices)
-        if self.evaluator.has_validation and spec.eval.every_steps and step % spec.eval.every_steps == 0:
+        if self.evaluator.has_validation and self._is_due(spec.eval.every_steps, spec.eval.per_epoch):
             self.evaluate()
         minutes = spec.checkpoint.every_minutes
         due = bool(minutes) and self.checkpoints.seconds_since >= minutes * 60
@@ -279,12 +279,20 @@ class Training:
         if asked:
             self.requests.checkpoint = False
             self.checkpoints.save_if_possible("asked for")
-        if spec.checkpoint.every_steps and step % spec.checkpoint.every_steps == 0:
+        if self._is_due(spec.checkpoint.every_steps, None):
             self.checkpoints.save_if_possible("every_steps")
+        elif self._is_due(None, spec.checkpoint.per_epoch):
+            self.checkpoints.save_if_possible("per_epoch")
         if due:
             self.checkpoints.save_if_possible("every_minutes")
         if look:
             self._read_gpus()
+
+    def _is_due(self, every_steps: int | None, per_epoch: int | None) -> bool:
+        """Whether something that happens so often is due after this step."""
+        step = self.state.step
+        by_steps = bool(every_steps) and step % (every_steps or 1) == 0
+        return by_steps or (bool(per_epoch) and self.setup.order.ends_part(step, per_epoch or 1))
 
     def _gpus_are_due(self) -> bool:
         return self.context.device.kind == "cuda" and time.monotonic() - self._gpu_read_at >= GPU_SECONDS

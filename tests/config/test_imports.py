@@ -11,6 +11,8 @@ import tomli
 from typer.testing import CliRunner, Result
 
 from engine.cli import app
+from engine.config.check.aliases import KEY_ALIASES
+from engine.config.check.no_counterpart import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
 from engine.config.imports.convert import draft_of, recipe_text
 from engine.config.imports.draft import globs_of
 from engine.errors import SpecError, TunedeckError
@@ -120,6 +122,34 @@ device: cuda
 """
 
 
+SWIFT = """\
+model: org/base
+tuner_type: lora
+dataset: ['org/rows#500', 'data/rows.jsonl']
+split_dataset_ratio: 0.01
+system: Be brief.
+max_length: 1024
+lr: 1e-4
+lr_warmup_fraction: 0.05
+freeze_vit: true
+freeze_aligner: false
+loss_scale: last_round
+padding_free: true
+"""
+NEMO = """\
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 8, ckpt_every_steps: 100, num_epochs: 2}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: org/base
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: '*_proj', dim: 8, alpha: 32}
+dataset: {_target_: nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset, path_or_dataset: data/rows.jsonl}
+dataloader: {shuffle: false}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-5, weight_decay: 0.01}
+lr_scheduler: {lr_decay_style: cosine, min_lr: 1.0e-6}
+"""
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDECK_CONFIG", str(tmp_path / "config"))
@@ -158,14 +188,14 @@ def test_axolotl() -> None:
         f"model.layers.*.{block}.{name}_proj" for block in ("self_attn", "mlp") for name in ("q", "up")
     ]
     assert recipe["data"]["sources"] == [
-        {"name": "rows", "hub": "org/rows", "split": "train[:10%]", "format": "alpaca"},
+        {"name": "rows", "hub": "org/rows", "split": "train[:10%]", "format": "alpaca", "template": "alpaca"},
         {"name": "talks.jsonl", "path": "mine/talks.jsonl", "format": "sharegpt"},
     ]
     train = recipe["train"]
     assert (train["batch_size"], train["learning_rate"], train["warmup_ratio"]) == (16, 2e-4, 0.1)
     assert train["optimizer"] == "adamw_8bit" and recipe["data"]["packing"] is True
-    assert "saves_per_epoch  (evaluations and checkpoints are set in steps" in said
-    assert "empty in that file:\n  wandb_project" in said
+    assert recipe["checkpoint"]["per_epoch"] == 1 and "checkpoint.per_epoch = 1  (saves_per_epoch)" in said
+    assert "without a value in that file:\n  wandb_project" in said
     assert said.endswith("next: tunedeck plan -p 24gb -r theirs\n")
 
 
@@ -179,7 +209,7 @@ def test_llama_factory_with_its_list_of_data_sets() -> None:
     ]
     assert recipe["parallel"] == {"strategy": "sharded", "shard": "gradients"}
     assert recipe["train"]["learning_rate"] == 5e-5 and "train.learning_rate = 5e-05  (LLaMA-Factory's default)" in said
-    assert "trust_remote_code  (remote code is allowed by --trust-remote-code" in said
+    assert "trust_remote_code  (remote code is allowed only by --trust-remote-code" in said
     assert "add --devices N" in said
     assert "add --devices N" not in imported(FACTORY, "--devices", "1", "--force")[1]
 
@@ -253,7 +283,9 @@ def test_torchtune_takes_the_hub_id_of_its_comment() -> None:
     recipe, said = imported(TORCHTUNE)
     assert recipe["model"] == {"id": "org/Base-8B", "dtype": "bfloat16"}
     assert recipe["method"]["targets"] == ["o_proj", "q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    assert recipe["data"]["sources"] == [{"name": "alpaca-cleaned", "hub": "yahma/alpaca-cleaned", "format": "alpaca"}]
+    assert recipe["method"]["adapter_dtype"] == "bfloat16"
+    (source,) = recipe["data"]["sources"]
+    assert (source["hub"], source["format"], source["template"]) == ("yahma/alpaca-cleaned", "alpaca", "alpaca-chat")
     assert recipe["train"] == {
         "batch_size": 16, "optimizer": "adamw", "scheduler": "cosine", "epochs": 1, "learning_rate": 3e-4,
         "warmup_steps": 100, "weight_decay": 0.01, "max_grad_norm": 0.0,
@@ -261,7 +293,7 @@ def test_torchtune_takes_the_hub_id_of_its_comment() -> None:
     assert recipe["data"]["loss_on"] == "all" and "cuts at no length" in said
 
 
-@pytest.mark.parametrize("text", [AXOLOTL, FACTORY, FACTORY_V1, TRL, TORCHTUNE])
+@pytest.mark.parametrize("text", [AXOLOTL, FACTORY, FACTORY_V1, TRL, TORCHTUNE, SWIFT, NEMO])
 def test_every_key_of_the_file_is_accounted_for(text: str) -> None:
     _, said = imported(text)
     keys = [line.partition(":")[0] for line in text.splitlines() if line[0].isalpha()]
@@ -278,9 +310,10 @@ def test_blanks_are_listed_and_the_next_step_is_to_fill_them_in() -> None:
     assert "# To fill in: new_feature" in head and "# Left out: tf32" in head
 
 
-def test_a_value_that_our_key_refuses_is_left_out_with_the_reason() -> None:
-    _, said = imported(AXOLOTL.replace("lr_scheduler: cosine", "lr_scheduler: rex"))
-    assert 'lr_scheduler  ("rex": ' in said
+def test_a_value_that_our_key_does_not_take_is_a_blank_unless_the_key_changes_nothing_that_is_trained() -> None:
+    _, said = imported(AXOLOTL.replace("lr_scheduler: cosine", "lr_scheduler: rex\nattn_implementation: xformers"))
+    assert 'lr_scheduler  ("rex": ' in said.partition("to fill in:")[2]
+    assert 'attn_implementation  ("xformers"' in said.partition("left out:")[2].partition("to fill in:")[0]
 
 
 @pytest.mark.parametrize(
@@ -351,3 +384,153 @@ def test_a_template_longer_than_a_path_can_be_is_planned() -> None:
     assert recipe["model"]["chat_template"] == template
     with pytest.raises(SpecError):
         draft_of(Path("nothing.yml"))
+
+
+KEPT_OUT = {key: reason for reason, keys in WITHOUT_EFFECT.items() for key in keys.split()}
+
+
+@pytest.mark.parametrize("line", ["foo: false", "foo: 7", "neftune_noise_alpha: 5", "load_in_8bit: true",
+                                  "min_sample_len: 9", "group_by_length: true", "optim_args: x=1",
+                                  "special_tokens: {eos_token: </s>}", "lora_rank_pattern: {q_proj: 4}"])  # fmt: skip
+def test_a_key_that_may_change_what_is_trained_is_a_blank(line: str) -> None:
+    _, said = imported(AXOLOTL.replace("load_in_8bit: false\n", "") + line + "\n")
+    assert f"  {line.partition(':')[0]}  (" in said.partition("to fill in:\n")[2]
+
+
+@pytest.mark.parametrize("line", ["neftune_noise_alpha: 0", "min_sample_len: 2", "special_tokens: {pad_token: </s>}"])
+def test_a_value_that_changes_nothing_is_left_out(line: str) -> None:
+    _, said = imported(AXOLOTL + line + "\n")
+    assert "to fill in" not in said and f"  {line.partition(':')[0]}  (" in said.partition("left out:\n")[2]
+
+
+def test_no_key_is_both_left_out_and_asked_about() -> None:
+    asked = {key for keys in WITH_EFFECT.values() for key in keys.split()}
+    assert not asked & KEPT_OUT.keys() and not asked & KEY_ALIASES.keys() and set(NEUTRAL) <= asked
+
+
+def test_other_tools_defaults_are_written_into_the_recipe() -> None:
+    bare = "base_model: org/base\nsequence_len: 512\ndatasets: [{path: a/b, type: completion}]\nlearning_rate: 1e-5\n"
+    recipe, _ = imported(bare)
+    assert recipe["train"]["warmup_ratio"] == 0.03 and recipe["train"]["batch_size"] == 1
+    assert (recipe["train"]["rounding"], recipe["train"]["state_dtype"]) == ("nearest", "bfloat16")
+    recipe, _ = imported("model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 2e-4\nuse_peft: true\n", "--force")
+    assert recipe["method"] == {
+        "kind": "lora",
+        "targets": ["q_proj", "v_proj"],
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.05,
+    }
+    assert recipe["data"]["loss_on"] == "all" and recipe["data"]["over_length"] == "truncate"
+    assert recipe["train"]["batch_size"] == 8
+    recipe, _ = imported(
+        FACTORY.replace("stage: dpo", "stage: sft").replace("pref_", "#") + "mask_history: true\n", "--force"
+    )
+    assert recipe["data"]["loss_on"] == "last" and recipe["data"]["over_length"] == "truncate"
+
+
+def test_a_constant_schedule_of_the_trainer_has_no_warm_up() -> None:
+    text = FACTORY.replace("lr_scheduler_type: cosine", "lr_scheduler_type: constant\nwarmup_ratio: 0.1")
+    recipe, said = imported(text)
+    assert "warmup_ratio" not in recipe["train"] and "warmup_ratio  (the schedule constant has no warm-up" in said
+
+
+def test_lora_plus_becomes_a_group_of_parameters() -> None:
+    recipe, _ = imported(AXOLOTL + "loraplus_lr_ratio: 16\n")
+    (group,) = recipe["train"]["groups"]
+    assert group == {"match": "**lora_B**", "learning_rate": pytest.approx(3.2e-3)}
+
+
+def test_a_folder_beside_the_file_is_a_path_and_a_project_turns_its_tracker_on(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    text = "base_model: org/base\nsequence_len: 9\ndatasets: [{path: notes, type: completion}]\nwandb_project: p\n"
+    recipe, _ = imported(text + "learning_rate: 1e-5\n")
+    assert recipe["data"]["sources"][0]["path"] == "notes"
+    assert recipe["trackers"] == {"use": ["wandb"], "project": "p"}
+
+
+def test_modules_are_named_as_the_model_has_them() -> None:
+    text = AXOLOTL.replace("org/base", "google/gemma-3-4b-it").replace(
+        "model.layers.[\\d]+.(self_attn|mlp).(q|up)_proj",
+        "model.language_model.layers.[\\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj",
+    )
+    recipe, said = imported(text)
+    assert len(recipe["method"]["targets"]) == 7 and "check: no problem" in said and "plan on 24gb: fits" in said
+    assert "these names match nothing in the model" in said
+    text = AXOLOTL.replace("org/base", "meta-llama/Llama-3.2-1B") + "lora_modules_to_save: [embed_tokens, lm_head]\n"
+    recipe, said = imported(
+        text.replace("[\\d]+", "*").replace("(self_attn|mlp).(q|up)_proj", "self_attn.q_proj"), "--force"
+    )
+    assert recipe["method"]["also_train"] == ["**.embed_tokens", "**.lm_head"] and "check: no problem" in said
+
+
+def test_the_query_of_preferences_stays_part_of_the_prompt() -> None:
+    info = {"pairs": {"file_name": "pairs.json", "ranking": True, "columns": {
+        "prompt": "question", "query": "context", "chosen": "chosen", "rejected": "rejected"}}}  # fmt: skip
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    recipe, _ = imported(FACTORY.replace("pairs, more", "pairs"))
+    assert recipe["data"]["sources"][0]["columns"] == {"instruction": "question", "input": "context"}
+
+
+def test_swift() -> None:
+    recipe, said = imported(SWIFT)
+    assert recipe["method"]["rank"] == 8 and recipe["method"]["alpha"] == 32 and recipe["method"]["dropout"] == 0.05
+    assert recipe["method"]["freeze"] == ["vision"]
+    assert recipe["data"]["sources"][0]["limit"] == 500 and recipe["data"]["sources"][1]["path"] == "data/rows.jsonl"
+    assert recipe["data"]["loss_on"] == "last" and recipe["data"]["over_length"] == "drop"
+    assert recipe["train"]["batch_size"] == 16 and recipe["train"]["weight_decay"] == 0.1
+    assert "dataset.org/rows  (a data set on ModelScope" in said
+
+
+def test_nemo_automodel() -> None:
+    recipe, said = imported(NEMO)
+    assert recipe["method"] == {"kind": "lora", "rank": 8, "alpha": 32, "targets": ["*_proj"], "dropout": 0.0}
+    assert recipe["train"]["batch_size"] == 64 and recipe["train"]["min_learning_rate"] == 1e-6
+    assert recipe["data"]["shuffle"] is False and recipe["data"]["sources"][0]["format"] == "chat"
+    assert "to fill in" not in said
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "MODEL=org/base\nCUDA_VISIBLE_DEVICES=0 \\\nswift sft --model $MODEL --tuner_type lora \\\n"
+            "  --dataset 'a/b#5' 'c/d' --lora_rank 4 --learning_rate 1e-4\n",
+            {"tool": "ms-swift", "id": "org/base", "rank": 4},
+        ),
+        (
+            "accelerate launch trl/scripts/sft.py --model_name_or_path org/base --dataset_name a/b \\\n"
+            "  --use_peft --lora_r 4\n",
+            {"tool": "TRL", "id": "org/base", "rank": 4},
+        ),
+        (
+            "llamafactory-cli train --stage sft --model_name_or_path org/base --dataset more --lora_rank 4\n",
+            {"tool": "LLaMA-Factory", "id": "org/base", "rank": 4},
+        ),
+    ],
+)
+def test_command_lines(script: str, expected: dict[str, Any]) -> None:
+    Path("theirs.sh").write_text("#!/bin/bash\nset -e\n" + script)
+    done = run("recipes", "import", "theirs.sh", "--to", "made.toml")
+    assert done.exit_code == 0, done.exception
+    recipe = tomli.loads(Path("made.toml").read_text())
+    assert done.stdout.startswith(f"{expected['tool']}'s configuration, mapped:")
+    assert (recipe["model"]["id"], recipe["method"]["rank"]) == (expected["id"], expected["rank"])
+
+
+def test_a_script_without_or_with_several_trainings_is_an_error() -> None:
+    for text in ("echo hi\n", "swift sft --model a --tuner_type lora\n" * 2):
+        Path("theirs.sh").write_text(text)
+        error = run("recipes", "import", "theirs.sh").exception
+        assert isinstance(error, TunedeckError) and error.exit_code == 2
+
+
+def test_name_and_to_say_where_the_recipe_is_written() -> None:
+    Path("theirs.yml").write_text(AXOLOTL)
+    assert run("recipes", "import", "theirs.yml", "--name", "mine").exit_code == 0
+    assert Path("config/profiles/recipes/mine.toml").exists()
+    assert run("recipes", "import", "theirs.yml", "--to", "there.toml").exit_code == 0
+    assert run("recipes", "import", "there.toml", "--name", "copy").exit_code == 0
+    assert Path("config/profiles/recipes/copy.toml").read_bytes() == Path("there.toml").read_bytes()
+    for wrong in (("--name", "Not OK"), ("--name", "a", "--to", "b.toml")):
+        assert isinstance(run("recipes", "import", "theirs.yml", *wrong).exception, TunedeckError)
