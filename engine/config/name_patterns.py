@@ -24,6 +24,9 @@ BY_LAST_PARTS = ("method.targets", "method.exclude")
 SHOWN_CHARACTERS = 100
 """Of a pattern in a message."""
 
+ANYWHERE = "**."
+"""At the start of a pattern it also stands for nothing: "**.lm_head" is the head of any model."""
+
 WILD = frozenset("*?[")
 
 MOST_KEPT, KEPT_BITS = 10_000, 1 << 26
@@ -88,7 +91,8 @@ class Patterns:
         self._masks: dict[str, int] = {}
         self._steps: dict[tuple[int, str], int] = {}
         bit = 1
-        for pattern in patterns:
+        at_the_top = [pattern.removeprefix(ANYWHERE) for pattern in patterns if pattern.startswith(ANYWHERE)]
+        for pattern in (*patterns, *at_the_top):
             bit = self._add(pattern, bit)
         self._first |= (self._first & self._stars) << 1
         self._most_kept = min(MOST_KEPT, KEPT_BITS // bit.bit_length())

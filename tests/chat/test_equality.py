@@ -24,7 +24,8 @@ from engine.data.chat_template import Message
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
 from engine.evaluate.generation import end_tokens, generate
-from engine.model.loaded import ADAPTER, LoadedModel
+from engine.model.loaded import LoadedModel
+from engine.model.saved_adapter import ADAPTER
 from engine.model.tokenizer import load_chat_processor
 from tests.budget.metered_step import GEMMA3, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, run_spec
 from tests.vision_models import IMAGE_TOKENS, write_qwen2_vl

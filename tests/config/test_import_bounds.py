@@ -8,7 +8,7 @@ import pytest
 
 from engine.config.files.document import parse_document
 from engine.config.imports import convert
-from engine.config.imports.convert import draft_of, import_configuration, parse_yaml, recipe_text
+from engine.config.imports.convert import draft_of, parse_yaml, recipe_text
 from engine.errors import SpecError
 
 HEAD = "base_model: Qwen/Qwen3-0.6B\nadapter: lora\nlora_r: 8\nsequence_len: 512\n"
@@ -77,5 +77,5 @@ def test_a_regular_expression_of_many_alternatives_is_left_to_be_written(tmp_pat
 
 def test_the_command_that_imports_ends_with_the_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
-        import_configuration(written(tmp_path, HEAD + "learning_rate: 0x" + "f" * 5000 + "\n"))
+        draft_of(written(tmp_path, HEAD + "learning_rate: 0x" + "f" * 5000 + "\n"))
     assert error.value.exit_code == 2 and "other.yml:5" in error.value.render()

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.commands.data import figures_of
 from engine.config.schema.recipe import Model
 from engine.data.chat import ChatRenderer
-from engine.data.chat_template import TEMPLATE_ERRORS
+from engine.data.template_limits import TEMPLATE_ERRORS
 from engine.data.conversations import conversation
 from engine.data.end_tokens import end_ids, model_ends, set_model_ends
 from engine.data.prepare import PreparedData, prepare_data
