@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from engine.commands.completion import run_names
-from engine.commands.harness import TaskResults, print_tasks, score_on_tasks, tasks_as_json
+from engine.commands.harness import TaskResults, print_tasks, refuse_code_of_tasks, score_on_tasks, tasks_as_json
 from engine.commands.shared import (
     JsonOption,
     OverridesOption,
@@ -152,6 +152,7 @@ def _score_models(
     specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
     for _, spec in specs:
         refuse_model(spec)
+    refuse_code_of_tasks([each for each in specs if each[1].recipe.evaluate.harness])
     results = [] if only_tasks else [_score_model(name, spec, asked) for name, spec in specs]
     return results, _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])
 
@@ -160,8 +161,11 @@ def _score_runs(
     targets: list[str], runs: Path | None, asked: Asked, *, only_tasks: bool
 ) -> tuple[list[Scored], TaskResults]:
     places = list(dict.fromkeys(_find_run(target, runs) for target in targets))
+    with_tasks = [place for place in places if only_tasks or _names_tasks(place, asked.overrides)]
+    if with_tasks:
+        refuse_code_of_tasks(with_tasks, asked.overrides, trusted=asked.trust_remote_code)
     results = [] if only_tasks else [scored for place in places for scored in _score_run(place, asked)]
-    return results, _on_tasks([place for place in places if only_tasks or _names_tasks(place, asked.overrides)], asked)
+    return results, _on_tasks(with_tasks, asked)
 
 
 class Judging(NamedTuple):
@@ -200,8 +204,9 @@ def _judge(
     assert files.answers is not None
     prepare_libraries(load_run_spec(place.run_toml, own=True))
     judged = write_answers_to_judge(
-        place, files.answers, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides
-    )
+        place, files.answers, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides,
+        trusted=asked.trust_remote_code,
+    )  # fmt: skip
     facts = {"path": str(files.answers), "pairs": len(judged.ids), "step": judged.step, "against": judged.against}
     if as_json:
         print_json(facts)
@@ -219,7 +224,9 @@ def _judge(
 def _on_tasks(targets: Sequence[Any], asked: Asked | None = None) -> TaskResults:
     if not targets:
         return []
-    return score_on_tasks(targets, *((asked.checkpoint, asked.overrides) if asked is not None else ()))
+    if asked is None:
+        return score_on_tasks(targets)
+    return score_on_tasks(targets, asked.checkpoint, asked.overrides, trusted=asked.trust_remote_code)
 
 
 def _names_tasks(place: RunDirectory, overrides: tuple[str, ...]) -> bool:
@@ -316,8 +323,9 @@ def _score_run(place: RunDirectory, asked: Asked) -> list[Scored]:
     with importing():
         from engine.evaluate.run import score_run
     found = score_run(
-        place, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides, scorer=asked.scorer
-    )
+        place, asked.checkpoint, print_progress, base=asked.base, overrides=asked.overrides, scorer=asked.scorer,
+        trusted=asked.trust_remote_code,
+    )  # fmt: skip
     return [Scored(place.name, step, scores) for step, scores in found]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.commands.shared import importing, make_console, prepare_libraries, print_progress
@@ -20,9 +21,10 @@ TaskResults = list[tuple[str, Any]]
 
 def score_on_tasks(
     targets: Sequence[RunDirectory | tuple[str, RunSpec]], checkpoint: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] = (), *, trusted: bool = False,
 ) -> TaskResults:  # fmt: skip
-    """Score runs, or models by name and spec. Raises TunedeckError."""
+    """Score runs, or models by name and spec. `trusted`: this command line allows code that comes with runs' models and
+    tasks. Raises TunedeckError."""
     from engine.config.load import load_run_spec
     from engine.journal.directory import RunDirectory
 
@@ -34,11 +36,31 @@ def score_on_tasks(
     found: TaskResults = []
     for target in targets:
         if isinstance(target, RunDirectory):
-            results = score_run_on_tasks(target, checkpoint, print_progress, overrides=overrides)
+            results = score_run_on_tasks(target, checkpoint, print_progress, overrides=overrides, trusted=trusted)
             found += [(target.name, result) for result in results]
         else:
             found.append((target[0], score_model_on_tasks(target[1], print_progress)))
     return found
+
+
+def refuse_code_of_tasks(
+    targets: Sequence[RunDirectory | tuple[str, RunSpec]], overrides: Sequence[str] = (), *, trusted: bool = False
+) -> None:
+    """Raise UsageError, before anything is scored, for code in task files that the command line does not allow."""
+    from engine.config.load import load_run_spec
+    from engine.evaluate.task_files import refuse_untrusted_tasks
+    from engine.journal.directory import RunDirectory
+
+    with importing():
+        from engine.evaluate.run import with_overrides
+    for target in targets:
+        spec = (
+            with_overrides(load_run_spec(target.run_toml, own=True), overrides)
+            if isinstance(target, RunDirectory) else target[1]
+        )  # fmt: skip
+        include = spec.recipe.evaluate.harness_include
+        if include is not None and Path(include).is_dir():
+            refuse_untrusted_tasks(Path(include), trusted=trusted or spec.limits.trust_remote_code)
 
 
 def tasks_as_json(found: TaskResults) -> list[dict[str, Any]]:

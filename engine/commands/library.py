@@ -298,14 +298,17 @@ def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     from engine.budget.advise.gate import ANY_PROFILE, notes_on_code, problems_of_run
     from engine.config.load import load_recipe, resolve
     from engine.config.schema.run import RunSpec
+    from engine.config.stages import stage_specs
+    from engine.evaluate.task_files import notes_on_tasks
 
     recipe = load_recipe(file)
     spec = RunSpec(schema=1, name=recipe.name, profile=ANY_PROFILE, recipe=recipe)
     if recipe.profile is not None and _has_profile(recipe.profile):
         spec = resolve(recipe.profile, str(file.path)).spec
+    recipes = [part.recipe for part in (spec, *(stage_specs(spec) if spec.recipe.stages else []))]
     return (
         [f"{file.path}: {problem}" for problem in problems_of_run(spec)],
-        [f"{file.name}: {note}" for note in notes_on_code(spec)],
+        [f"{file.name}: {note}" for note in (*notes_on_code(spec), *notes_on_tasks(recipes))],
     )
 
 

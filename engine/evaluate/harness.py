@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.files.machine import install_command
 from engine.config.load import load_run_spec
@@ -21,11 +25,13 @@ from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.prompts import was_trained_plain
 from engine.data.store import hash_text
+from engine.data.template_limits import RENDER_CPU_SECONDS, RenderTimeout, render_limits
 from engine.device import open_device
 from engine.device.base import Device
-from engine.errors import EnvironmentProblem, UsageError
+from engine.errors import DataError, EnvironmentProblem, UsageError
 from engine.evaluate.answers import weights_identity
-from engine.evaluate.run import Notify, weights_to_score, with_overrides
+from engine.evaluate.run import Notify, weights_to_score, with_overrides, with_trust
+from engine.evaluate.task_files import TaskFiles, refuse_untrusted_tasks
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.score_groups import bootstrap, lower_is_better
@@ -69,12 +75,16 @@ def require_harness() -> None:
         )
 
 
-def load_tasks(names: Sequence[str], include: str | None) -> Any:
+def load_tasks(names: Sequence[str], include: str | None, *, trusted: bool = False) -> Any:
     """lm-evaluation-harness's task manager, with these tasks tried: their data are read here, before any model is
-    loaded. Raises UsageError for an unknown task, EnvironmentProblem if a task's data cannot be had."""
+    loaded. `trusted`: the command line allows code that comes with the files in `include`. Raises UsageError for an
+    unknown task or for code that is not allowed, EnvironmentProblem if a task's data cannot be had."""
     if include is not None and not Path(include).is_dir():
         raise UsageError(f"--include-path {include}: no such folder", fix="name a folder with task files (.yaml)")
+    files = refuse_untrusted_tasks(Path(include), trusted=trusted) if include is not None else None
     require_harness()
+    if files is not None:
+        _refuse_unknown_metrics(files)
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include, include_defaults=False) if include is not None else None
@@ -88,7 +98,7 @@ def load_tasks(names: Sequence[str], include: str | None) -> Any:
                 expected=f"such as {', '.join(near)}" if near else "a task, group or tag of it",
                 fix="for tasks of your own: --include-path DIR",
             )
-    with offline_if_unreachable():
+    with offline_if_unreachable(), templates_in_sandbox(include is not None and not trusted):
         for name in names:
             try:
                 manager.load([name])
@@ -102,16 +112,62 @@ def load_tasks(names: Sequence[str], include: str | None) -> Any:
     return manager
 
 
+def _refuse_unknown_metrics(files: TaskFiles) -> None:
+    """Raise UsageError for a metric that lm-evaluation-harness would load as code from the hub."""
+    import lm_eval.api.metrics  # noqa: F401  # registers its own
+    from lm_eval.api.registry import metric_registry
+
+    unknown = sorted(name for name in files.metrics if name not in metric_registry)
+    if unknown:
+        raise UsageError(
+            f"evaluate.harness_include: lm-evaluation-harness has no metric {', '.join(map(repr, unknown[:3]))}",
+            expected="one of its own metrics; others are code of the hub",
+            fix="if you trust the author of the tasks, add --trust-remote-code",
+        )
+
+
+@contextmanager
+def templates_in_sandbox(needed: bool) -> Iterator[None]:
+    """Inside the block, templates of tasks run in Jinja's sandbox and within the limits of chat templates if `needed`:
+    lm-evaluation-harness lets them call any Python function. Raises DataError for one that tries, or does not end."""
+    if not needed:
+        yield
+        return
+    from lm_eval import utils
+
+    sandbox = ImmutableSandboxedEnvironment(undefined=utils.env.undefined, keep_trailing_newline=True)
+    sandbox.filters.update(utils.env.filters)
+
+    def apply_template(template: str, doc: dict[str, Any]) -> str:
+        try:
+            with render_limits():
+                return sandbox.from_string(template).render(**doc)
+        except (SecurityError, RenderTimeout) as error:
+            reason = str(error) or f"more than {RENDER_CPU_SECONDS:g} s of processor time"
+            raise DataError(
+                f"evaluate.harness_include: a task's template is stopped: {reason}",
+                expected="a template that only puts a sample's fields together",
+                fix="if you trust the author of the tasks, add --trust-remote-code",
+            ) from error
+
+    before, utils.apply_template = utils.apply_template, apply_template
+    try:
+        yield
+    finally:
+        utils.apply_template = before
+
+
 def score_run_on_tasks(
-    place: RunDirectory, wanted: str | None, notify: Notify, *, overrides: Sequence[str] = ()
+    place: RunDirectory, wanted: str | None, notify: Notify, *, overrides: Sequence[str] = (), trusted: bool = False
 ) -> list[HarnessResult]:
     """Score the model that the run started from and the checkpoints that `wanted` (`--checkpoint`) selects on
     evaluate.harness; recorded in the run's `evaluations.jsonl`. What an interrupted scoring computed is kept.
+    `trusted`: this command line allows code of the model and of task files, beside what the user allowed the run.
 
     Raises TunedeckError: a task, device or model cannot be had, or memory ran out.
     """
     chosen: list[tuple[int, Path | None]] = [(0, None), *weights_to_score(place, wanted)]
-    spec = with_overrides(load_run_spec(place.run_toml, own=True), overrides)
+    spec = with_trust(with_overrides(load_run_spec(place.run_toml, own=True), overrides), trusted)
     manager, device, found = _tasks_of(spec), open_device(spec), []
     with scoring(place, notify), device.activate():
         loaded = _load(spec, device, notify)
@@ -136,7 +192,8 @@ def score_model_on_tasks(spec: RunSpec, notify: Notify) -> HarnessResult:
 
 
 def _tasks_of(spec: RunSpec) -> Any:
-    return load_tasks(spec.recipe.evaluate.harness, spec.recipe.evaluate.harness_include)
+    asked = spec.recipe.evaluate
+    return load_tasks(asked.harness, asked.harness_include, trusted=spec.limits.trust_remote_code)
 
 
 def _load(spec: RunSpec, device: Device, notify: Notify) -> LoadedModel:
@@ -159,7 +216,11 @@ def evaluate_tasks(
                          recipe.data.template_args)  # fmt: skip
     template = asked["apply_chat_template"]
     system = recipe.data.system_prompt if template else None
-    results = simple_evaluate(model=model, task_manager=manager, bootstrap_iters=0, system_instruction=system, **asked)
+    untrusted = recipe.evaluate.harness_include is not None and not spec.limits.trust_remote_code
+    with templates_in_sandbox(untrusted):
+        results = simple_evaluate(
+            model=model, task_manager=manager, bootstrap_iters=0, system_instruction=system, **asked
+        )
     return [_task_scores(name, results, template) for name in results["samples"]]
 
 

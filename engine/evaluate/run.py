@@ -106,17 +106,20 @@ def score_run(
     base: bool = False,
     overrides: Sequence[str] = (),
     scorer: str | None = None,
+    trusted: bool = False,
 ) -> list[tuple[int, Scores]]:
     """Score the checkpoints that `wanted` (`--checkpoint`) selects; returns (step, scores) for each.
 
     Scores go to the run's `evaluations.jsonl`. Answers and losses are kept as they are computed, so an interrupted
     scoring of the same weights and samples continues. `base` also scores the starting model, as step 0. `overrides` are
-    `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION.
+    `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION. `trusted`: this command line allows code of
+    the model.
 
     Raises TunedeckError: spec, device, data or model cannot be opened, or memory ran out.
     """
     chosen: list[tuple[int, Path | None]] = [*([(0, None)] if base else []), *weights_to_score(place, wanted)]
-    spec, own = with_overrides(load_run_spec(place.run_toml, own=True), overrides), _own_scorer(scorer)
+    spec = with_trust(with_overrides(load_run_spec(place.run_toml, own=True), overrides), trusted)
+    own = _own_scorer(scorer)
     device = open_device(spec)
     with scoring(place, notify), device.activate():
         context, data = _prepare(spec, device, notify)
@@ -142,11 +145,12 @@ def write_answers_to_judge(
     *,
     base: bool = False,
     overrides: Sequence[str] = (),
+    trusted: bool = False,
 ) -> JudgedSet:
     """Write pairs of answers to `file`: those of one checkpoint, each beside the data's own answer, or with `base` the
     answer of the model that the run started from. `evaluate.limit` counts pairs. Raises as `score_run` does."""
     ((step, weights),) = weights_to_score(place, wanted)
-    spec = with_overrides(load_run_spec(place.run_toml, own=True), overrides)
+    spec = with_trust(with_overrides(load_run_spec(place.run_toml, own=True), overrides), trusted)
     device = open_device(spec)
     with scoring(place, notify), device.activate():
         context, data = _prepare(spec, device, notify)
@@ -224,6 +228,15 @@ def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     # A stage's run spec is called RUN/STAGE, which is no name that a run may be given.
     changed = override(spec, overrides, name=spec.name.replace("/", "-")).spec
     return changed.model_copy(update={"limits": spec.limits, "name": spec.name})
+
+
+def with_trust(spec: RunSpec, trusted: bool) -> RunSpec:
+    """Return the spec with code of its model and its tasks allowed, if this command line does so (`trusted`)."""
+    return (
+        spec.model_copy(update={"limits": spec.limits.model_copy(update={"trust_remote_code": True})})
+        if trusted
+        else spec
+    )
 
 
 def _own_scorer(text: str | None) -> Scorer | None:

@@ -244,3 +244,34 @@ def test_messages_that_the_template_refuses_are_asked_without_it(tmp_path: Path,
         harness.score_model_on_tasks(spec, lambda text: None)
     assert refused.value.fix == "--set evaluate.harness_template=off"
     assert harness.score_model_on_tasks(asked(spec, harness_template="off"), lambda text: None).tasks
+
+
+CALLS = "{{ cycler.__init__.__globals__.os.system('touch MARK') }}"
+
+
+def test_a_template_of_a_task_calls_no_function(tmp_path: Path, tasks: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "own"
+    folder.mkdir()
+    text = GENERATE.replace("FOLDER", str(tasks)).replace('"{{question}}"', f'"{CALLS}"').replace("MARK", str(mark))
+    (folder / "evil.yaml").write_text(text.replace("tiny_generate", "evil"))
+    spec = asked(spec_of(LLAMA, tmp_path, folder), harness=["evil"])
+    with pytest.raises(DataError, match="a task's template is stopped"):
+        harness.score_model_on_tasks(spec, lambda text: None)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("line", ["doc_to_text: !function evilmod.text", "metric_list: [{metric: owner/code}]"])
+def test_code_of_a_task_runs_only_if_the_command_line_allows_it(tmp_path: Path, tasks: Path, line: str) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "own"
+    folder.mkdir()
+    key = line.partition(":")[0]
+    lines = [old for old in GENERATE.replace("FOLDER", str(tasks)).splitlines() if not old.startswith(key)]
+    (folder / "evil.yaml").write_text("\n".join([*lines, line, ""]).replace("tiny_generate", "evil"))
+    (folder / "evilmod.py").write_text(f"open({str(mark)!r}, 'w')\ndef text(doc): return doc['question']\n")
+    spec = asked(spec_of(LLAMA, tmp_path, folder), harness=["evil"])
+    with pytest.raises(UsageError, match=r"evaluate\.harness_include"):
+        harness.score_model_on_tasks(spec, lambda text: None)
+    assert not mark.exists()
+    if "!function" in line:
+        trusted = spec.model_copy(update={"limits": spec.limits.model_copy(update={"trust_remote_code": True})})
+        assert harness.score_model_on_tasks(trusted, lambda text: None).tasks and mark.exists()
