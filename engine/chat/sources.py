@@ -28,6 +28,7 @@ from engine.journal.event_text import format_bytes
 from engine.journal.files import read_table
 from engine.journal.index import list_runs, runs_folder
 from engine.journal.liveness import running_engine
+from engine.journal.own_files import result_files
 from engine.journal.stages import typed_name
 from engine.model.adapted_linear import compute_in_input_dtype
 from engine.model.adapters import set_adapter_dtype
@@ -69,6 +70,7 @@ def weights_of_run(place: RunDirectory, which: str | None, notify: Notify) -> Pa
             if running_engine(place)
             else f"train it further: tunedeck resume {typed_name(place).partition('/')[0]}",
         )
+    result_files(whole.weights, place.path)
     notify(f"{place.name} has no result yet: its newest checkpoint, step {whole.step}, answers")
     return whole.weights
 

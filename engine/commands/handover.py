@@ -216,7 +216,11 @@ def push(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first."""
+    """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first.
+
+    Ends when the hub does not answer for 30 s (a commit: 120 s), three times, and after 10 minutes and a second for each
+    100 KB in any case.
+    """
     words = ["tunedeck", "push", run, repo]
     if not yes and (as_json or not sys.stdin.isatty()):
         raise UsageError("push asks before it sends, and nobody can answer here", fix=shlex.join([*words, "--yes"]))

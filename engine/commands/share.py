@@ -15,6 +15,7 @@ import typer
 
 from engine.commands.completion import run_names
 from engine.commands.shared import RunArgument, RunsOption, find_run, print_line, print_notices, runs_folder
+from engine.config.files.secrets import without_secrets
 from engine.errors import EnvironmentProblem, TunedeckError, UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ LEFT_OUT = ("host", "pid", "path", "samples", "report", "result", "device_proces
 """Fields of events that name places, people or data, or say nothing."""
 LAST_EVENTS, LOG_LINES, LONGEST_LINE = 25, 60, 1000
 TRACEBACK = "Traceback (most recent call last):"
-SECRET = re.compile(r"\b(hf_|sk-|ghp_|gho_)[A-Za-z0-9_-]{16,}|://[^/\s:@]+:[^/\s@]+@")
 OF_DATA = re.compile(r'^((?:path|hub|image_root|prompts|system) = )(?!"builtin:).*|(\.(?:path|hub|image_root)=)[^"]*')
 """A line of run.toml, or a part of its `set`, that names data or quotes a prompt."""
 PLACE = re.compile(r"(?<![\w.])~?(?:/[\w.@+ -]+){2,}")
@@ -146,5 +146,5 @@ def shortened(line: str) -> str:
     """`line` without control characters and secrets, its paths by their last part alone, at most LONGEST_LINE long."""
     from engine.journal.event_text import clean
 
-    line = SECRET.sub("(secret)", clean(line))
+    line = without_secrets(clean(line))
     return PLACE.sub(lambda found: ".../" + found.group().rpartition("/")[2], line)[:LONGEST_LINE]

@@ -41,6 +41,7 @@ from engine.evaluate.verdicts import BASE, REFERENCE, RUN, JudgedSet, PromptsToJ
 from engine.journal.checkpoints_on_disk import Checkpoint, best_step, damage, find_checkpoints, removed_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
+from engine.journal.own_files import result_files
 from engine.journal.stages import typed_name
 from engine.model.config import check_packing, model_config_dict
 from engine.model.decoder import eval_mode
@@ -82,10 +83,13 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
 
 def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int, Path]]:
     """(step, folder with weights) of what `--checkpoint` selects; for a stage whose checkpoints were removed at the
-    end, its result. Raises UsageError: missing, removed or damaged."""
+    end, its result. Raises UsageError: missing, removed, damaged, or with a link that leaves the run's folder."""
     removed = removed_checkpoints(place.checkpoints)
     if removed is None:
-        return [(checkpoint.step, checkpoint.weights) for checkpoint in checkpoints_to_score(place, wanted)]
+        found = checkpoints_to_score(place, wanted)
+        for checkpoint in found:
+            result_files(checkpoint.weights, place.path)
+        return [(checkpoint.step, checkpoint.weights) for checkpoint in found]
     takes_best = load_run_spec(place.run_toml).recipe.checkpoint.result == "best"
     step = removed.best if takes_best and removed.best is not None else removed.steps[0]
     if wanted in (None, "all", str(step)) or (wanted == "best" and step == removed.best):

@@ -1,28 +1,33 @@
 """Sends a result to a repository of the Hugging Face hub: chooses the files, looks into each for what others must not
-see, and uploads. What the hub has already is not sent again."""
+see, and uploads. What the hub has already is not sent again. A hub that does not answer is not waited for without end.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import (
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, set_client_factory
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of httpx or httpx2, by version
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils._http import default_client_factory
 
 from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+from engine.config.files.secrets import secrets_in
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.card import Facts, is_untouched, origin_of, write_card
@@ -30,7 +35,8 @@ from engine.handover.prepare import Notify, Order, merged_model
 from engine.handover.result import Result, config_of, read_result
 from engine.journal.checkpoints_on_disk import best_step, removed_checkpoints
 from engine.journal.directory import RunDirectory
-from engine.journal.files import read_table
+from engine.journal.files import MOST_BYTES, decode_json, read_table
+from engine.journal.own_files import result_files
 from engine.journal.summary import summarise
 from engine.model.config import HUB_ERRORS, auto_class, silence_libraries
 from engine.model.reference import BASE_FOLDER, find_run_weights
@@ -47,14 +53,30 @@ SENT = (
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "*.model")
 """Files with a million words, among which a short path is a word like others."""
 
-TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 PATH = re.compile(r"(/|~/|[A-Za-z]:\\)[^\s]*[/\\]")
 """How a path of a machine begins, in a value of a config."""
+PATH_INSIDE = re.compile(
+    r"(?:(?<![\w.~:/<\\-])|(?<=\bfile:/)|(?<=\bfile://))~?/(?:[\w.@+-]+/)+[\w.@+-]*"
+    r"|(?<!\w)[A-Za-z]:\\(?:[\w.@+ -]+\\)*[\w.@+-]+"
+)
+"""An absolute path of at least two parts anywhere in a value; no part of a web address or a name such as org/model."""
+TEMPLATE = "chat_template"
+"""Key whose value is a program, which may name paths of the tools that it describes: there, only those count that are
+on this machine."""
 NAME_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys that may name a folder where a hub id belongs; it is left out."""
 
 LOG_IN = "log in: hf auth login, with a token that may write (https://huggingface.co/settings/tokens), or set HF_TOKEN"
 AGAIN = "try the same command again: what has arrived is not sent a second time"
+
+ANSWER_SECONDS, COMMIT_SECONDS = 30.0, 120.0
+"""How long the hub may take nothing, or send nothing; it commits a large repository in a minute."""
+MOST_TIMEOUTS = 3
+"""Of one step of a push; the library would try six times."""
+SENDING_SECONDS, SLOWEST_BYTES_PER_SECOND = 600.0, 100_000
+"""After which a push ends in any case: so long, and a second for each 100 KB."""
+LARGEST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format allows."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,7 @@ def pack(
         out = directory.path / "handover" / (f"checkpoint-{which}" if which else "")
         order = Order("push", out, merged=True, trust_remote_code=trust_remote_code)
         folder = merged_model(result, order, notify)
-    items, origin = collect(folder), origin_of(spec.recipe.model)
+    items, origin = collect(folder, _place_of(folder, directory)), origin_of(spec.recipe.model)
     if has_card_of_others(api, place):
         notes.append(f"{CARD} in the repository was edited there, and stays as it is")
     else:
@@ -170,13 +192,20 @@ def _step(directory: RunDirectory, spec: RunSpec, which: str | None) -> int:
     return summarise(directory).step
 
 
-def collect(folder: Path) -> list[Item]:
-    """The files to send of a result, by name. Configs lose the folders of this machine."""
+def _place_of(folder: Path, directory: RunDirectory) -> Path:
+    """Return the folder that files of a result in `folder` may not leave: that of the run, but of a result elsewhere
+    its own."""
+    return directory.path if folder.is_relative_to(directory.path) else folder
+
+
+def collect(folder: Path, run: Path | None = None) -> list[Item]:
+    """Return the files to send of a result, by name. Configs lose the folders of this machine. Raises UsageError as
+    `result_files` does for links that leave the folder `run`, by default the result's own."""
     patterns: tuple[str, ...] = SENT
     config = folder / "config.json"
     if config.is_file() and read_table(config).get("auto_map"):
         patterns = (*SENT, "*.py")  # code that the model's own config loads
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = result_files(folder, run or folder)
     named = [(path.relative_to(folder).as_posix(), path) for path in files]
     return [
         _without_folders(Item(name, path))
@@ -192,7 +221,9 @@ def _is_config(name: str) -> bool:
 def _without_folders(item: Item) -> Item:
     if not _is_config(item.path):
         return item
-    document = json.loads(item.read())
+    document = _document(item.path, item.read())
+    if not isinstance(document, dict):
+        return item
     local = [key for key in NAME_KEYS if isinstance(document.get(key), str) and _is_local(document[key])]
     if not local:
         return item
@@ -202,6 +233,16 @@ def _without_folders(item: Item) -> Item:
         else:
             del document[key]
     return replace(item, content=(json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _document(name: str, content: bytes) -> Any:
+    """Return the JSON of a config. Raises UsageError for anything else."""
+    try:
+        return decode_json(content, finite=False)
+    except ValueError as error:
+        raise UsageError(
+            f"{name} is not JSON: {error}", fix="correct it, or remove it from the result's folder"
+        ) from error
 
 
 def _is_local(name: str) -> bool:
@@ -221,22 +262,44 @@ def require_clean(items: Sequence[Item], places: Sequence[Path]) -> None:
 
 
 def _problems(item: Item, places: Sequence[Path]) -> Iterator[str]:
-    content = _header(item.content) if item.path.endswith(".safetensors") else item.read()
+    is_weights = item.path.endswith(".safetensors")
+    if not is_weights and item.size_bytes > MOST_BYTES * 16:
+        yield f"{item.size_bytes:,} bytes, in which nothing can be looked for"
+        return
+    content = _header(item.content) if is_weights else item.read()
     token = get_token()
-    if TOKEN.search(content) or (token and token.encode() in content):
-        yield "a token of the hub"
+    yield from secrets_in(content)
+    if token and token.encode() in content:
+        yield "your token of the hub"
     vocabulary = any(fnmatch(item.path, pattern) for pattern in VOCABULARIES)
     told = [*map(str, places), *([] if vocabulary else [f"{Path.home()}/"])]
     yield from (f"the path {text}" for text in told if text.encode() in content)
-    if _is_config(item.path):
-        yield from (f"the path {value} at {key}" for key, value in _texts(json.loads(content)) if PATH.match(value))
+    if _is_config(item.path) or is_weights:
+        document = _document(item.path, content)
+        texts = _texts(document.get("__metadata__") if is_weights and isinstance(document, dict) else document)
+        yield from (f"the path {path} at {key}" for key, value in texts for path in _paths_in(key, value))
+
+
+def _paths_in(key: str, value: str) -> Iterator[str]:
+    """Yield the absolute paths in a value of a config."""
+    is_template = key.rpartition(".")[2] == TEMPLATE
+    if not is_template and PATH.match(value):
+        yield value
+        return
+    for hit in PATH_INSIDE.finditer(value):
+        if not is_template or Path(hit[0]).expanduser().exists():
+            yield hit[0]
 
 
 def _header(file: Path | bytes) -> bytes:
-    """Of a safetensors file, names of tensors and metadata: all of its text."""
+    """Of a safetensors file, names of tensors and metadata: all of its text. Raises UsageError for another file."""
     assert isinstance(file, Path)
     with file.open("rb") as opened:
-        return opened.read(int.from_bytes(opened.read(8), "little"))
+        size = int.from_bytes(opened.read(8), "little")
+        header = opened.read(size) if size <= LARGEST_HEADER_BYTES else b""
+    if not header or len(header) < size:
+        raise UsageError(f"{file} is truncated or not a safetensors file", fix="save the result again")
+    return header
 
 
 def _texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -250,9 +313,66 @@ def _texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(value, key)
 
 
+class _Patience:
+    """Sends the requests of a client, each with a limit of time, and gives up after MOST_TIMEOUTS."""
+
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send, self._timeouts = send, 0
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        """Raise EnvironmentProblem for a hub that does not answer."""
+        seconds = COMMIT_SECONDS if "/commit/" in request.url.path else ANSWER_SECONDS
+        given = request.extensions.get("timeout") or {}
+        limits = {
+            kind: seconds if given.get(kind) is None else given[kind] for kind in ("connect", "read", "write", "pool")
+        }
+        request.extensions["timeout"] = limits
+        try:
+            return self._send(request, **options)
+        except HTTPError as error:
+            if "timeout" not in type(error).__name__.lower():
+                raise
+            self._timeouts += 1
+            if self._timeouts < MOST_TIMEOUTS:
+                raise
+            raise EnvironmentProblem(
+                f"the hub does not answer: nothing came for {seconds:g} s, {MOST_TIMEOUTS} times",
+                fix=f"look at the network (tunedeck doctor), then {AGAIN}",
+            ) from error
+
+
+def _patient_client() -> Any:
+    """Return a client of the hub's library whose requests all end: the library sets no limit of time."""
+    client = default_client_factory()
+    vars(client)["send"] = _Patience(client.send)
+    return client
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return what the function returns; raise what it raises, and EnvironmentProblem if it takes longer than `seconds`.
+    It is then left alone in its thread, which does not keep the process from ending."""
+    outcome: dict[str, Any] = {}
+
+    def call() -> None:
+        try:
+            outcome["value"] = function()
+        except BaseException as error:  # noqa: BLE001  # raised again below, in the thread of the caller
+            outcome["error"] = error
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise EnvironmentProblem(f"the hub has not taken everything within {seconds / 60:.0f} minutes", fix=AGAIN)
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
 @contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
-    """Inside the block, what the hub's client raises becomes an EnvironmentProblem."""
+    """Inside the block, what the hub's client raises becomes an EnvironmentProblem, also for a hub that hangs."""
+    set_client_factory(_patient_client)
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -264,7 +384,11 @@ def hub_errors(repo: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UsageError(f"{repo!r} is no name of a repository", expected="OWNER/NAME or NAME") from error
     except (*HUB_ERRORS, RuntimeError) as error:
+        if isinstance(error.__cause__, EnvironmentProblem):
+            raise error.__cause__ from error
         raise _refusal(error, repo) from error
+    finally:
+        set_client_factory(default_client_factory)
 
 
 def _refusal(error: BaseException, repo: str) -> EnvironmentProblem:
@@ -344,5 +468,6 @@ def send(api: HfApi, place: Place, parcel: Parcel, message: str) -> tuple[str, b
             for item in parcel.items
         ]
         operations += [CommitOperationDelete(name) for name in parcel.stale]
-        commit = api.create_commit(place.repo, operations, commit_message=message)
+        seconds = SENDING_SECONDS + parcel.size_bytes / SLOWEST_BYTES_PER_SECOND
+        commit = within(seconds, lambda: api.create_commit(place.repo, operations, commit_message=message))
     return str(url), commit.oid != place.commit

@@ -4,6 +4,7 @@ link in it could name any file of the user who opens it."""
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def result_files(folder: Path, run: Path) -> list[Path]:
         if stat.S_ISREG(mode):
             found.append(path)
         elif path.is_symlink() or not stat.S_ISDIR(mode):
-            raise UsageError(f"{path} is not a file, and is not opened", fix=f"remove it: rm {path}")
+            raise UsageError(f"{path} is not a file, and is not opened", fix=f"remove it: rm {shlex.quote(str(path))}")
         if len(found) > MOST_ENTRIES:
             raise UsageError(f"{folder} has more than {MOST_ENTRIES:,} files", expected="the files of a result")
     return sorted(found)
@@ -70,5 +71,5 @@ def _outside(path: Path, run: Path) -> UsageError:
     return UsageError(
         f"{name} is a link that leaves the run's folder {place}, and is not followed",
         expected="the file itself in the run",
-        fix=f"if the run is yours, replace the link by a copy of its file; otherwise remove it: rm {path}",
+        fix=f"if the run is yours, replace the link by a copy of its file; otherwise: rm {shlex.quote(str(path))}",
     )

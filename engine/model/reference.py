@@ -16,6 +16,7 @@ from engine.journal.checkpoints_on_disk import removed_checkpoints
 from engine.journal.directory import RUN_TOML, RunDirectory
 from engine.journal.files import read_table
 from engine.journal.index import resolve_run
+from engine.journal.own_files import result_files, run_around
 from engine.journal.stages import result_run, stage_name
 
 BASE_FOLDER = "base"
@@ -92,7 +93,8 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 
 def find_run_weights(text: str) -> Path:
-    """The folder of "run:RUN" (its result), "run:RUN@STEP" or "run:RUN@best". UsageError: there is none."""
+    """The folder of "run:RUN" (its result), "run:RUN@STEP" or "run:RUN@best". UsageError: there is none, or a link in
+    it leaves the run's folder."""
     name, which = split_run_reference(text)
     run = result_run(resolve_run(name, None))
     if which:
@@ -104,6 +106,7 @@ def find_run_weights(text: str) -> Path:
             expected=f"a step written under {run.checkpoints}, or best",
             fix=f"choose one of: {', '.join(_steps(run)) or 'none is left'}",
         )
+    result_files(folder, run.path)
     return folder
 
 
@@ -127,6 +130,8 @@ def _local(text: str) -> str:
         return str(find_run_weights(text).resolve())
     folder = path_of(text)
     if folder.is_dir():
+        if (run := run_around(folder)) is not None:
+            result_files(folder, run)
         return str(folder.resolve())
     if text.startswith(("/", "./", "../", "~")):
         raise UsageError(f"no folder {text}", expected="a model folder, hub id or builtin:tiny", fix="correct the path")

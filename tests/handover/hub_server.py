@@ -48,6 +48,8 @@ class Hub:
         """SHA-256 of each large file whose upload began."""
         self.before_upload: Callable[[bytes], int] = lambda content: 200
         """Gets the content of a large file, and returns the status to answer with."""
+        self.on_request: Callable[[str], None] = lambda request: None
+        """Gets "METHOD /path" of each request before it is answered."""
         self.url = ""
 
     def mode(self, path: str) -> str:
@@ -128,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
+        self.hub.on_request(f"{self.command} {path}")
         if not self.known():
             return
         if path == "/api/whoami-v2":
@@ -160,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, content = urlsplit(self.path).path, self.body()
+        self.hub.on_request(f"{self.command} {path}")
         if not self.known():
             return
         if path == "/api/repos/create":
@@ -203,6 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         content, oid = self.body(), self.path.rpartition("/")[2]
+        self.hub.on_request(f"{self.command} {self.path}")
         self.hub.uploads.append(oid)
         assert hashlib.sha256(content).hexdigest() == oid
         status = self.hub.before_upload(content)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from engine.commands.train import finish_run
@@ -289,6 +290,16 @@ def test_it_asks_and_public_is_said_aloud(
         ("generation_config.json", '{"a": {"b": ["C:\\\\Users\\\\me"]}}', "the path C:\\Users\\me at a.b"),
         ("chat_template.jinja", f"say {TOKEN}", "a token of the hub"),
         ("README.md", f"see {Path.home()}/notes", "the path"),
+        ("adapter_config.json", '{"note": "trained from /mnt/disk/base, twice"}', "the path /mnt/disk/base at note"),
+        ("adapter_config.json", '{"a": [{"b": "see file:///mnt/disk/x"}]}', "the path /mnt/disk/x at a.b"),
+        ("config.json", '{"note": "copied from D:\\\\models\\\\x"}', "the path D:\\models\\x at note"),
+        ("generation_config.json", '{"note": "(~/models/x)"}', "the path ~/models/x at note"),
+        ("tokenizer_config.json", '{"chat_template": "read /etc/passwd"}', "the path /etc/passwd at chat_template"),
+        ("config.json", '{"k": "AKIAIOSFODNN7EXAMPLE"}', "a key of AWS"),
+        ("config.json", '{"k": "sk-proj-abcdefghijklmnop1234"}', "an API key (sk-)"),
+        ("vocab.json", '{"k": "ghp_abcdefghijklmnopqrstuvwx0123456789"}', "a token of GitHub"),
+        ("vocab.model", "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA", "a private key"),
+        ("modeling_x.py", "url = 'https://me:secret@example.com/x'", "a password in an address"),
         ("tokenizer.json", '{"vocab": {"%s": 1}}', "the path"),
     ],
 )
@@ -297,6 +308,94 @@ def test_a_file_with_what_others_must_not_see_is_not_sent(tmp_path: Path, name: 
     with pytest.raises(UsageError, match="not sent") as refused:
         require_clean([Item(name, content.encode())], [tmp_path])
     assert f"{name}: {told}" in refused.value.found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"a": "owner/model", "b": "https://huggingface.co/owner/model/blob", "c": "and/or/not"}'),
+        ("tokenizer_config.json", '{"chat_template": "</tool/x> /no/such/path/here \\"/mnt/data/x\\""}'),
+        ("config.json", '{"regex": "\\\\s+/\\\\w", "half": "1/2", "date": "2026/11/28"}'),
+        ("modeling_x.py", "hf_quantization_config = task_specific_parameters_of_the_model"),
+    ],
+)
+def test_what_is_no_path_and_no_secret_is_sent(tmp_path: Path, name: str, text: str) -> None:
+    require_clean([Item(name, text.encode())], [tmp_path])
+
+
+def test_metadata_of_weights_are_looked_into(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt", "from": "in /mnt/disk/base"})
+    with pytest.raises(UsageError, match="the path /mnt/disk/base at from"):
+        require_clean([Item("model.safetensors", tmp_path / "model.safetensors")], [])
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8)
+    with pytest.raises(UsageError, match="not a safetensors file"):
+        require_clean([Item("model.safetensors", tmp_path / "model.safetensors")], [])
+
+
+READERS = {
+    "push": ["me/it", "--yes"], "merge": [], "handover": ["--vllm"], "chat": ["--prompt", "x"], "eval": [],
+    "export": ["--weights", "--out", "x.tunedeck"],
+}  # fmt: skip
+"""Commands that read a result, with what they need besides the run."""
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_link_that_leaves_the_run_is_rejected_by_name(
+    hub: Hub, finished: RunDirectory, tunedeck: Tunedeck, tmp_path: Path, command: str
+) -> None:
+    key = tmp_path / "id_rsa"
+    key.write_text("a private key")
+    for folder in (finished.adapter, finished.checkpoint(4) / "weights"):
+        (folder / "vocab.model").symlink_to(key)
+    refused = tunedeck(command, "last", *READERS[command])
+    refused.complains(2, "vocab.model is a link that leaves the run's folder")
+    for folder in (finished.adapter, finished.checkpoint(4) / "weights"):
+        (folder / "vocab.model").unlink()
+        os.mkfifo(folder / "vocab.model")
+    tunedeck(command, "last", *READERS[command]).complains(2, "vocab.model is not a file")
+    assert hub.repositories == {}
+
+
+def test_links_inside_the_run_are_sent_as_files(hub: Hub, finished: RunDirectory, tunedeck: Tunedeck) -> None:
+    weights = finished.adapter / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.rename(finished.path / "shared.safetensors")
+    weights.symlink_to("../shared.safetensors")
+    assert tunedeck("push", "last", "it", "--yes").code == 0
+    assert hub.repositories["me/it"].files["adapter_model.safetensors"] == content
+
+
+@pytest.mark.parametrize("place", ["GET /api/whoami-v2", "GET /api/models/me/it", "POST /api/repos/create", "preupload",
+                                   "objects/batch", "PUT /large", "/commit/main"])  # fmt: skip
+def test_a_hub_that_hangs_ends_the_push(
+    hub: Hub, finished: RunDirectory, tunedeck: Tunedeck, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    release = threading.Event()
+    for name in ("ANSWER_SECONDS", "COMMIT_SECONDS"):
+        monkeypatch.setattr(f"engine.handover.hub.{name}", 0.3)
+    monkeypatch.setattr("engine.handover.hub.MOST_TIMEOUTS", 1)
+    hub.on_request = lambda request: None if place not in request else (release.wait(), None)[1]
+    try:
+        ended = tunedeck("push", "last", "it", "--yes")
+        assert ended.code == 6
+        assert_block(ended.err, "the hub does not answer: nothing came for 0.3 s", "try the same command again")
+        assert all(repository.files == {} for repository in hub.repositories.values())
+    finally:
+        release.set()
+
+
+def test_a_push_ends_after_its_limit_in_any_case(
+    hub: Hub, finished: RunDirectory, tunedeck: Tunedeck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("engine.handover.hub.SENDING_SECONDS", 0.5)
+    hub.on_request = lambda request: None if "PUT" not in request else (release.wait(), None)[1]
+    try:
+        ended = tunedeck("push", "last", "it", "--yes")
+        assert ended.code == 6
+        assert_block(ended.err, "the hub has not taken everything within", "try the same command again")
+    finally:
+        release.set()
 
 
 def test_words_for_the_same_thing_are_answered_with_push() -> None:
