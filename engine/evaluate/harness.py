@@ -15,7 +15,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.files.machine import install_command
@@ -23,9 +22,10 @@ from engine.config.load import load_run_spec
 from engine.config.schema.data import Evaluate
 from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import offline_if_unreachable
+from engine.data.killable import KillableProcess, ProcessEnded, bounded
 from engine.data.prompts import was_trained_plain
 from engine.data.store import hash_text
-from engine.data.template_limits import RENDER_CPU_SECONDS, RenderTimeout, render_limits
+from engine.data.template_limits import RENDER_BYTES, RENDER_CPU_SECONDS, TEMPLATE_ERRORS
 from engine.device import open_device
 from engine.device.base import Device
 from engine.errors import DataError, EnvironmentProblem, UsageError
@@ -138,23 +138,36 @@ def templates_in_sandbox(needed: bool) -> Iterator[None]:
     sandbox = ImmutableSandboxedEnvironment(undefined=utils.env.undefined, keep_trailing_newline=True)
     sandbox.filters.update(utils.env.filters)
 
-    def apply_template(template: str, doc: dict[str, Any]) -> str:
+    def render(request: tuple[str, dict[str, Any]]) -> tuple[str | None, str]:
+        """Return the text, or None and what failed."""
+        template, sample = request
         try:
-            with render_limits():
-                return sandbox.from_string(template).render(**doc)
-        except (SecurityError, RenderTimeout) as error:
-            reason = str(error) or f"more than {RENDER_CPU_SECONDS:g} s of processor time"
+            with bounded(RENDER_CPU_SECONDS, RENDER_BYTES):
+                return sandbox.from_string(template).render(**sample), ""
+        except TEMPLATE_ERRORS as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    process = KillableProcess(render)  # a pattern of regex_replace may take for ever, and nothing interrupts it
+
+    def apply_template(template: str, sample: dict[str, Any]) -> str:
+        try:
+            text, reason = process.ask((template, sample))
+        except ProcessEnded as error:
+            text, reason = None, f"its process {error}, after at most {RENDER_CPU_SECONDS:g} s of processor time"
+        if text is None:
             raise DataError(
                 f"evaluate.harness_include: a task's template is stopped: {reason}",
                 expected="a template that only puts a sample's fields together",
                 fix="if you trust the author of the tasks, add --trust-remote-code",
-            ) from error
+            )
+        return str(text)
 
     before, utils.apply_template = utils.apply_template, apply_template
     try:
         yield
     finally:
         utils.apply_template = before
+        process.close()
 
 
 def score_run_on_tasks(

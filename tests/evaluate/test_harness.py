@@ -247,12 +247,17 @@ def test_messages_that_the_template_refuses_are_asked_without_it(tmp_path: Path,
 
 
 CALLS = "{{ cycler.__init__.__globals__.os.system('touch MARK') }}"
+WITHOUT_END = "{{ ('a' * 60 + 'b') | regex_replace('(a+)+c', '') }}"
 
 
-def test_a_template_of_a_task_calls_no_function(tmp_path: Path, tasks: Path) -> None:
+@pytest.mark.parametrize("template", [CALLS, WITHOUT_END])
+def test_a_template_of_a_task_calls_no_function_and_ends(
+    tmp_path: Path, tasks: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "RENDER_CPU_SECONDS", 1.0)
     mark, folder = tmp_path / "mark", tmp_path / "own"
     folder.mkdir()
-    text = GENERATE.replace("FOLDER", str(tasks)).replace('"{{question}}"', f'"{CALLS}"').replace("MARK", str(mark))
+    text = GENERATE.replace("FOLDER", str(tasks)).replace('"{{question}}"', f'"{template}"').replace("MARK", str(mark))
     (folder / "evil.yaml").write_text(text.replace("tiny_generate", "evil"))
     spec = asked(spec_of(LLAMA, tmp_path, folder), harness=["evil"])
     with pytest.raises(DataError, match="a task's template is stopped"):
