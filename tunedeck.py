@@ -9,6 +9,7 @@ Try: `tunedeck`, `tunedeck --help`, or `python -m tunedeck --help`.
 """
 
 import gc
+import io
 import os
 import sys
 
@@ -20,12 +21,43 @@ def _own_packages_first() -> None:
     sys.path[:] = [HERE, *(entry for entry in sys.path if os.path.abspath(entry or ".") != HERE)]
 
 
+AGAIN = "tunedeck"
+"""Python's option -X of a process that `_in_utf8` has started again."""
+
+
+def _in_utf8() -> None:
+    """In a locale without UTF-8, such as LC_ALL=C with PYTHONUTF8=0, start again in Python's UTF-8 mode: names of files
+    and of models hold any character. What the terminal cannot show is replaced there."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", "-X", AGAIN, *sys.orig_argv[1:]])
+    encoding = None
+    if AGAIN in sys._xoptions:
+        os.environ["PYTHONUTF8"] = "1"  # for processes that this one starts
+        encoding = None if "PYTHONIOENCODING" in os.environ else _locale_encoding()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            in_utf8 = (encoding or stream.encoding) == "utf-8"
+            stream.reconfigure(encoding=encoding, errors="backslashreplace" if in_utf8 else "replace")
+
+
+def _locale_encoding() -> str:
+    """Return the encoding that the user's locale names, also in UTF-8 mode; UTF-8 for one that Python does not know."""
+    import codecs
+    import locale
+
+    try:
+        return codecs.lookup(locale.getencoding()).name
+    except LookupError:
+        return "utf-8"
+
+
 def main() -> None:
     """Entry point of the `tunedeck` command. Exits with the codes of the command line (see `tunedeck --help`).
 
     Without a command the console is opened, without importing the command line; where there is no terminal, the help is
     printed.
     """
+    _in_utf8()
     _own_packages_first()
     from tui.arguments import on_a_terminal, parse, without_flags
 

@@ -123,12 +123,14 @@ def _talk(asked: Asked, attach: str | None, runs: Path | None, trust_remote_code
 
 def _list(runs: Path | None) -> None:
     from engine.journal.chats import list_chats, read_chat
+    from engine.journal.event_text import clean
 
     rows = []
     for directory in list_chats(runs_folder(runs)):
         state = read_chat(directory)
         last = state.exchanges[-1].question if state.exchanges else ""
-        rows.append((directory.name, f"{state.status:<10}{', '.join(state.models)}  {last[:60]!r}"))
+        facts = f"{state.status:<10}{', '.join(map(clean, state.models))}  {last[:60]!r}"
+        rows.append((clean(directory.name), facts))
     if rows:
         print_rows(rows)
     else:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from engine.commands.shared import print_progress
+from engine.commands.shared import print_progress, print_text
 from engine.config.files.text import visible
 from engine.errors import DataError, EnvironmentProblem, TunedeckError
 from engine.journal.chats import ChatState, append_rows, conversations, is_answering, send_request
@@ -91,14 +91,14 @@ class Talk:
         kind = event["kind"]
         if kind == "chat_prompt":
             several = len(self.state.models) > 1 or event["model"] not in self.state.models
-            sys.stdout.write("\n" * bool(self._writing))
-            sys.stdout.write(f"{visible(event['model'])}: " if several else "")
+            print_text("\n" * bool(self._writing))
+            print_text(f"{visible(event['model'])}: " if several else "")
             self._writing = ""
         elif kind == "chat_tokens":
             self._writing += event["text"]
-            sys.stdout.write(visible(event["text"], keep="\n\t"))
+            print_text(event["text"])
         elif kind == "chat_answer":
-            sys.stdout.write(f"{ENDINGS.get(event['stopped_by'], '')}\n")
+            print_text(f"{ENDINGS.get(event['stopped_by'], '')}\n")
             self._writing = ""
         sys.stdout.flush()
 
@@ -212,6 +212,6 @@ def talk(directory: RunDirectory) -> None:
             if not chat.respond(line):
                 return
         except (EOFError, KeyboardInterrupt):
-            sys.stdout.write("\n" if sys.stdin.isatty() else "")
+            print_text("\n" if sys.stdin.isatty() else "")
             chat.end()
             return

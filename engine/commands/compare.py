@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ from engine.commands.shared import (
     make_console,
     print_json,
     print_notices,
+    print_text,
     runs_folder,
 )
 from engine.errors import UsageError, WorseError
@@ -107,7 +107,7 @@ def compare(
         print_json(comparison.as_json() | more | gate, indent=None)
     elif as_csv or as_markdown:
         write = comparison_csv if as_csv else comparison_markdown
-        sys.stdout.write(write(comparison, metric, found))
+        print_text(write(comparison, metric, found))
     else:
         _print(comparison, metric)
         if found is not None:

@@ -18,6 +18,7 @@ from engine.commands.shared import (
     importing,
     make_console,
     print_json,
+    print_line,
     print_progress,
 )
 
@@ -112,7 +113,7 @@ def data(
         images = load_image_processor(spec, tokenizer)
         prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
         if len(specs) > 1 and not as_json:
-            typer.echo(f"{'' if name == next(iter(specs)) else chr(10)}stage {name}")
+            print_line(f"{'' if name == next(iter(specs)) else chr(10)}stage {name}")
         if prepare and not as_json:
             print_parts(prepared)
             continue
@@ -200,7 +201,7 @@ def report_document(
 def print_parts(prepared: PreparedData) -> None:
     """A line for each part: what a run will find in the cache."""
     for part in prepared.report.parts:
-        typer.echo(f"{part.part}: {part.rows:,} sequences, {part.tokens:,} tokens are in the cache")
+        print_line(f"{part.part}: {part.rows:,} sequences, {part.tokens:,} tokens are in the cache")
 
 
 def print_report(

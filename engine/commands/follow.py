@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import typer
 
 from engine.commands.shared import make_console, print_json, print_notices, print_progress, print_rows
+from engine.config.files.text import visible
 from engine.journal.directory import HeldRunDirectory, RunDirectory
 from engine.journal.event_text import clean, describe_event, describe_phase
 from engine.journal.events import Event, EventTail
@@ -85,7 +85,7 @@ class PlainReporter:
         """Nothing to restore."""
 
     def _print(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(visible(text, keep="\n\t") + "\n")
         self._stream.flush()
 
 
@@ -124,7 +124,7 @@ class LiveReporter:
 
 class JsonReporter:
     def event(self, event: Event) -> None:
-        sys.stdout.write(json.dumps(event) + "\n")
+        print_json(event, indent=None)
         sys.stdout.flush()
 
     def tick(self) -> None:

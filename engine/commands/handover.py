@@ -21,6 +21,7 @@ from engine.commands.shared import (
     print_notices,
     print_progress,
     print_rows,
+    print_text,
 )
 from engine.errors import UsageError
 from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
@@ -218,8 +219,8 @@ def push(
 ) -> None:
     """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first.
 
-    Ends when the hub does not answer for 30 s (a commit: 120 s), three times, and after 10 minutes and a second for each
-    100 KB in any case.
+    Ends when the hub does not answer for 30 s (a commit: 120 s) three times, and in any case after 10 minutes and a
+    second for each 100 KB.
     """
     words = ["tunedeck", "push", run, repo]
     if not yes and (as_json or not sys.stdin.isatty()):
@@ -268,7 +269,7 @@ def _size(count: int) -> str:
 def _ask(repo: str) -> None:
     """Raises StoppedError unless the answer is yes."""
     sys.stdout.flush()
-    sys.stderr.write(f"send it to {repo}? [y/N] ")
+    print_text(f"send it to {repo}? [y/N] ", error=True)
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise StoppedError("nothing was sent")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.commands.completion import names_in_group, recipe_names
-from engine.commands.shared import JsonOption, print_json, print_line, print_notices
+from engine.commands.shared import JsonOption, print_json, print_line, print_notices, print_progress, print_text
 from engine.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -337,7 +337,6 @@ def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     from engine.config.files.document import read_document
     from engine.config.files.find import find_spec_file, unshareable_paths
-    from engine.config.files.text import visible
     from engine.config.files.write import write_new_file
     from engine.config.load import load_spec_file
 
@@ -345,12 +344,15 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     load_spec_file(kind, file)
     document = read_document(file.path)
     for line in document.render_all(unshareable_paths(document.data)):
-        sys.stderr.write(f"warning: {line}; import will refuse it\n")
+        print_progress(f"warning: {line}; import will refuse it")
     if to is not None:
         print_line(f"exported {file.name}: {write_new_file(to, file.path.read_bytes(), force=force)}")
     else:
         text = _text(file)
-        sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
+        if sys.stdout.isatty():
+            print_text(text)
+        else:
+            sys.stdout.write(text)  # a copy of the file, to be read by a program
 
 
 def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make_text: Callable[[str], str]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from engine.commands.completion import profile_names, recipe_names, run_names
+from engine.config.files.text import visible
 from engine.launch.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -189,24 +190,31 @@ def find_run(run: str, runs: Path | None) -> RunDirectory:
     return resolve_run(run, runs_folder(runs), only_there=runs is not None)
 
 
+def print_text(text: str, *, error: bool = False) -> None:
+    """Write a text as a command prints it, to standard output or error: all text of commands goes through here, because
+    any of it may quote a file of somebody else. Line breaks and tabs stay, other control characters become visible."""
+    (sys.stderr if error else sys.stdout).write(visible(text, keep="\n\t"))
+
+
 def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    """Print a line of a result."""
+    print_text(text + "\n")
 
 
 def print_json(document: object, *, indent: int | None = 2) -> None:
-    """In ASCII."""
-    sys.stdout.write(json.dumps(document, indent=indent) + "\n")
+    """Print JSON in ASCII."""
+    print_text(json.dumps(document, indent=indent).replace("\x7f", "\\u007f") + "\n")
 
 
 def print_progress(text: str) -> None:
-    """Standard error says what a command is doing; standard output is for results."""
-    sys.stderr.write(text + "\n")
+    """Say on standard error what a command is doing; standard output is for results."""
+    print_text(text + "\n", error=True)
 
 
 def print_notices(notices: Iterable[str]) -> None:
-    """Standard error: standard output is for results."""
+    """Print notices on standard error; standard output is for results."""
     for notice in notices:
-        sys.stderr.write(f"tunedeck: {notice}\n")
+        print_progress(f"tunedeck: {notice}")
 
 
 ENDLESS = 4096
@@ -214,13 +222,20 @@ ENDLESS = 4096
 
 
 def make_console(*, soft_wrap: bool = False) -> Console:
-    """A console that reads no markup, raises BrokenPipeError, and wraps no line in a pipe; with `soft_wrap` nowhere."""
-    from rich.console import Console
+    """A console that reads no markup, makes control characters visible, raises BrokenPipeError, and wraps no line in a
+    pipe; with `soft_wrap` nowhere."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     class PipeConsole(Console):
         def on_broken_pipe(self) -> None:
             """rich would end the process: a command that follows a run has to detach first."""
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            """Yield the segments of a renderable as `print_text` writes a text."""
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else visible(text, keep="\n\t"), style, control)
 
     width = None if sys.stdout.isatty() else ENDLESS
     return PipeConsole(markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap, width=width)
@@ -230,7 +245,7 @@ def print_rows(rows: list[tuple[str, str]]) -> None:
     """Wrapped on a terminal, else one line per row, so that paths are not broken."""
     if not sys.stdout.isatty():
         width = max(len(name) for name, _ in rows)
-        sys.stdout.write("".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows))
+        print_text("".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows))
         return
     from rich.table import Table
     from rich.text import Text
