@@ -3,11 +3,13 @@ that tells [finish] webhook of the end, failure and alerts; a server that hangs 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +18,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.client import HTTPException
-from typing import Any
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from engine.config.check.overrides import parse_overrides
@@ -52,6 +54,10 @@ SEND_SECONDS = 4.0
 """For one attempt, of which there are two."""
 HAND_OVER_SECONDS = 10.0
 """How long a process that has ended its run waits for the last message, because a container may end with it."""
+INSIDE = f"{WEBHOOK} (inside)"
+"""Key of the record that a webhook was at an address of this machine or network when its user typed it."""
+METADATA = frozenset({"168.63.129.16"})
+"""Public addresses at which a cloud tells its machines their secrets; those of the others are link-local or private."""
 MOST_CHARACTERS = 1500
 """Of a message: Discord refuses more than 2,000."""
 
@@ -62,6 +68,49 @@ def allow_typed(finish: Finish, overrides: Sequence[str]) -> None:
     for key, target in finish.destinations().items():
         if key in typed and (key != PUSH or not finish.push_public or "finish.push_public" in typed):
             keep_destination(key, target)
+            if key == WEBHOOK and _leads_inside(finish):
+                keep_destination(INSIDE, target)
+
+
+def _leads_inside(finish: Finish) -> bool:
+    """Return whether the webhook's name leads to an address of this machine or network now."""
+    try:
+        parts = urlsplit(webhook_url(finish))
+        return any(map(is_inside, _addresses(parts.hostname or "", parts.port or 443)))
+    except (OSError, ValueError, EnvironmentProblem):  # no such name now: it is looked up again before it is used
+        return False
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    """Return the addresses of a host. Raises OSError if there are none."""
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def is_inside(address: str) -> bool:
+    """Return whether an IP address is one of this machine, of a private or link-local network, or of a cloud's service
+    that tells a machine its secrets."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found.sixtofour or found
+    return not found.is_global or found.is_multicast or str(found) in METADATA
+
+
+def may_lead_inside(finish: Finish) -> bool:
+    """Return whether the webhook may be at an address of this machine or network: its user has typed that address, or
+    a name that led to one when he typed it."""
+    text = finish.webhook or ""
+    if is_kept_destination(INSIDE, text):
+        return True
+    return not text.startswith("$") and _is_address(urlsplit(text).hostname or "")
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host shows by itself that it is on this machine or an address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def allowed(finish: Finish, key: str) -> bool:
@@ -153,7 +202,8 @@ def tell_webhook(directory: RunDirectory, engine_pid: int, offset: int) -> int:
     tail, ended, failed = EventTail(directory.events, offset=offset), False, 0
     with locked(directory.trackers / f"{RECORD}.lock", timeout_seconds=-1.0):
         write_record(directory, RECORD, Record())
-        url = webhook_url(load_run_spec(directory.run_toml, own=True).recipe.finish)
+        finish = load_run_spec(directory.run_toml, own=True).recipe.finish
+        url, inside = webhook_url(finish), may_lead_inside(finish)
         while not ended:
             alive = engine is not None and is_alive(engine)  # before reading: the last events are not missed
             events = tail.poll()
@@ -162,15 +212,15 @@ def tell_webhook(directory: RunDirectory, engine_pid: int, offset: int) -> int:
                 events.append({"kind": "run_finished", "status": "killed", "exit_code": KILLED_CODE, "time": now})
             for event in events:
                 if (message := message_of(event, directory)) is not None:
-                    failed += not _sent(directory, url, message)
+                    failed += not _sent(directory, url, message, inside)
                     ended = ended or message["event"] != "alert"
             if not ended:
                 time.sleep(POLL_SECONDS)
     return failed
 
 
-def _sent(directory: RunDirectory, url: str, message: dict[str, Any]) -> bool:
-    problem = send(url, message)
+def _sent(directory: RunDirectory, url: str, message: dict[str, Any], inside: bool) -> bool:
+    problem = send(url, message, inside=inside)
     if problem:
         write_record(directory, RECORD, Record(error=problem))
         sys.stderr.write(f"{problem}: {message['text']}\n")
@@ -226,8 +276,63 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def send(url: str, message: dict[str, Any]) -> str:
-    """Try twice; returns why it did not arrive, else "". Ends this process if that takes far longer than it may."""
+class _Checked:
+    """Makes a connection's socket to an address that was looked at: a name may lead elsewhere the next time."""
+
+    def __init__(self, inside: bool) -> None:
+        self._inside = inside
+
+    def __call__(self, address: tuple[str, int], timeout: float, source: Any = None) -> socket.socket:
+        """Raise OSError for an address inside that is not allowed, or that cannot be reached."""
+        found = _addresses(*address)
+        if not self._inside and any(map(is_inside, found)):
+            raise PermissionError(
+                f"its name leads to {found[0]}, an address of this machine or network; to allow it, give it once more "
+                f"yourself: --set {WEBHOOK}=URL"
+            )
+        return socket.create_connection((found[0], address[1]), timeout, source)
+
+
+class _PlainHandler(urllib.request.HTTPHandler):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self._make = _Checked(inside)
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(cast("Any", self._connection), request)
+
+    def _connection(self, host: str, **options: Any) -> HTTPConnection:
+        connection = HTTPConnection(host, **options)
+        vars(connection)["_create_connection"] = self._make
+        return connection
+
+
+class _TlsHandler(urllib.request.HTTPSHandler):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self._make = _Checked(inside)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(cast("Any", self._connection), request)
+
+    def _connection(self, host: str, **options: Any) -> HTTPSConnection:
+        connection = HTTPSConnection(host, **options)
+        vars(connection)["_create_connection"] = self._make
+        return connection
+
+
+def _opener(url: str, inside: bool) -> urllib.request.OpenerDirector:
+    """Return what opens the URL: without redirects, and, but for a proxy of the user, at an address that is allowed."""
+    parts = urlsplit(url)
+    has_proxy = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname or "")
+    handlers = [] if has_proxy else [_PlainHandler(inside), _TlsHandler(inside)]
+    return urllib.request.build_opener(_NoRedirect, *handlers)
+
+
+def send(url: str, message: dict[str, Any], *, inside: bool | None = None) -> str:
+    """Try twice; returns why it did not arrive, else "". `inside`: it may be at an address of this machine or network;
+    by default if the URL shows the address. Ends this process if that takes far longer than it may."""
+    inside = _is_address(urlsplit(url).hostname or "") if inside is None else inside
     body = json.dumps(body_for(url, message)).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "tunedeck"}
     problem = ""
@@ -235,7 +340,7 @@ def send(url: str, message: dict[str, Any]) -> str:
         try:
             signal.alarm(round(3 * SEND_SECONDS))  # a look-up of the name has no limit of its own
             request = urllib.request.Request(url, body, headers)
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=SEND_SECONDS):
+            with _opener(url, inside).open(request, timeout=SEND_SECONDS):
                 return ""
         except urllib.error.HTTPError as error:
             problem = f"the webhook at {host_of(url)} answers {error.code}"

@@ -235,3 +235,55 @@ def test_an_alert_is_told_with_what_to_do_and_is_one_that_an_engine_writes(tmp_p
         if path.name != "destinations.py"
     ]
     assert any(f'"{code}"' in text for text in sources)
+
+
+@pytest.mark.parametrize(
+    ("address", "inside"),
+    [
+        ("127.0.0.1", True), ("::1", True), ("0.0.0.0", True), ("10.1.2.3", True), ("172.16.0.1", True),
+        ("192.168.1.1", True), ("169.254.169.254", True), ("fe80::1%eth0", True), ("fd00:ec2::254", True),
+        ("100.100.100.200", True), ("168.63.129.16", True), ("::ffff:127.0.0.1", True), ("2002:7f00:1::", True),
+        ("224.0.0.1", True), ("93.184.215.14", False), ("2606:4700::1111", False),
+    ],
+)  # fmt: skip
+def test_addresses_of_this_machine_its_network_and_of_cloud_metadata_are_inside(address: str, inside: bool) -> None:
+    assert destinations.is_inside(address) is inside
+
+
+def lead(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let each name lead to an address."""
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))],
+    )
+
+
+def test_a_name_that_leads_inside_is_used_only_if_it_did_so_when_it_was_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = {"event": "end", "text": "done"}
+    with listening() as (url, heard):
+        named = url.replace("127.0.0.1", "hook.example.com")
+        finish, typed = Finish(webhook=named), [f"finish.webhook={named}"]
+        lead(monkeypatch, "93.184.215.14")
+        allow_typed(finish, typed)
+        assert allowed(finish, WEBHOOK) and not destinations.may_lead_inside(finish)
+        lead(monkeypatch, "127.0.0.1")
+        problem = destinations.send(named, message, inside=destinations.may_lead_inside(finish))
+        assert "leads to 127.0.0.1" in problem and "--set finish.webhook=URL" in problem and heard == []
+        allow_typed(finish, typed)
+        assert destinations.send(named, message, inside=destinations.may_lead_inside(finish)) == ""
+    assert heard == [message]
+
+
+def test_a_variable_of_the_environment_is_no_typed_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as (url, heard):
+        monkeypatch.setenv("HOOK", "https://hook.example.com")
+        finish = Finish(webhook="$HOOK")
+        lead(monkeypatch, "93.184.215.14")
+        allow_typed(finish, ["finish.webhook=$HOOK"])
+        lead(monkeypatch, "127.0.0.1")
+        monkeypatch.setenv("HOOK", url)
+        problem = destinations.send(webhook_url(finish), {}, inside=destinations.may_lead_inside(finish))
+        assert "leads to 127.0.0.1" in problem and heard == []
