@@ -35,10 +35,11 @@ def test_no_files_import_each_other_in_a_ring() -> None:
 
 CALLED_BY_LIBRARIES = ["do_*", "action_*", "on_*", "watch_*", "compose", "get_system_commands", "replace_image_token",
                        "available_themes", "*Screen", "_*", "ignore_compile_internals", "put",
-                       "redirect_request",
+                       "redirect_request", "http_open", "https_open",
                        "loglikelihood_rolling", "generate_until", "eot_token_id", "tok_encode", "apply_chat_template",
                        "tokenizer_name", "format_commands", "startup", "unused_input_names"]  # fmt: skip
-"""Textual, torch, transformers and lm-eval use these by name: screens from a table, actions from the table of keys."""
+"""Textual, torch, transformers, urllib and lm-eval use these by name: screens from a table, actions from the table of
+keys."""
 
 
 def test_everything_defined_is_used_outside_tests() -> None:

@@ -179,12 +179,6 @@ class _BoundedFile(io.RawIOBase):
     def tell(self) -> int:
         return self._file.tell()
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
 
 class _Entries(list[zipfile.ZipInfo]):
     """The entries of an archive; ends the reading of its list at MAX_FILES, because each takes half a kilobyte."""

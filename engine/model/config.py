@@ -166,9 +166,23 @@ AUTO_CLASSES = (
 weights of a config with several models first."""
 
 
+def refuse_kernels(config: PreTrainedConfig) -> None:
+    """Raise UsageError for a model config, or a part of one, whose attention is a kernel of the hub: transformers would
+    download it, and run it as code."""
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        attention = getattr(part, "_attn_implementation", None)
+        if isinstance(attention, str) and "/" in attention:
+            raise UsageError(
+                f"config.json: attn_implementation = {attention!r} is code of the hub, which is not run",
+                expected="a model config without it: the recipe says which attention computes",
+                fix="remove attn_implementation from config.json",
+            )
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class that opens what `architectures` in config.json names, so that results are of the base's class.
     Where that names no class of these, such as in a shipped config, the one that keeps vision and audio encoders."""
+    refuse_kernels(config)
     opening = [(auto, classes_in(mapping, config)) for auto, mapping in AUTO_CLASSES if type(config) in mapping]
     architectures = config.architectures or ()
     for auto, classes in opening:

@@ -297,7 +297,8 @@ class LoadedModel:
 
     def _load_converted(self, folder: Path) -> None:
         """For names or shapes other than the model's (fused experts): transformers converts on the host."""
-        saved = auto_class(self.config).from_pretrained(folder, dtype=self.precision.weights, use_safetensors=True)
+        options = {"dtype": self.precision.weights, "use_safetensors": True, "attn_implementation": "eager"}
+        saved = auto_class(self.config).from_pretrained(folder, **options)  # the folder's config may name a kernel
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
             raise _other_parameters(folder, set(source), set(target))
