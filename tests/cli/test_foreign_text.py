@@ -140,9 +140,7 @@ def test_no_command_prints_control_characters_of_a_file(folder: Path, tunedeck: 
         for text in (outcome.out, outcome.err):
             found = UNSAFE.search(text.replace("\n", "").replace("\t", ""))
             assert found is None, (command, text[max(0, found.start() - 80) : found.end() + 20])
-        assert "tunedeck: unexpected " not in outcome.err and "Traceback (most recent call last):\n    File" not in outcome.err, (
-            command, outcome.err,
-        )  # fmt: skip
+        assert "tunedeck: unexpected " not in outcome.err, (command, outcome.err)
 
 
 def test_commands_write_through_one_function() -> None:
