@@ -34,7 +34,7 @@ from engine.commands import (
     share,
     train,
 )
-from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem
+from engine.errors import StoppedError, TunedeckError, UsageError, disk_problem, moved_problem
 
 SECTIONS = {
     "Before a run": ("plan", "advise", "data", "profiles", "recipes", "models", "doctor"),
@@ -156,7 +156,8 @@ def run() -> None:
         _discard_stdout()  # its reader is gone, as after `| head`
         sys.exit(0)
     except Exception as error:  # of any kind: a user gets a sentence, and the traceback with --debug
-        if (problem := disk_problem(error, "standard output")) is not None and not debug:
+        problem = disk_problem(error, "standard output") or moved_problem(error)
+        if problem is not None and not debug:
             _print_error(problem.render())
             _discard_stdout()  # what is still buffered cannot be written either
             sys.exit(problem.exit_code)

@@ -6,7 +6,10 @@ Every failure that a user can cause or repair is one of these; any other excepti
 from __future__ import annotations
 
 import errno
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 """Numbers of the OSErrors that a full disk or an exhausted quota causes."""
@@ -45,6 +48,19 @@ class TunedeckError(Exception):
         return "\n".join(lines)
 
 
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""
+
+
+def as_os_error(error: Exception, path: Path) -> OSError | None:
+    """The OSError that an error of safetensors or tokenizers reports in words, with `path` for its file; None for any
+    other error, an OSError included."""
+    found = _OS_ERROR.search(str(error))
+    if found is None or isinstance(error, OSError):
+        return None
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+
+
 def disk_problem(error: BaseException, default: str) -> EnvironmentProblem | None:
     """Words for a full, failing or read-only disk, and for missing permission; None for any other error. `default`
     stands for a file whose name the error does not have."""
@@ -58,6 +74,19 @@ def disk_problem(error: BaseException, default: str) -> EnvironmentProblem | Non
     else:
         fix = "give yourself permission to read and write it, see: ls -ld"
     return EnvironmentProblem(f"{error.filename or default} cannot be {verb}: {error.strerror}", fix=fix)
+
+
+def moved_problem(error: BaseException) -> EnvironmentProblem | None:
+    """Words for a file whose folder was moved or removed while a command worked in it; None for any other error."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | os.PathLike):
+        return None
+    gone = [folder for folder in Path(os.fsdecode(error.filename)).absolute().parents if not folder.exists()]
+    if not gone:
+        return None
+    return EnvironmentProblem(
+        f"{gone[-1]} does not exist any more: it was moved or removed while this command used it",
+        fix="put it back, or name its new place; then the same command again",
+    )
 
 
 class UsageError(TunedeckError):

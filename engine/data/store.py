@@ -161,6 +161,7 @@ COMMIT_SECONDS = 5.0
 
 PROGRESS = "progress.json"
 """Of an entry that is being built: the counts of its sources, and how many values of each column belong to them."""
+PROGRESS_DRAFT = f"{PROGRESS}.part"
 
 
 class StoreWriter:
@@ -219,7 +220,7 @@ class StoreWriter:
         for file in self._files.values():
             file.sync()
         columns = {name: file.count for name, file in self._files.items()}
-        draft = self.folder / f"{PROGRESS}.part"
+        draft = self.folder / PROGRESS_DRAFT
         with draft.open("w") as stream:
             json.dump({"columns": columns, "counts": [asdict(count) for count in self.counts]}, stream)
             stream.flush()
@@ -264,7 +265,9 @@ def _build(entry: Path, build: Callable[[StoreWriter], None], notify: Callable[[
     try:
         with _writer(draft, notify) as writer:
             build(writer)
-        manifest = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(draft.iterdir())}
+        files = [draft / "drops.json", *(draft / f"{name}.npy" for name in COLUMN_DTYPES)]
+        manifest = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(files)}
+        (draft / PROGRESS_DRAFT).unlink(missing_ok=True)  # of a killed process
         (draft / "manifest.json").write_text(json.dumps(manifest))
         draft.rename(entry)
     except EnvironmentProblem:

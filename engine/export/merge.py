@@ -3,11 +3,11 @@ memory only, so the model may exceed device memory; free memory and disk are che
 
 from __future__ import annotations
 
+import errno
 import gc
-import secrets
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.journal.files import held_draft
 from engine.model.adapters import NOT_MERGED, router_modules, shared_weights, untie_adapted_ends
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
@@ -115,8 +116,12 @@ class Bases:
 PLAIN = Bases()
 
 
-def merge(adapter: Path, target: Path, notify: Notify, *, bases: Bases = PLAIN, trust_remote_code: bool = False) -> int:
-    """Write the merged model to `target`, which must not exist; returns its size in bytes.
+def merge(
+    adapter: Path, target: Path, notify: Notify, *, bases: Bases = PLAIN, trust_remote_code: bool = False,
+    beside: Mapping[str, str] | None = None,
+) -> int:  # fmt: skip
+    """Write the merged model to `target`, which must not exist, and the texts `beside` by file name; returns its size
+    in bytes.
 
     Raises UsageError (no adapter, target exists, or base does not fit), EnvironmentProblem (base not fetched, disk too
     small) or MemoryExhaustedError (host memory).
@@ -136,22 +141,23 @@ def merge(adapter: Path, target: Path, notify: Notify, *, bases: Bases = PLAIN, 
             raise EnvironmentProblem("--onto dequantized needs bitsandbytes, which is not installed", fix=fix)
         notify(f"how far the merged model is from the 4-bit base is not told without bitsandbytes: {fix}")
         bases = PLAIN
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _require_space(base, target.parent)
-        device = CpuDevice(host_memory_bytes())
-        source = _Source(adapter, base, revision, trust_remote_code)
-        write = partial(_merge, source, draft, bases, notify)
-        retry_on_oom(write, "merge", device, _report(notify))
-        draft.rename(target)
+        with held_draft(target) as draft:
+            _require_space(base, target.parent)
+            device = CpuDevice(host_memory_bytes())
+            source = _Source(adapter, base, revision, trust_remote_code)
+            write = partial(_merge, source, draft, bases, notify)
+            retry_on_oom(write, "merge", device, _report(notify))
+            for name, text in (beside or {}).items():
+                (draft / name).write_text(text, "utf-8")
+            draft.rename(target)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UsageError(f"{target} exists already: another process wrote it", fix="use it as it is") from error
         raise EnvironmentProblem(
             f"the merged model cannot be written to {target}: {error.strerror or error}",
             fix="make room on that disk, or name another folder with --out",
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 

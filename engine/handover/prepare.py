@@ -16,7 +16,7 @@ from engine.handover.answers import Judgement, make_reference
 from engine.handover.consumers import ask_llama_cpp, ask_ollama, ask_server, require_program
 from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
 from engine.handover.result import PROGRAMS, SERVERS, Result, model_name, modelfile, reasons_of_server, server_words
-from engine.journal.files import read_table
+from engine.journal.files import read_table, remove_drafts, write_atomically
 
 Notify = Callable[[str], None]
 RECORD = "handover.json"
@@ -92,16 +92,17 @@ def prepare(result: Result, order: Order, notify: Notify, *, check: bool) -> Han
 
 def merged_model(result: Result, order: Order, notify: Notify) -> Path:
     """The merged model in `out`, written now unless it is there, of the same weights."""
-    target, record = order.out / "merged", order.out / RECORD
+    target = order.out / "merged"
     fingerprint = result.fingerprint()
     if target.exists():
-        if _recorded(record) == fingerprint:
+        if _recorded(target / RECORD) == fingerprint:
             notify(f"{target} was merged from these weights before")
             return target
         other = "" if order.consumer == "push" else f", or name another folder: --out {order.out}-2"
         raise UsageError(f"{target} was merged from other weights", fix=f"remove it{other}")
-    merge(result.folder, target, notify, trust_remote_code=order.trust_remote_code)
-    record.write_text(json.dumps({WEIGHTS: fingerprint}) + "\n", "utf-8")
+    # The record appears together with the model.
+    record = {RECORD: json.dumps({WEIGHTS: fingerprint}) + "\n"}
+    merge(result.folder, target, notify, trust_remote_code=order.trust_remote_code, beside=record)
     return target
 
 
@@ -132,7 +133,8 @@ def _write_gguf(result: Result, order: Order, model: Path, done: Handover, notif
         # Before the conversion, which may need a converter that is not there yet.
         file = order.out / "Modelfile"
         text, done.notes = modelfile(result, gguf, done.end_tokens)
-        file.write_text(text, "utf-8")
+        remove_drafts(file)
+        write_atomically(file, text)
         done.files.append(str(file))
     _convert(result, order, model, gguf, notify)
     done.folder = str(gguf)
@@ -163,14 +165,16 @@ def _convert(result: Result, order: Order, model: Path, gguf: Path, notify: Noti
     """A file that is there is of these weights if its record says so."""
     record = gguf.with_name(f"{gguf.name}.json")
     fingerprint = result.fingerprint()
+    remove_drafts(record)
     if gguf.is_file() and _recorded(record) == fingerprint:
         notify(f"{gguf} was converted from these weights before")
         return
     converter = find_converter(order.converter)
     require_quantizer(order.outtype)
     notify(f"converting with {converter[-1]}")
+    record.unlink(missing_ok=True)  # of the file that is replaced
     convert(converter, model, gguf, order.outtype)
-    record.write_text(json.dumps({WEIGHTS: fingerprint}) + "\n", "utf-8")
+    write_atomically(record, json.dumps({WEIGHTS: fingerprint}) + "\n")
 
 
 def _judge(done: Handover, judgement: Judgement, *, exact: bool = True) -> None:

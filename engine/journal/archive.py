@@ -19,8 +19,8 @@ from typing import BinaryIO
 
 from engine.config.load import dump_run_spec, load_run_spec, without_destinations
 from engine.errors import EnvironmentProblem, UsageError
-from engine.journal.directory import RUN_TOML, RunDirectory, making_drafts, settle
-from engine.journal.files import open_regular
+from engine.journal.directory import RUN_TOML, RunDirectory, making_runs, settle
+from engine.journal.files import held_draft, open_regular
 from engine.journal.own_files import is_inside, result_files
 from engine.journal.stages import STAGE_FOLDER, stage_directories
 
@@ -55,30 +55,36 @@ def export_run(run: RunDirectory, target: Path, *, weights: bool) -> tuple[int, 
     (`target` exists, or such a link among the weights), EnvironmentProblem (it cannot be written)."""
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another file with --out, or remove it")
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    left_out: list[str] = []
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(draft, "x", zipfile.ZIP_DEFLATED) as archive:
-            left_out = []
-            for part in [run, *stage_directories(run)]:
-                place = f"{run.name}/" + (f"stages/{part.name}/" if part is not run else "")
-                if not is_inside(part.run_toml, run.path):
-                    raise UsageError(f"{part.run_toml} is a link that leaves the run's folder", fix="export its target")
-                archive.writestr(place + RUN_TOML, dump_run_spec(without_destinations(load_run_spec(part.run_toml))))
-                left_out += [path.relative_to(run.path).as_posix() for path in _links_outside(part)]
-                for file in _files_of(part, weights=weights):
-                    packed = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
-                    archive.write(file, place + file.relative_to(part.path).as_posix(), packed)
-        os.link(draft, target)
+        with held_draft(target) as draft:
+            with zipfile.ZipFile(draft, "x", zipfile.ZIP_DEFLATED) as archive:
+                for part in [run, *stage_directories(run)]:
+                    place = f"{run.name}/" + (f"stages/{part.name}/" if part is not run else "")
+                    left_out += _pack(archive, part, run, place, weights=weights)
+            if not run.exists():  # the files of a folder that is gone look like files that were never there
+                raise EnvironmentProblem(
+                    f"{run.path} was moved or removed while it was exported", fix="export it again from its new place"
+                )
+            os.link(draft, target)
     except FileExistsError as error:
         raise UsageError(f"{target} exists already", fix="name another file with --out") from error
     except OSError as error:
         raise EnvironmentProblem(
             f"{target} cannot be written: {error.strerror or error}", fix="name another file with --out"
         ) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return target.stat().st_size, left_out
+
+
+def _pack(archive: zipfile.ZipFile, part: RunDirectory, run: RunDirectory, place: str, *, weights: bool) -> list[str]:
+    """Write the run, or a stage of it, into the archive's folder `place`; return the files that are left out."""
+    if not is_inside(part.run_toml, run.path):
+        raise UsageError(f"{part.run_toml} is a link that leaves the run's folder", fix="export its target")
+    archive.writestr(place + RUN_TOML, dump_run_spec(without_destinations(load_run_spec(part.run_toml))))
+    for file in _files_of(part, weights=weights):
+        packed = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
+        archive.write(file, place + file.relative_to(part.path).as_posix(), packed)
+    return [path.relative_to(run.path).as_posix() for path in _links_outside(part)]
 
 
 def _files_of(run: RunDirectory, *, weights: bool) -> Iterator[Path]:
@@ -112,7 +118,7 @@ def import_run(source: Path, runs_dir: Path) -> RunDirectory:
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}", expected="a file that you may read") from error
     try:
-        with file, making_drafts(runs_dir):
+        with file, making_runs(runs_dir):
             return _unpack_run(file, source, runs_dir)
     except OSError as error:
         raise EnvironmentProblem(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -23,7 +22,7 @@ import tomli
 
 from engine.config.files.trust import keep_limits
 from engine.errors import EnvironmentProblem
-from engine.journal.files import read_bounded, write_atomically
+from engine.journal.files import making_drafts, read_bounded, write_atomically
 
 RUN_TOML, PLAN_JSON, IMPORTED = "run.toml", "plan.json", "imported"
 
@@ -276,9 +275,6 @@ def names_held_out_data(directory: RunDirectory) -> bool:
     return any(nested(recipe, *key) for recipe in recipes for key in keys)
 
 
-REMOVING_SECONDS = 2.0
-"""How long a process waits for another that removes drafts: anyone who may read the folder can keep it locked."""
-
 OLD_DRAFT_SECONDS = 24 * 3600
 """Age of a run directory in the making whose process must be gone, on file systems where a folder cannot be locked."""
 
@@ -292,28 +288,15 @@ def _remove_old_drafts(folder: Path, seconds: float) -> None:
 
 
 @contextmanager
-def making_drafts(runs_dir: Path) -> Iterator[None]:
+def making_runs(runs_dir: Path) -> Iterator[None]:
     """Create the folder `runs_dir`, and remove what killed processes left of run directories in the making there.
     Inside the block, no other process removes those of this one. Raises OSError."""
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    folder = os.open(runs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _remove_old_drafts(runs_dir, -1.0 if _locked(folder, fcntl.LOCK_EX) else OLD_DRAFT_SECONDS)
-        until = time.monotonic() + REMOVING_SECONDS
-        while not _locked(folder, fcntl.LOCK_SH) and time.monotonic() < until:
-            time.sleep(0.02)  # another process removes drafts, of which it saw none of ours
+
+    def remove(alone: bool) -> None:
+        _remove_old_drafts(runs_dir, -1.0 if alone else OLD_DRAFT_SECONDS)
+
+    with making_drafts(runs_dir, remove):
         yield
-    finally:
-        os.close(folder)
-
-
-def _locked(folder: int, kind: int) -> bool:
-    """Lock an open folder without waiting; return whether that was possible. The lock ends with the process."""
-    try:
-        fcntl.flock(folder, kind | fcntl.LOCK_NB)
-    except OSError:  # another process makes a draft, or the file system has no locks
-        return False
-    return True
 
 
 def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: dict[str, Any]) -> RunDirectory:
@@ -321,7 +304,7 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
     EnvironmentProblem where `runs_dir` cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     try:
-        with making_drafts(runs_dir):
+        with making_runs(runs_dir):
             draft = RunDirectory(runs_dir / f".new-{secrets.token_hex(6)}")
             _fill(draft, run_toml_text, plan)
             made = settle(draft, runs_dir / f"{stamp}-{name}")

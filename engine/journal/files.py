@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from engine.errors import as_os_error
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True, mode: int = 0o666) -> None:
     """Write `text` whole or not at all: a reader, or a crash, finds the old content or the new. Without `durable`, what
     a loss of power damages can be made again. Raises OSError; no temporary file is left."""
+    while not _wrote_and_replaced(path, text, durable=durable, mode=mode):
+        pass  # stopped for longer than ABANDONED_SECONDS in the middle, and taken for dead
+
+
+def _wrote_and_replaced(path: Path, text: str, *, durable: bool, mode: int) -> bool:
+    """False if another process has removed the temporary file."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     # Unlike those of `tempfile`, readable as the umask says.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -30,10 +40,15 @@ def write_atomically(path: Path, text: str, *, durable: bool = True, mode: int =
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:  # an interrupt, too, leaves no temporary file
-        if isinstance(error, OSError) and error.filename in (None, temporary):
+        was_removed = isinstance(error, FileNotFoundError) and not temporary.exists() and path.parent.is_dir()
+        if was_removed:
+            return False
+        if isinstance(error, OSError) and error.filename in (None, str(temporary), temporary):
             error.filename = str(path)
-        os.unlink(temporary)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
+    return True
 
 
 def flush(path: Path) -> None:
@@ -46,8 +61,8 @@ def flush(path: Path) -> None:
 
 
 def remove_drafts(path: Path) -> None:
-    """Remove what killed processes left of `write_atomically` for this path; no other process may be writing it. Raises
-    OSError."""
+    """Remove what killed processes left of `write_atomically` for this path; one that is writing it now begins again.
+    Raises OSError."""
     for draft in path.parent.glob(f".{path.name}.*.tmp"):
         draft.unlink(missing_ok=True)
 
@@ -64,6 +79,70 @@ def remove_abandoned_drafts(folder: Path, older_than_seconds: float = ABANDONED_
         with suppress(OSError):
             if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > older_than_seconds:
                 draft.unlink()
+
+
+REMOVING_SECONDS = 2.0
+"""How long a process waits for another that removes drafts: anyone who may read the folder can keep it locked."""
+
+
+@contextmanager
+def making_drafts(folder: Path, remove: Callable[[bool], None]) -> Iterator[None]:
+    """Create `folder`, and call `remove` to remove what killed processes left of drafts there; its argument says
+    whether no other process makes one now. Inside the block, no other process removes those of this one: the lock on
+    the folder ends with the process, however long that is stopped and whatever the clock says. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        remove(_locked(opened, fcntl.LOCK_EX))
+        until = time.monotonic() + REMOVING_SECONDS
+        while not _locked(opened, fcntl.LOCK_SH) and time.monotonic() < until:
+            time.sleep(0.02)  # another process removes drafts, of which it saw none of ours
+        yield
+    finally:
+        os.close(opened)
+
+
+def _locked(folder: int, kind: int) -> bool:
+    """Lock an open folder without waiting; return whether that was possible. The lock ends with the process."""
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except OSError:  # another process makes a draft, or the file system has no locks
+        return False
+    return True
+
+
+DRAFT_SUFFIX = ".draft"
+
+
+@contextmanager
+def held_draft(target: Path) -> Iterator[Path]:
+    """Yield a path next to `target` for a file or folder in the making, `.NAME-HEX.draft`, which the caller renames to
+    `target`; what is left there when the block ends is removed. Raises OSError."""
+
+    def remove_killed(alone: bool) -> None:
+        for draft in target.parent.glob(f".*{DRAFT_SUFFIX}") if alone else ():
+            _remove(draft)
+
+    with making_drafts(target.parent, remove_killed):
+        draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}{DRAFT_SUFFIX}")
+        try:
+            yield draft
+        except Exception as error:  # raised again: safetensors reports a full disk in words alone
+            failed = as_os_error(error, target)
+            if failed is None:
+                raise
+            raise failed from error
+        finally:
+            _remove(draft)
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed stays: the next process tries again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        with suppress(OSError):
+            path.unlink()
 
 
 MOST_BYTES = 64 << 20

@@ -16,13 +16,13 @@ from engine.config.load import load_run_spec
 from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail
-from engine.journal.files import locked
+from engine.journal.files import locked, remove_drafts
 from engine.journal.liveness import ProcessIdentity, identify, is_alive
 from engine.journal.stages import stage_name
 from engine.trackers.mlflow_tracker import MlflowTracker
 from engine.trackers.swanlab_tracker import SwanLabTracker
 from engine.trackers.tensorboard_tracker import TensorBoardTracker
-from engine.trackers.tracker import Record, TrackedRun, Tracker, point_of, read_record, write_record
+from engine.trackers.tracker import Record, TrackedRun, Tracker, point_of, read_record, record_file, write_record
 from engine.trackers.trackio_tracker import TrackioTracker
 from engine.trackers.wandb_tracker import WandbTracker
 
@@ -95,6 +95,7 @@ def _follow(
     directory.trackers.mkdir(exist_ok=True)
     with locked(directory.trackers / f"{name}.lock", timeout_seconds=lock_seconds):
         record = read_record(directory, name)
+        remove_drafts(record_file(directory, name))
         with _failures_recorded(directory, name, record):
             with _ended_if_it_hangs(directory, name, record, "starting"):
                 shown = tracked_run(directory, name)

@@ -127,7 +127,7 @@ def test_sglang_takes_end_tokens_from_the_base_so_it_gets_the_merged_model(resul
     said: list[str] = []
     prepare(result, Order("vllm", tmp_path, merged=True), said.append, check=False)
     assert said == [f"{tmp_path / 'merged'} was merged from these weights before"]
-    (tmp_path / "handover.json").write_text('{"weights": "others"}')
+    (tmp_path / "merged" / "handover.json").write_text('{"weights": "others"}')
     with pytest.raises(UsageError, match="other weights"):
         prepare(result, Order("sglang", tmp_path), silent, check=False)
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from engine.errors import as_os_error
 from engine.journal.checkpoints_on_disk import (
     BEST,
     MANIFEST,
@@ -24,9 +25,6 @@ from engine.journal.checkpoints_on_disk import (
     hashes_of,
 )
 from engine.journal.files import flush, write_atomically
-
-OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How Rust words a failed system call in the errors, often plain Exception, of safetensors and tokenizers."""
 
 
 def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Path, str] | None]) -> Checkpoint:
@@ -45,10 +43,10 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
         replaced = _put_in_place(draft, final)
     except Exception as error:  # raised again: no error of a file writer may leave a draft behind
         shutil.rmtree(draft, ignore_errors=True)
-        found = OS_ERROR.search(str(error))
-        if found is None or isinstance(error, OSError):
+        failed = as_os_error(error, draft)
+        if failed is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
+        raise failed from error
     flush(folder)
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)
