@@ -4,20 +4,22 @@ run is."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from engine.errors import DataError, EnvironmentProblem
+from engine.journal.control import next_request_file
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Event, EventTail
-from engine.journal.files import read_table, write_atomically
+from engine.journal.files import held_draft, read_table, write_atomically
 from engine.journal.liveness import running_engine
 
 CHATS = ".chats"
@@ -36,9 +38,11 @@ def create_chat(runs_dir: Path, asked: dict[str, Any]) -> RunDirectory:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = runs_dir / CHATS / f"{stamp}-{secrets.token_hex(2)}"
     try:
-        folder.mkdir(parents=True)
-        (folder / "control").mkdir()
-        write_atomically(folder / CHAT_FILE, json.dumps(asked, indent=2) + "\n")
+        with held_draft(folder) as draft:
+            draft.mkdir()
+            (draft / "control").mkdir()
+            write_atomically(draft / CHAT_FILE, json.dumps(asked, indent=2) + "\n")
+            draft.rename(folder)
     except OSError as error:
         raise EnvironmentProblem(
             f"no chat can be kept in {folder.parent}: {error.strerror or error}",
@@ -61,7 +65,8 @@ def list_chats(runs_dir: Path) -> list[RunDirectory]:
         found = sorted((runs_dir / CHATS).iterdir(), reverse=True)
     except OSError:
         return []
-    return [RunDirectory(path.absolute()) for path in found if (path / CHAT_FILE).is_file()]
+    chats = [path for path in found if not path.name.startswith(".") and (path / CHAT_FILE).is_file()]
+    return [RunDirectory(path.absolute()) for path in chats]
 
 
 def is_answering(directory: RunDirectory) -> bool:
@@ -73,8 +78,7 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
     """Raises ValueError for an unknown name, OSError where the folder cannot be written."""
     if name not in REQUESTS:
         raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
-    # File names sort in the order of sending.
-    path = directory.control / f"{time.time_ns():020d}-{name}.json"
+    path = next_request_file(directory.control, name)
     write_atomically(path, json.dumps({"request": name, **fields}) + "\n")
 
 
@@ -260,7 +264,10 @@ def read_chat(directory: RunDirectory) -> ChatState:
     """Raises OSError if the events cannot be read."""
     state = ChatState()
     state.add(EventTail(directory.events).poll())
-    if state.status != "ended" and not is_answering(directory):
+    alive = is_answering(directory)
+    if state.status == "ended" and alive:
+        state.status = "loading"  # taken up again, and its first event is not written yet
+    elif not alive:
         state.status = "ended"
     return state
 
@@ -285,12 +292,27 @@ def preference(state: ChatState, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Append rows to a JSON Lines file; returns their number. Raises DataError if it cannot be written."""
+    """Append rows to a JSON Lines file, all or none; returns their number. Raises DataError if it cannot be
+    written."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        with path.open("ab+", buffering=0) as file:
+            _append_whole(file, "".join(lines).encode())
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}", fix="name another file") from error
     return len(lines)
+
+
+def _append_whole(file: FileIO, data: bytes) -> None:
+    """Append in one call, which a kill does not cut in two, and take back what a full disk has cut."""
+    size = file.seek(0, os.SEEK_END)
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        data = b"\n" + data
+    try:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fileno())
+    except OSError:
+        file.truncate(size)
+        raise

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -55,10 +56,17 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
     if name not in REQUESTS:
         raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
     directory.control.mkdir(exist_ok=True)
-    # File names sort in the order of sending.
-    path = directory.control / f"{time.time_ns():020d}-{name}.json"
+    path = next_request_file(directory.control, name)
     write_atomically(path, json.dumps({"request": name, "time": utc_now(), "fields": fields}) + "\n")
     (directory.control / f"{name}.asked").touch()
+
+
+def next_request_file(control: Path, name: str) -> Path:
+    """A file for a request whose name sorts behind those of all requests that wait, also after the clock was set
+    back. Raises OSError without the folder."""
+    waiting = (file.partition("-")[0] for file in os.listdir(control))
+    last = max((int(number) for number in waiting if number.isdecimal()), default=0)
+    return control / f"{max(time.time_ns(), last + 1):020d}-{name}.json"
 
 
 def was_requested(directory: RunDirectory, name: str) -> bool:

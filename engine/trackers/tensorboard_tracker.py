@@ -34,7 +34,9 @@ class TensorBoardTracker:
         self._sizes = dict(position or {})
         _cut_back(run.folder, self._sizes)
         number = len(self._sizes) + 1
-        name = f"{FILE_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{number:05d}"
+        earlier = (int(name.split(".")[3]) for name in self._sizes)
+        seconds = max([int(time.time()), *earlier])  # the clock may have been set back since
+        name = f"{FILE_PREFIX}.{seconds:010d}.{socket.gethostname()}.{number:05d}"
         self._path = run.folder / name
         self._file = self._path.open("xb")
         self._records = RecordWriter(self._file)
