@@ -42,11 +42,12 @@ def record(part: str, what: str, times: int, lost: int) -> None:
 
 def print_table(rows: Sequence[Row]) -> int:
     """Print it; returns 1 if something was lost or a part is missing."""
-    say(f"{'part':<20}{'what was done':<44}{'how often':>11}   lost")
+    say(f"{'part':<20}{'what was done':<44}{'tried':>11}{'survived':>11}{'lost':>7}")
     for row in rows:
-        say(f"{row.part:<20}{row.what:<44}{row.times:>11,}   {row.lost or 'nothing'}")
+        say(f"{row.part:<20}{row.what:<44}{row.times:>11,}{row.times - row.lost:>11,}{row.lost:>7,}")
     lost, missing = sum(row.lost for row in rows), [part for part in PARTS if part not in {row.part for row in rows}]
-    say(f"{'all':<64}{sum(row.times for row in rows):>11,}   {lost or 'nothing'}")
+    tried = sum(row.times for row in rows)
+    say(f"{'all':<64}{tried:>11,}{tried - lost:>11,}{lost:>7,}")
     if missing:
         say(f"missing, because it ended early: {', '.join(missing)}")
     return 1 if lost or missing else 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.journal.files import MOST_DIGITS, locked, read_bounded, write_atomically
+from engine.journal.files import MOST_DIGITS, locked, read_bounded, remove_drafts, write_atomically
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def append_evaluation(directory: RunDirectory, evaluation: Evaluation, values: d
     if values:
         path = directory.kept_scores / f"values-{zlib.crc32(json.dumps(evaluation.key).encode('ascii')):08x}.json"
         known = _read_values(path) if _merges(read_evaluations(directory), evaluation) else {}
+        remove_drafts(path)
         write_atomically(path, json.dumps({**known, **values}))
         evaluation = replace(evaluation, values=str(path.relative_to(directory.path)))
     line = {name: value for name, value in asdict(evaluation).items() if value not in ({}, [], "")}

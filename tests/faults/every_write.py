@@ -1,4 +1,5 @@
-"""Every write is cut: each change of a file that a run makes fails once, with each of four errors, and kills once.
+"""Every write is cut: each change of a file fails once, with each of four errors, and kills once; for processes that
+are no runs it also stops them for a while, sets the clock, and takes the runs or the cache away.
 
 A scenario is a few commands in a folder of their own. After the fault nothing that looks complete may be damaged, no
 command ends with a traceback, an error names a fix, and when the user has done what is said, losses and weights equal
@@ -16,15 +17,15 @@ import argparse
 import errno
 import os
 import random
-import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,128 +33,46 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from engine.journal.chats import list_chats, read_chat
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import OLD_DRAFT_SECONDS, RunDirectory
 from engine.journal.files import ABANDONED_SECONDS
-from engine.journal.liveness import STALE_SECONDS
+from engine.journal.liveness import STALE_SECONDS, ProcessIdentity, identify, is_suspended, running_engine
 from engine.journal.queue import Queue
 from engine.journal.stages import stage_directories
 from engine.journal.summary import summarise
-from engine.launch.process import ENTRY_FILE
 from tests import fork_server
-from tests.cli.small_recipes import write_profile, write_recipe
-from tests.conftest import FOLDERS
 from tests.events import read_events
-from tests.faults.failing_disk import CallSite, FailingDisk, preload
+from tests.faults.every_request import cut_requests, environment
+from tests.faults.failing_disk import KILL, MOVE, SET_CLOCK, STOP, CallSite, FailingDisk, preload
+from tests.faults.scenarios import (
+    SCENARIOS,
+    TRACKED,
+    Place,
+    Scenario,
+    evaluate,
+    queue,
+    stem,
+    sweep,
+    sync,
+    train,
+)
+from tests.handover.hub_server import serving
+from tests.journal.waiting import until
 from tests.torture_table import record
 from tests.trackers.look_alikes import PACKAGES, records_of_tensorboard
 
-ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": 0}
-PATIENCE_SECONDS = 900.0
+FAULTS = {
+    "ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EACCES": errno.EACCES, "killed": KILL,
+    "stopped": STOP, "clock set on": SET_CLOCK, "clock set back": SET_CLOCK, "runs moved": MOVE, "cache deleted": MOVE,
+}  # fmt: skip
+JUMP_SECONDS = 3 * 24 * 3600
+BLOCKED_SECONDS = 2.0
+"""After which a second command is taken to wait for the one that is stopped."""
 ATTEMPTS = 3
 """To reach a call site: the n-th change is sometimes one of another."""
 
 say = partial(print, flush=True)
-
-TRAINING = (("max_steps = 2", "max_steps = 4"), ("every_steps = 1", "every_steps = 2\nkeep = 1"),
-            ("micro_batch = 2\n", "micro_batch = 2\nseed = 3\n"))  # fmt: skip
-EVALUATION = '\n[eval]\nevery_steps = 2\nlimit = 2\n\n[[data.validation]]\nname = "held"\npath = "data.jsonl"\n'
-
-
-@dataclass
-class Ended:
-    """How a command ended."""
-
-    words: tuple[str, ...]
-    code: int
-    out: str
-    err: str
-
-
-class Place:
-    """A folder with a recipe, a profile, runs and the user's own folders."""
-
-    def __init__(self, folder: Path, more: str = "", profile: str = "") -> None:
-        self.folder = folder.resolve()
-        self.runs = self.folder / "runs"
-        for each in ("input", "runs", *(name.lower() for name in FOLDERS)):
-            (self.folder / each).mkdir(parents=True, exist_ok=True)
-        self.recipe = write_recipe(self.folder / "input", *TRAINING, more=EVALUATION + more)
-        self.profile = write_profile(self.folder / "input", ("memory_gib = 8.0", "memory_gib = 8.0\n" + profile))
-        # Read late: with another HF_HOME than the fork server has, every command would start an interpreter.
-        self.environment = {name: str(self.folder / name.lower()) for name in FOLDERS if name.startswith("TUNEDECK_")}
-        self.environment["TUNEDECK_RUNS"] = str(self.runs)
-        self.ended: list[Ended] = []
-
-    def call(self, *words: object) -> Ended:
-        """Run one command to its end."""
-        command = [sys.executable, "-P", str(ENTRY_FILE), *map(str, words)]
-        done = subprocess.run(
-            command, cwd=self.folder / "input", env={**os.environ, **self.environment}, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=PATIENCE_SECONDS, check=False,
-        )  # fmt: skip
-        self.ended.append(Ended(tuple(map(str, words)), done.returncode, done.stdout, done.stderr))
-        return self.ended[-1]
-
-    def found(self) -> list[RunDirectory]:
-        """The runs that are there."""
-        return [RunDirectory(path) for path in sorted(self.runs.glob("[!.]*")) if (path / "run.toml").is_file()]
-
-
-def train(place: Place) -> None:
-    place.call("train", "-p", place.profile, "-r", place.recipe)
-
-
-def queue(place: Place) -> None:
-    for name in {"one", "two"} - {stem(run) for run in place.found()}:
-        place.call("queue", "add", "-p", place.profile, "-r", place.recipe, "--name", name)
-    place.call("queue", "start")
-
-
-def sweep(place: Place) -> None:
-    place.call("train", "-p", place.profile, "-r", place.recipe, "--set", 'sweep."train.seed"=[3, 4]')
-
-
-def evaluate(place: Place) -> None:
-    place.call("eval", "last", "--limit", "2")
-
-
-def sync(place: Place) -> None:
-    place.call("sync", "last", "--to", "tensorboard")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is disturbed, in which kind of place, and how many runs it must leave."""
-
-    name: str
-    disturbed: Callable[[Place], None]
-    before: Callable[[Place], None] = lambda place: None
-    runs: int = 1
-    more: str = ""
-    profile: str = ""
-
-    def place(self, folder: Path) -> Place:
-        return Place(folder, self.more, self.profile)
-
-
-def stem(run: RunDirectory) -> str:
-    """The run's name without its time, and without the number of a second one."""
-    return re.sub(r"-2$", "", run.name.partition("-")[2])
-
-
-STAGES = '\n[[stages]]\nname = "one"\n\n[[stages]]\nname = "two"\nfrom = "one"\n'
-TRACKED = '\n[trackers]\nuse = ["tensorboard"]\n'
-SCENARIOS = (
-    Scenario("single run", train),
-    Scenario("two ranks", train, profile="count = 2\n"),
-    Scenario("staged run", train, more=STAGES),
-    Scenario("queue", queue, runs=2),
-    Scenario("sweep", sweep, runs=2),
-    Scenario("evaluation", evaluate, before=train),
-    Scenario("tracked run", train, more=TRACKED),
-    Scenario("sync", sync, before=train),
-)
 
 
 @dataclass(frozen=True)
@@ -163,6 +82,8 @@ class Result:
     losses: dict[str, dict[int, float]]
     weights: dict[str, dict[str, torch.Tensor]]
     forwarded: dict[str, list[tuple[int, str]]]
+    files: dict[str, str]
+    """What a process that is no run wrote."""
 
     def differs(self, other: Result) -> list[str]:
         """In words; empty if both are equal to the bit."""
@@ -173,19 +94,28 @@ class Result:
             own = self.weights.get(name, {})
             same = own.keys() == tensors.keys() and all(torch.equal(own[key], tensors[key]) for key in tensors)
             wrong += [] if same else [f"the weights of {name} differ"]
-        return wrong
+        names = sorted(self.files.keys() | other.files.keys())
+        different = [name for name in names if self.files.get(name) != other.files.get(name)]
+        return wrong + [f"{name}: {self.files.get(name)}, not {other.files.get(name)}" for name in different]
 
 
-def result_of(place: Place) -> Result:
-    """Read the result of all runs of a place."""
+def result_of(place: Place, scenario: Scenario) -> Result:
+    """Read what a place has: the result of all runs, and what another process wrote."""
     parts = {
         f"{stem(run)}/{part.path.name if part is not run else ''}": part
         for run in place.found()
         for part in (stage_directories(run) or [run])
     }
     return Result({name: _losses(part) for name, part in parts.items()},
-                  {name: load_file(part.model / "model.safetensors") for name, part in parts.items()},
-                  {name: forwarded(part) for name, part in parts.items() if part.trackers.exists()})  # fmt: skip
+                  {name: _weights(part) for name, part in parts.items()},
+                  {name: forwarded(part) for name, part in parts.items() if part.trackers.exists()},
+                  scenario.files(place) if scenario.files else {})  # fmt: skip
+
+
+def _weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    folder = run.adapter if run.adapter.is_dir() else run.model
+    return {f"{file.stem}/{name}": tensor for file in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()}  # fmt: skip
 
 
 def forwarded(run: RunDirectory) -> list[tuple[int, str]]:
@@ -206,6 +136,11 @@ def _losses(run: RunDirectory) -> dict[int, float]:
 def finish(place: Place, scenario: Scenario) -> list[str]:
     """Do what a user would: wait for engines that live, resume what has ended early, start again what was never made.
     Returns what stands in the way."""
+    if scenario.files is not None:
+        before = len(place.ended)
+        scenario.disturbed(place)
+        return [f"{each.words[0]} again ends with {each.code}: {each.err[-600:]}"
+                for each in place.ended[before:] if each.code]  # fmt: skip
     for _ in range(2):
         for run in place.found():
             if summarise(run).status == "queued" and scenario.disturbed is not queue:
@@ -251,31 +186,52 @@ def waits(place: Place, run: RunDirectory) -> bool:
     return run.name in Queue(place.runs).read().waiting
 
 
-def complaints(place: Place, scenario: Scenario, error: str, reference: Result) -> list[str]:
+def complaints(place: Place, scenario: Scenario, fault: str, reference: Result) -> list[str]:
     """What is wrong after a fault, in words."""
     wrong = []
     for ended in place.ended:
         if "Traceback" in ended.err or "Traceback" in ended.out or "unexpected" in ended.err:
             wrong.append(f"{ended.words[0]} ends with {ended.code} and a defect's words: {ended.err[-900:]}")
-        elif ended.code not in (0, -9, 130) and error != "killed" and "fix:" not in ended.out + ended.err:
+        elif ended.code not in (0, -9, 130) and fault != "killed" and "fix:" not in ended.out + ended.err:
             wrong.append(f"{ended.words[0]} ends with {ended.code} and no fix: {(ended.out + ended.err)[-600:]!r}")
+        elif ended.code and fault.startswith("clock"):
+            wrong.append(f"{ended.words[0]} ends with {ended.code}: {ended.err[-600:]}")
+    wrong += untrue(place, scenario, fault, reference)
     for run in place.found():
         unsound = [each for each in find_checkpoints(run.checkpoints) if damage(each)]
         wrong += [f"{run.name}: {each.path.name} {damage(each)}" for each in unsound]
     stuck = finish(place, scenario)
     if not stuck:
         count = len({stem(run) for run in place.found()})
-        stuck = result_of(place).differs(reference) if count == scenario.runs else [f"there are {count} runs"]
+        stuck = [f"there are {count} runs"]
+        stuck = stuck if count != scenario.runs else result_of(place, scenario).differs(reference)
     wrong += stuck
-    return wrong + debris(place)
+    return wrong + debris(place, scenario)
 
 
-def debris(place: Place) -> list[str]:
+def untrue(place: Place, scenario: Scenario, fault: str, reference: Result) -> list[str]:
+    """What a process that is no run has left that is not part of the right result, or has reported and is not there."""
+    if scenario.files is None:
+        return []
+    found, right = scenario.files(place), reference.files
+    wrong = [f"left {name}: {value}, not {right.get(name)}" for name, value in found.items()
+             if right.get(name) != value]  # fmt: skip
+    if scenario.whole and 0 < len(found) < len(right):
+        wrong.append(f"left {len(found)} of {len(right)} parts")
+    first = place.ended[0]
+    reported = first.code == 0 and "fix:" not in first.err and fault != "cache deleted"
+    missing = [name for name in right if name not in found] if reported else []
+    return wrong + [f"ends with 0 without {name}" for name in missing]
+
+
+def debris(place: Place, scenario: Scenario) -> list[str]:
     """Drafts that nothing will ever remove. Those of the queue go at its next change."""
     if (place.runs / ".queue").exists():
         Queue(place.runs).clear_worker()
-    return [f"left behind: {path.relative_to(place.folder)}" for path in place.runs.rglob(".*")
-            if path.name not in (".trash", ".queue") and not path.name.endswith(".lock")]  # fmt: skip
+    folder = place.runs if scenario.files is None else place.folder
+    drafts = [*folder.rglob(".*"), *folder.rglob("*.part")]
+    return [f"left behind: {path.relative_to(place.folder)}" for path in drafts
+            if path.name not in (".trash", ".queue", ".chats") and not path.name.endswith(".lock")]  # fmt: skip
 
 
 def main() -> int:
@@ -283,83 +239,90 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", type=int, help="faults of each scenario, instead of every one")
     parser.add_argument("--call-sites", action="store_true", help="of each call site and error one fault")
-    parser.add_argument("--only", help="one scenario")
+    parser.add_argument("--only", action="append", help="a scenario; may be repeated")
     parser.add_argument("--seed", type=int, default=20261124)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder:
+    chosen = [scenario for scenario in SCENARIOS if asked.only is None or scenario.name in asked.only]
+    with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder, serving() as hub:
         disk = preload(Path(folder))
-        os.environ["PYTHONPATH"] = str(PACKAGES)  # a look-alike of tensorboard
-        os.environ.update(HF_HOME=str(Path(folder, "hub")), HF_HUB_OFFLINE="1")
+        os.environ["PYTHONPATH"] = f"{PACKAGES}:{PACKAGES.with_name('harness')}"
+        os.environ.update(environment(hub), HF_HOME=str(Path(folder, "hub")))
         fork_server.install()
-        wrong = 0
-        for scenario in SCENARIOS:
-            if asked.only in (None, scenario.name):
-                wrong += cut(scenario, disk, Path(folder), asked)
+        wrong = sum(cut(scenario, disk, Path(folder), asked) for scenario in chosen)
+        if asked.only is None or "push" in asked.only:
+            wrong += cut_requests(hub, Path(folder), asked.seed, asked.sample)
         fork_server.close()
     return 1 if wrong else 0
 
 
 @dataclass(frozen=True)
 class Point:
-    """A fault: the change that it happens to, and its error. With a call site, it counts for that alone."""
+    """A fault, and the change that it happens to. With a call site, it counts for that alone."""
 
     number: int
-    error: str
+    fault: str
     site: CallSite | None = None
 
 
-def points(sites: dict[int, CallSite], asked: argparse.Namespace, draw: random.Random) -> list[Point]:
-    """Which faults are tried: all, a sample, or of each call site and error one, drawn by chance."""
+def points(
+    scenario: Scenario, sites: dict[int, CallSite], asked: argparse.Namespace, draw: random.Random
+) -> list[Point]:  # fmt: skip
+    """Which faults are tried: all, a sample, or of each call site and fault one, drawn by chance. A folder that is
+    moved right before the command first looks for it is another folder."""
+    sites = {number: each for number, each in sites.items() if (each.call, each.file) != ("mkdir", "runs")}
     if asked.call_sites:
         numbers = {site: [number for number, each in sites.items() if each == site] for site in sites.values()}
-        return [Point(draw.choice(those), error, site) for site, those in numbers.items() for error in ERRORS]
-    every = [Point(number, error) for number in sites for error in ERRORS]
+        return [Point(draw.choice(those), each, site) for site, those in numbers.items() for each in scenario.faults]
+    every = [Point(number, each) for number in sites for each in scenario.faults]
     return every if asked.sample is None else draw.sample(every, min(asked.sample, len(every)))
 
 
 def cut(scenario: Scenario, disk: FailingDisk, folder: Path, asked: argparse.Namespace) -> int:
     """Cut the writes of one scenario; returns how often something was wrong."""
     prepared = folder / "prepared"  # put where it was made each time: its files name that place
-    scenario.before(scenario.place(folder / "place"))
+    first = scenario.place(folder / "place")
+    scenario.before(first)
+    assert not any(ended.code for ended in first.ended), first.ended
     (folder / "place").rename(prepared)
     whole = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
-    with disk.failing(whole.runs, 0, 0):
+    with disk.failing(whole.folder / scenario.root, 0, 0):
         scenario.disturbed(whole)
     bad = [ended for ended in whole.ended if ended.code]
     assert not bad, bad
-    reference, sites = result_of(whole), disk.call_sites()
+    reference, sites = result_of(whole, scenario), disk.call_sites()
     assert len(sites) == disk.count
+    assert scenario.files is None or reference.files, whole.ended
     shutil.rmtree(whole.folder)
     draw = random.Random(f"{asked.seed} {scenario.name}")
-    chosen = points(sites, asked, draw)
+    chosen = points(scenario, sites, asked, draw)
     tried: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     reached: set[tuple[CallSite | None, str]] = set()
     began = time.monotonic()
     for point in chosen:
         for number in again(point, sites, draw):
-            if point.site is not None and (point.site, point.error) in reached:
+            if point.site is not None and (point.site, point.fault) in reached:
                 break
             place = scenario.place(Path(shutil.copytree(prepared, folder / "place")))
-            found = complaints_at(place, scenario, disk, Point(number, point.error), reference)
-            reached.add((disk.call_sites().get(number), point.error))
-            tried[point.error] += 1
-            lost[point.error] += bool(found)
+            found = complaints_at(place, scenario, disk, Point(number, point.fault), reference)
+            reached.add((disk.call_sites().get(number), point.fault))
+            tried[point.fault] += 1
+            lost[point.fault] += bool(found)
             for text in found:
-                say(f"  {scenario.name}, {point.error} at change {number} ({disk.what}): {text}")
+                say(f"  {scenario.name}, {point.fault} at change {number} ({disk.what}): {text}")
             shutil.rmtree(place.folder, ignore_errors=True)
         if sum(tried.values()) % 50 == 0:
             say(f"  {scenario.name}: {sum(tried.values())} faults, {time.monotonic() - began:.0f} s")
     shutil.rmtree(prepared)
-    for error, times in sorted(tried.items()):
-        record("writes", f"{scenario.name}: {error}", times, lost[error])
-    words = ", ".join(f"{error} {times}" for error, times in sorted(tried.items()))
+    for fault, times in sorted(tried.items()):
+        record("writes", f"{scenario.name}: {fault}", times, lost[fault])
+    words = ", ".join(f"{fault} {times}" for fault, times in sorted(tried.items()))
     verdict = f"{lost.total()} WRONG" if lost.total() else "nothing lost"
-    say(f"{scenario.name:<16} {tried.total():>6} of {len(sites) * len(ERRORS)} faults ({words})   {verdict}   "
+    say(f"{scenario.name:<16} {tried.total():>6} of {len(sites) * len(scenario.faults)} faults ({words})   {verdict}   "
         f"{time.monotonic() - began:.0f} s")  # fmt: skip
     if asked.call_sites:
-        met = sum((point.site, point.error) in reached for point in chosen)
-        say(f"{'':<16} {met:>6} of {len(chosen)} call sites and errors")
+        met = sum((point.site, point.fault) in reached for point in chosen)
+        say(f"{'':<16} {met:>6} of {len(chosen)} call sites and faults")
     return lost.total()
 
 
@@ -373,12 +336,79 @@ def again(point: Point, sites: dict[int, CallSite], draw: random.Random) -> Iter
 
 def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Point, reference: Result) -> list[str]:
     """What is wrong after one fault, in words."""
-    with disk.failing(place.runs, point.number, ERRORS[point.error]):
+    moved = {"runs moved": (place.runs, place.folder / "elsewhere"),
+             "cache deleted": (place.cache, place.folder / "deleted")}.get(point.fault)  # fmt: skip
+    jump = -JUMP_SECONDS if point.fault == "clock set back" else JUMP_SECONDS
+    watching: AbstractContextManager[list[str]] = nullcontext([])
+    if point.fault == "stopped":
+        watching = continued(place, scenario, disk)
+    root = (place.folder / scenario.root).resolve()
+    with disk.failing(root, point.number, FAULTS[point.fault], jump_seconds=jump, moved=moved), watching as seen:
         scenario.disturbed(place)
+    wrong = list(seen)
+    if moved is not None and moved[1].exists():
+        wrong += put_back(place, *moved)
     if not scenario.profile:  # a launcher of ranks needs its time to start them again
         let_time_pass(place)
     let_drafts_age(place)
-    return complaints(place, scenario, point.error, reference)
+    return wrong + complaints(place, scenario, point.fault, reference)
+
+
+def put_back(place: Place, here: Path, there: Path) -> list[str]:
+    """Move the runs back to where they were; a deleted cache is gone. Returns what was made in their old place."""
+    if here == place.cache:
+        shutil.rmtree(there)
+        return []
+    made = [str(path.relative_to(place.folder)) for path in here.rglob("*")] if here.exists() else []
+    shutil.rmtree(here, ignore_errors=True)
+    there.rename(here)
+    return [f"made where the runs were before: {', '.join(made)}"] if made else []
+
+
+@contextmanager
+def continued(place: Place, scenario: Scenario, disk: FailingDisk) -> Iterator[list[str]]:
+    """Once the fault has stopped a process: look at the place from outside, as if hours had passed, begin the same
+    again beside it, and let the stopped process go on. Yields what was wrong, known after the block."""
+    wrong: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not disk.pid and not over.wait(0.01):
+            pass
+        stopped = identify(disk.pid) if disk.pid else None
+        if stopped is None:
+            return
+        until(lambda: is_suspended(stopped))
+        try:
+            let_time_pass(place)
+            let_drafts_age(place)
+            wrong.extend(called_dead(place, stopped))
+            for words in (["runs"], ["chat", "--list"], ["queue", "list"]):
+                if (ended := place.call(*words)).code:
+                    wrong.append(f"{words} ends with {ended.code}: {ended.err}")
+            second = threading.Thread(target=scenario.beside, args=(place,))
+            second.start()
+            second.join(BLOCKED_SECONDS)
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        second.join()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield wrong
+    finally:
+        over.set()
+        thread.join()
+
+
+def called_dead(place: Place, stopped: ProcessIdentity) -> list[str]:
+    """Runs and chats that count as ended though their process is stopped alone."""
+    runs = [run for run in place.found() if running_engine(run) == stopped]
+    chats = [chat for chat in list_chats(place.runs) if running_engine(chat) == stopped]
+    return [f"{run.name} is {summarise(run).status}" for run in runs if summarise(run).status != "running"] + [
+        f"chat {chat.name} is ended" for chat in chats if read_chat(chat).status == "ended"
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-/* Preloaded into a process and all that it starts: makes the n-th change of a file below one folder fail, or kills the
-   process right before it. The folder, n and the error stand in a shared page (tests/faults/failing_disk.py), which
-   also counts the changes of all processes. A log, if one is named there, gets each change with Python's stack. */
+/* Preloaded into a process and all that it starts: makes the n-th change of a file below one folder fail, or right
+   before it kills or stops the process, sets the clock of all processes, or moves a folder. The folder, n and the error
+   stand in a shared page (tests/faults/failing_disk.py), which also counts the changes of all processes. A log, if one
+   is named there, gets each change with Python's stack. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -14,16 +15,21 @@
 #include <sys/mman.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
+
+enum { KILL = 0, STOP = -1, SET_CLOCK = -2, MOVE = -3 }; /* what happens in place of an error */
 
 struct control {
     unsigned long long count, number; /* changes so far; the one that fails, 0 for none */
-    int error;                        /* 0 kills */
+    int error;                        /* of errno.h, or one of the above */
     int done;                         /* set by the process that it happened to */
     int lasting;                      /* all after the n-th fail, too */
-    char root[1024], what[1024], log[1024];
+    long long jump, clock;            /* seconds by which SET_CLOCK sets the clock, and by which it is set */
+    char root[1024], what[1024], log[1024], from[1024], to[1024]; /* MOVE renames `from` to `to` */
 };
 
 static struct control *page;
@@ -61,9 +67,11 @@ static int fails_at(const char *call, const char *path) {
     if (page->lasting ? number < page->number : number != page->number) return 0;
     snprintf(page->what, sizeof page->what, "%s %s", call, path);
     page->done = getpid();
-    if (!page->error) kill(getpid(), SIGKILL);
+    if (page->error == KILL || page->error == STOP) kill(getpid(), page->error == KILL ? SIGKILL : SIGSTOP);
+    if (page->error == SET_CLOCK) page->clock = page->jump;
+    if (page->error == MOVE) ((int (*)(const char *, const char *))real("rename"))(page->from, page->to);
     errno = page->error;
-    return 1;
+    return page->error > 0;
 }
 
 static int on_path(const char *call, int folder, const char *path) {
@@ -158,3 +166,28 @@ ON_PATH(link, (const char *path, const char *to), AT_FDCWD, to, (path, to))
 ON_PATH(linkat, (int from, const char *path, int folder, const char *to, int flags), folder, to,
         (from, path, folder, to, flags))
 ON_PATH(symlink, (const char *to, const char *path), AT_FDCWD, path, (to, path))
+
+/* Called for every look at a clock, so the address is looked up once. */
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*found)(clockid_t, struct timespec *);
+    if (!found) found = real("clock_gettime");
+    int failed = found(clock, now);
+    if (page && !failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += page->clock;
+    return failed;
+}
+
+time_t time(time_t *now) {
+    struct timespec read;
+    clock_gettime(CLOCK_REALTIME, &read);
+    if (now) *now = read.tv_sec;
+    return read.tv_sec;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    (void)zone;
+    struct timespec read;
+    clock_gettime(CLOCK_REALTIME, &read);
+    now->tv_sec = read.tv_sec;
+    now->tv_usec = read.tv_nsec / 1000;
+    return 0;
+}

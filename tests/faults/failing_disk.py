@@ -18,14 +18,18 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("failing_disk.c")
 
+KILL, STOP, SET_CLOCK, MOVE = 0, -1, -2, -3
+"""What may happen in place of an error, as in failing_disk.c."""
+
 
 class _Page(ctypes.Structure):
     """`struct control` of failing_disk.c."""
 
     _fields_ = (
         ("count", ctypes.c_ulonglong), ("number", ctypes.c_ulonglong), ("error", ctypes.c_int), ("done", ctypes.c_int),
-        ("lasting", ctypes.c_int),
+        ("lasting", ctypes.c_int), ("jump", ctypes.c_longlong), ("clock", ctypes.c_longlong),
         ("root", ctypes.c_char * 1024), ("what", ctypes.c_char * 1024), ("log", ctypes.c_char * 1024),
+        ("source", ctypes.c_char * 1024), ("target", ctypes.c_char * 1024),
     )  # fmt: skip
 
 
@@ -48,18 +52,29 @@ class FailingDisk:
         self._log = log
 
     @contextmanager
-    def failing(self, root: Path, number: int, error: int, *, lasting: bool = False) -> Iterator[None]:
-        """Inside the block, the `number`-th change of a file below `root` fails with `error`, or kills if that is 0;
-        if it is `lasting`, so do all after it. With number 0, changes are only counted."""
+    def failing(
+        self, root: Path, number: int, error: int, *, lasting: bool = False, jump_seconds: int = 0,
+        moved: tuple[Path, Path] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """Inside the block, the `number`-th change of a file below `root` fails with `error`; if it is `lasting`, so do
+        all after it. With number 0, changes are only counted. Instead of an error, KILL and STOP send a signal to the
+        process, SET_CLOCK sets the clock of all processes by `jump_seconds` until the block ends, and MOVE renames the
+        folder `moved[0]` to `moved[1]`; then the change is made."""
         page = self._page
         page.count, page.number, page.error, page.done, page.what = 0, number, error, 0, b""
-        page.lasting = lasting
+        page.lasting, page.jump, page.clock = lasting, jump_seconds, 0
+        page.source, page.target = map(os.fsencode, moved or ("", ""))
         page.root, page.log = os.fsencode(root), os.fsencode(self._log)
         self._log.unlink(missing_ok=True)
         try:
             yield
         finally:
-            self._root, page.root, page.log = f"{root}/", b"", b""
+            self._root, page.root, page.log, page.clock = f"{root}/", b"", b"", 0
+
+    @property
+    def pid(self) -> int:
+        """The process to which the fault has happened; 0 before that."""
+        return int(self._page.done)
 
     @property
     def count(self) -> int:

@@ -11,8 +11,8 @@ import pytest
 
 from tests import fork_server
 from tests.events import read_events
-from tests.faults.every_write import SCENARIOS, Ended
 from tests.faults.failing_disk import FailingDisk, preload
+from tests.faults.scenarios import SCENARIOS, Ended
 
 SINGLE = SCENARIOS[0]
 

@@ -7,10 +7,12 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -51,16 +53,36 @@ class Hub:
         self.on_request: Callable[[str], None] = lambda request: None
         """Gets "METHOD /path" of each request before it is answered."""
         self.url = ""
+        self.fault: Fault | None = None
+        self.requests = 0
+        self.strangers: list[str] = []
+        """Tokens that came with requests to another name of this machine, to which a redirect led."""
 
     def mode(self, path: str) -> str:
         return "lfs" if path.endswith((".safetensors", "tokenizer.json")) else "regular"
 
 
+FAULTS = ("dropped", "hangs", "redirected", "half an answer", "garbage")
+
+
+@dataclass
+class Fault:
+    """What the server does in place of an answer, from a request on."""
+
+    kind: str
+    """Of FAULTS, or empty: `call` alone."""
+    number: int
+    """Of the first such request since the fault was set, counted from 1."""
+    call: Callable[[], None] = lambda: None
+    """What is done when the request arrives."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set at the end, for requests that hang."""
+
+
 @contextmanager
 def serving() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -100,6 +122,15 @@ def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print a client's broken connection nowhere, and anything else as ever."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
@@ -127,6 +158,35 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         self.refuse(401, "", "Invalid username or password.")
         return False
+
+    def parse_request(self) -> bool:
+        """Return whether the request is to be answered."""
+        return super().parse_request() and not self.failed()
+
+    def failed(self) -> bool:
+        hub, fault = self.hub, self.hub.fault
+        token = self.headers.get("Authorization")
+        if str(self.headers.get("Host")).startswith("localhost") and token:
+            hub.strangers.append(token)
+        hub.requests += 1
+        if fault is None or hub.requests < fault.number:
+            return False
+        if hub.requests == fault.number:
+            fault.call()
+        if not fault.kind:
+            return False
+        self.close_connection = True
+        if fault.kind == "hangs":
+            fault.over.wait()
+        elif fault.kind == "redirected":
+            other = self.hub.url.replace("127.0.0.1", "localhost")
+            self.wfile.write(b"HTTP/1.1 307 Moved\r\nContent-Length: 0\r\nConnection: close\r\n"
+                             + f"Location: {other}{self.path}\r\n\r\n".encode())  # fmt: skip
+        elif fault.kind == "half an answer":
+            self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"name": "me"')
+        elif fault.kind == "garbage":
+            self.wfile.write(b"\x00\xff\xfe no answer \x1b[31m\r\n\r\n")
+        return True
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,15 @@ from transformers import AutoTokenizer
 
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
+from tests.handover.small_converter import gguf
 from tests.model.samples import write_model
 
 Metadata = dict[str, Any]
 
 
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def typed(value: Any) -> bytes:
-    """A value after the number of its type, as the format has it."""
-    if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + text(value)
-    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
-
-
 def write_gguf(path: Path, metadata: Metadata, tensors: dict[str, tuple[int, ...]]) -> Path:
     """A header without weights."""
-    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))]
-    parts += [text(name) + typed(value) for name, value in metadata.items()]
-    for name, shape in tensors.items():
-        parts.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 1, 0))
-    path.write_bytes(b"".join(parts))
+    path.write_bytes(gguf(metadata, tensors))
     return path
 
 
