@@ -15,7 +15,7 @@ from engine.train.step.optimizer import Schedule
 TOTAL = 40
 
 
-def theirs(name: str, warmup: int, extra: dict[str, float] | None = None) -> list[float]:
+def theirs(name: str, warmup: int, extra: dict[str, Any] | None = None) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(name, optimizer, warmup, TOTAL, scheduler_specific_kwargs=extra)
     rates = []
@@ -49,6 +49,22 @@ def test_factors_equal_transformers(scheduler: Any, name: str, extra: dict[str, 
 def test_a_minimum_equals_transformers_cosine_with_min_lr() -> None:
     train = Train(scheduler="cosine", warmup_steps=5, learning_rate=1e-3, min_learning_rate=1e-4)
     assert ours(train) == pytest.approx(theirs("cosine_with_min_lr", 5, {"min_lr_rate": 0.1}), abs=1e-12)
+
+
+@pytest.mark.parametrize("power", [0.5, 2.0])
+def test_a_polynomial_equals_transformers(power: float) -> None:
+    train = Train(scheduler="polynomial", warmup_steps=5, learning_rate=1.0, min_learning_rate=0.1, power=power)
+    expected = theirs("polynomial", 5, {"lr_end": 0.1, "power": power})
+    assert ours(train) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "1-sqrt"])
+def test_warm_up_stable_decay_equals_transformers(shape: Any) -> None:
+    train = Train(
+        scheduler="wsd", warmup_steps=5, learning_rate=1.0, min_learning_rate=0.1, decay_ratio=0.25, decay_shape=shape
+    )
+    extra = {"num_decay_steps": 10, "decay_type": shape, "min_lr_ratio": 0.1, "num_stable_steps": TOTAL - 5 - 10}
+    assert ours(train) == pytest.approx(theirs("warmup_stable_decay", 5, extra), abs=1e-12)
 
 
 @pytest.mark.parametrize(("wanted", "total", "taken"), [(20, 20, 20), (20, 5, 4), (20, 1, 0), (0, 1, 0)])

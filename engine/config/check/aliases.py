@@ -52,6 +52,7 @@ SCHEDULERS = {
     "constant_with_warmup": "constant",
     "cosine_annealing": "cosine",
     "linear_with_warmup": "linear",
+    "warmup_stable_decay": "wsd",
     "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
 }
 FORMATS = {

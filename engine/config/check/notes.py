@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.config.check.data_rules import image_key
-from engine.config.schema.recipe import Recipe, Train
+from engine.config.schema.recipe import Method, Recipe, Train
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
 from engine.errors import SpecError
@@ -48,10 +48,23 @@ def unused_tracker_note(recipe: Recipe) -> str | None:
     return f"{' and '.join(given)}: no effect, because trackers.use names no tracker"
 
 
+ADAPTER_KEYS = ("rank", "alpha", "dropout", "adapter_dtype")
+"""Keys of [method] that a recipe for LoRA often has, and that full fine-tuning does not use."""
+
+
+def unused_method_note(recipe: Recipe) -> str | None:
+    method = recipe.method
+    if method.kind != "full":
+        return None
+    given = [f"method.{key}" for key in ADAPTER_KEYS if getattr(method, key) != Method.model_fields[key].default]
+    return f"{' and '.join(given)}: no effect with method.kind = \"full\", which has no adapter" if given else None
+
+
 def notes_of(recipe: Recipe) -> list[str]:
     """Without notes that need the data."""
     warmup = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
-    return [note for note in (warmup, frozen_router_note(recipe), unused_tracker_note(recipe)) if note]
+    others = (frozen_router_note(recipe), unused_tracker_note(recipe), unused_method_note(recipe))
+    return [note for note in (warmup, *others) if note]
 
 
 def _when(condition: bool, key: str) -> str | None:

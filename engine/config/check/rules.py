@@ -26,7 +26,7 @@ from engine.config.files.document import Place, Problem, Problems
 from engine.config.files.find import BUILTIN_PREFIX, CHECKPOINT_NAME, RUN_PREFIX, split_run_reference
 from engine.config.files.text import closest_match, quoted
 from engine.config.schema.preference import LEARNING_RATES
-from engine.config.schema.recipe import Recipe
+from engine.config.schema.recipe import Method, Recipe
 
 BUILTIN_SOURCES = ("builtin:dates",)
 BUILTIN_MODELS = ("builtin:tiny",)
@@ -166,6 +166,23 @@ def restarts_restart(recipe: Recipe) -> Problems:
         )
 
 
+def schedule_has_its_keys(recipe: Recipe) -> Problems:
+    train = recipe.train
+    given = {
+        "power": ("polynomial", train.power != 1.0, train.power),
+        "decay_ratio": ("wsd", train.decay_ratio is not None, train.decay_ratio),
+        "decay_shape": ("wsd", train.decay_shape is not None, train.decay_shape),
+    }
+    for key, (scheduler, is_set, value) in given.items():
+        if is_set and train.scheduler != scheduler:
+            yield Problem(
+                ("train", key),
+                f"{quoted(value)} with scheduler = {quoted(train.scheduler)}",
+                f"scheduler = {quoted(scheduler)} is needed",
+                (("train", "scheduler"),),
+            )
+
+
 def momentum_is_sgd(recipe: Recipe) -> Problems:
     if recipe.train.momentum > 0 and recipe.train.optimizer != "sgd":
         yield Problem(
@@ -229,13 +246,16 @@ def added_tokens_can_be_trained(recipe: Recipe) -> Problems:
 
 def fields_of_the_method(recipe: Recipe) -> Problems:
     method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
-    only: dict[str, list[str]] = {"lora": ["dora", "rslora", "also_train"], "full": ["train_only"]}
+    only: dict[str, list[str]] = {
+        "lora": ["targets", "exclude", "dora", "rslora", "also_train"],
+        "full": ["train_only"],
+    }
     hint = {
         "also_train": "; train_only limits a full fine-tuning",
         "train_only": "; also_train trains parameters beside LoRA",
     }
     for key in only[other]:
-        if getattr(method, key):
+        if getattr(method, key) != Method.model_fields[key].default:
             yield Problem(
                 ("method", key),
                 f"{key} with method.kind = {quoted(method.kind)}",
@@ -375,6 +395,7 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     constant_has_no_minimum,
     micro_batch_within_batch,
     restarts_restart,
+    schedule_has_its_keys,
     momentum_is_sgd,
     state_has_a_dtype,
     groups_do_something,

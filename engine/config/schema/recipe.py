@@ -132,10 +132,17 @@ class Train(Table):
     5e-6 and 1e-6. Each stage has the default of its own method."""
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the schedule."""
-    scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts", "polynomial", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up. wsd (warm-up, stable, decay): the peak rate until the last steps, which
+    decay_ratio and decay_shape describe; its warm-up begins at min_learning_rate."""
     restarts: Count = 1
     """Cycles of cosine_with_restarts."""
+    power: Positive = 1.0
+    """Exponent of polynomial; 1 is linear."""
+    decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the steps in which wsd decays, at the end; by default 0.1."""
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] | None = None
+    """How wsd decays; by default cosine. 1-sqrt: one minus the square root of the progress."""
     warmup_ratio: Fraction | None = None
     """Share of the steps spent warming up."""
     warmup_steps: CountOrZero | None = None

@@ -32,29 +32,42 @@ class Schedule:
     warmup_steps: int
     floor_ratio: float
     cycles: int
+    power: float = 1.0
+    decay_ratio: float = 0.1
+    decay_shape: str = "cosine"
 
     @classmethod
     def of(cls, train: Train, total_steps: int) -> Schedule:
         """A warm-up longer than the run is shortened."""
         warmup = warmup_steps_of(train, total_steps)
         floor = train.min_learning_rate / train.peak_learning_rate
-        return cls(train.scheduler, total_steps, warmup, floor, train.restarts)
+        ratio, shape = train.decay_ratio or 0.1, train.decay_shape or "cosine"
+        return cls(train.scheduler, total_steps, warmup, floor, train.restarts, train.power, ratio, shape)
 
     def factor(self, step: int) -> float:
         """Share of the peak rate at optimizer step `step` (from 1). It is that of `step` - 1 finished steps, as in
         transformers' schedulers: with warm-up (warmup) the first step has rate 0."""
         done = step - 1
         if done < self.warmup_steps:
-            return done / max(1, self.warmup_steps)
+            share = done / max(1, self.warmup_steps)
+            return self.floor_ratio + (1.0 - self.floor_ratio) * share if self.kind == "wsd" else share
         if self.kind == "constant":
             return 1.0
         progress = min(1.0, (done - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.kind == "wsd":
+            decay_steps = max(1, math.ceil(self.decay_ratio * self.total_steps))
+            progress = min(1.0, max(0, done - (self.total_steps - decay_steps)) / decay_steps)
         return self.floor_ratio + (1.0 - self.floor_ratio) * self._decay(progress)
 
     def _decay(self, progress: float) -> float:
         """From 1 down to 0 over the steps after warm-up (`progress` 0 to 1), before the minimum rate is applied."""
-        if self.kind == "linear":
+        shape = self.decay_shape if self.kind == "wsd" else self.kind
+        if shape == "linear":
             return 1.0 - progress
+        if shape == "polynomial":
+            return float((1.0 - progress) ** self.power)
+        if shape == "1-sqrt":
+            return 1.0 - math.sqrt(progress)
         if self.kind == "cosine_with_restarts":
             return 0.0 if progress >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((self.cycles * progress) % 1.0)))
         return 0.5 * (1.0 + math.cos(math.pi * progress))
