@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.budget.architecture.facts import from_config
@@ -120,9 +121,10 @@ class KeptLosses:
         self._sums[tuple(samples)] = loss
         append_rows(self._path, [{"samples": list(samples), "loss": loss}])
 
-    def among(self, count: int) -> dict[tuple[int, ...], float]:
-        """The groups whose samples are all among the first `count`."""
-        return {samples: loss for samples, loss in self._sums.items() if max(samples, default=0) < count}
+    def among(self, rows: NDArray[np.int64]) -> dict[tuple[int, ...], float]:
+        """Return the groups whose samples are all among `rows`."""
+        chosen = set(rows.tolist())
+        return {samples: loss for samples, loss in self._sums.items() if chosen.issuperset(samples)}
 
 
 def read_rows(path: Path | None) -> Iterator[dict[str, Any]]:

@@ -351,4 +351,5 @@ def _score(
     asked = spec.recipe.evaluate
     metrics = sorted({*asked.metrics, *spec.recipe.eval.metrics})
     limit, samples = asked.limit, asked.log_samples
-    return evaluate(context, data, metrics, limit=limit, samples=samples, kept=kept, scorer=scorer)
+    by_source = bool(asked.sources or spec.recipe.data.validation)
+    return evaluate(context, data, metrics, limit=limit, samples=samples, kept=kept, scorer=scorer, by_source=by_source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,10 @@ def evaluate(
     samples: int,
     kept: Kept | None = None,
     scorer: Scorer | None = None,
+    by_source: bool = False,
 ) -> Scores:
     """Score the first `limit` samples (None: all) by `metrics`, and keep the first `samples` answers for the user to
-    read.
+    read. With `by_source` each source of several also has its own "NAME/loss", "NAME/exact_match" and so on.
 
     `loss` is the mean over target tokens, `perplexity` its exponential. For scores of text, answers are generated from
     the tokens before the last answer and compared with it, white space trimmed. What is in `kept` is not computed
@@ -117,19 +118,45 @@ def evaluate(
     count, kept = min(len(data), rows * limit if limit else len(data)), kept or Kept()
     result = Scores({}, count=count)
     with eval_mode(context.loaded.model):
+        sources = _rows_by_source(data, count) if by_source else {}
         if data.in_pairs:
-            return Scores(_pair_metrics(context, data, count), count=count // 2)
+            return Scores(_pair_metrics(context, data, count, sources), count=count // 2)
         if data.mismatched is not None:
             return Scores(_answer_metrics(context, data, data.mismatched, count), count=count)
         if "loss" in metrics:
-            loss = _mean_loss(context, data, count, kept.losses)
+            parts = sources or {"": np.arange(count)}
+            means = {name: _mean_loss(context, data, rows, kept.losses) for name, rows in parts.items()}
+            targets = {name: int(data.target_counts[rows].sum()) for name, rows in parts.items()}
+            loss = math.fsum(means[name] * targets[name] for name in parts) / max(1, sum(targets.values()))
+            loss = loss if sources else means[""]
             result.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+            result.metrics |= {f"{name}/loss": means[name] for name in sources}
         of_text = scorer is not None or any(name in metrics for name in (*TEXT_SCORES, ACCURACY))
         if of_text or samples:
             answers = answer_first(context, data, count if of_text else min(samples, count), kept.answers)
             _score_texts(result, answers, metrics, scorer)
             result.samples = answers[:samples]
+        result.metrics |= _means_by_source(result.values, sources)
     return result
+
+
+def _rows_by_source(data: TokenData, count: int) -> dict[str, NDArray[np.int64]]:
+    """Return the rows of each source among the first `count`, by the source's name; empty unless there are several."""
+    of_row = data.source_of[:count]
+    rows = {data.source_names[number]: np.flatnonzero(of_row == number) for number in np.unique(of_row)}
+    return rows if len(rows) > 1 else {}
+
+
+def _means_by_source(
+    values: Mapping[str, Sequence[float]], sources: Mapping[str, NDArray[np.int64]]
+) -> dict[str, float]:
+    """Return "NAME/METRIC" for the metrics that are means over samples, of sources whose samples all have a value."""
+    return {
+        f"{name}/{metric}": float(np.mean(np.asarray(scores)[rows]))
+        for metric, scores in values.items()
+        for name, rows in sources.items()
+        if int(rows.max()) < len(scores)
+    }
 
 
 def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], scorer: Scorer | None) -> None:
@@ -150,12 +177,12 @@ def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], 
         result.notes.append("rouge sees the letters a to z alone, and the references have many others")
 
 
-def _mean_loss(context: EvaluationContext, data: TokenData, count: int, kept: KeptLosses) -> float:
-    """Mean loss per target token. Sums in `kept` are not computed again; new ones are added."""
-    known = {sample for samples in kept.among(count) for sample in samples}
-    left = np.array([index for index in range(count) if index not in known], np.int64)
+def _mean_loss(context: EvaluationContext, data: TokenData, rows: NDArray[np.int64], kept: KeptLosses) -> float:
+    """Return the mean loss per target token of `rows`. Sums in `kept` are not computed again; new ones are added."""
+    known = {sample for samples in kept.among(rows) for sample in samples}
+    left = np.array([index for index in rows.tolist() if index not in known], np.int64)
     run_passes(context, data, left, "evaluate", kept.add)
-    return math.fsum(kept.among(count).values()) / max(1, int(data.target_counts[:count].sum()))
+    return math.fsum(kept.among(rows).values()) / max(1, int(data.target_counts[rows].sum()))
 
 
 def _answer_metrics(context: EvaluationContext, data: TokenData, mismatched: TokenData, count: int) -> dict[str, float]:
@@ -171,8 +198,10 @@ def _answer_metrics(context: EvaluationContext, data: TokenData, mismatched: Tok
     return answer_scores(context.preference, policy, reference, differences, desirable, tokens)
 
 
-def _pair_metrics(context: EvaluationContext, data: TokenData, count: int) -> dict[str, float]:
-    """The metrics of an objective of pairs over the first `count` sequences."""
+def _pair_metrics(
+    context: EvaluationContext, data: TokenData, count: int, sources: Mapping[str, NDArray[np.int64]]
+) -> dict[str, float]:
+    """Return the metrics of an objective of pairs over the first `count` sequences, and the loss of each source."""
     if context.preference is None:
         raise UsageError(
             "the data are preferences, and the run did not learn from preferences",
@@ -180,7 +209,12 @@ def _pair_metrics(context: EvaluationContext, data: TokenData, count: int) -> di
             fix="name other sources, or columns of the chosen answers",
         )
     policy, reference = sequence_log_probabilities(context, data, np.arange(count))
-    return pair_scores(context.preference, policy, reference, data.target_counts[:count])
+    metrics = pair_scores(context.preference, policy, reference, data.target_counts[:count])
+    for name, rows in sources.items():
+        held = None if reference is None else reference[rows]
+        scores = pair_scores(context.preference, policy[rows], held, data.target_counts[rows])
+        metrics |= {f"{name}/loss": scores["loss"]} if "loss" in scores else {}
+    return metrics
 
 
 def sequence_log_probabilities(

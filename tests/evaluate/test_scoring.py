@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.batching.budget import MicroBatchBudget
@@ -212,7 +213,7 @@ def test_kept_results_survive_a_torn_line(tmp_path: Path) -> None:
     losses = KeptLosses(tmp_path / "losses.jsonl")
     losses.add([0, 2], 1.5)
     losses.add([1, 9], 2.5)
-    assert KeptLosses(tmp_path / "losses.jsonl").among(5) == {(0, 2): 1.5}
+    assert KeptLosses(tmp_path / "losses.jsonl").among(np.arange(5)) == {(0, 2): 1.5}
 
 
 def test_training_records_the_same_scores_as_scoring_afterwards(trained: RunDirectory) -> None:

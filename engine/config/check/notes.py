@@ -57,7 +57,7 @@ def unused_method_note(recipe: Recipe) -> str | None:
     if method.kind != "full":
         return None
     given = [f"method.{key}" for key in ADAPTER_KEYS if getattr(method, key) != Method.model_fields[key].default]
-    return f"{' and '.join(given)}: no effect with method.kind = \"full\", which has no adapter" if given else None
+    return f'{" and ".join(given)}: no effect with method.kind = "full", which has no adapter' if given else None
 
 
 def notes_of(recipe: Recipe) -> list[str]:

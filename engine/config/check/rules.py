@@ -331,10 +331,18 @@ def early_stopping_is_reached(recipe: Recipe) -> Problems:
         )
 
 
+PER_SOURCE = ("loss", "exact_match")
+"""Metrics that each of several validation sets has by its name: NAME/loss."""
+
+
 def best_metric_is_evaluated(recipe: Recipe) -> Problems:
     evaluated = [*recipe.eval.metrics, *(["perplexity"] if "loss" in recipe.eval.metrics else [])]
     if recipe.learns_preferences:
         evaluated = ["loss", "rewards_margin", *(["rewards_accuracy", "win_rate"] if recipe.learns_pairs else [])]
+    named = [source.name for source in recipe.data.validation if source.enabled]
+    evaluated += [
+        f"{name}/{metric}" for name in named for metric in evaluated if len(named) > 1 and metric in PER_SOURCE
+    ]
     matters = recipe.checkpoint.result == "best" or recipe.eval.early_stopping_patience is not None
     best = recipe.checkpoint.best_metric
     if best not in evaluated and (matters or best != "loss"):

@@ -216,7 +216,8 @@ class Checkpoint(Table):
     keep: Count = 2
     """Number of newest checkpoints to keep; the best one is kept in addition."""
     best_metric: str = "loss"
-    """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others."""
+    """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others. With several
+    validation sources also the metric of one, such as "NAME/loss"."""
     result: Literal["best", "last"] = "last"
     """Which weights become the result."""
 

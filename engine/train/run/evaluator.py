@@ -78,7 +78,10 @@ class Evaluator:
         began = time.perf_counter()
         try:
             with self._watchdog.over("evaluation", f"the evaluation after step {self._state.step}"):
-                scores = score(self._context, validation, asked.metrics, limit=asked.limit, samples=asked.samples)
+                scores = score(
+                    self._context, validation, asked.metrics,
+                    limit=asked.limit, samples=asked.samples, by_source=bool(self._setup.spec.recipe.data.validation),
+                )  # fmt: skip
                 own = answer_prompts(self._prompts_context, self._prompts) if self._prompts is not None else []
         except EvaluationStopped:
             return None
