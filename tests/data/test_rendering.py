@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from engine.commands.data import figures_of
 from engine.config.schema.recipe import Model
 from engine.data.chat import ChatRenderer
-from engine.data.template_limits import TEMPLATE_ERRORS
 from engine.data.conversations import conversation
 from engine.data.end_tokens import end_ids, model_ends, set_model_ends
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.records import ChatRecord, Dropped
+from engine.data.template_limits import TEMPLATE_ERRORS
 from engine.errors import DataError
 from engine.model.result_files import end_token_ids
 from engine.model.tokenizer import load_tokenizer

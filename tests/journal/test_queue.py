@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -117,8 +118,15 @@ def test_a_run_in_the_making_is_removed_once_its_process_must_be_gone(tmp_path: 
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.toml").write_text("")
         os.utime(tmp_path / name, (long_ago := time.time() - 3600 * hours, long_ago))
-    run = waiting_run(tmp_path, "a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".new-young", run.name]
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as a process that makes a run here
+        run = waiting_run(tmp_path, "a")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".new-young", run.name]
+    finally:
+        os.close(other)
+    second = waiting_run(tmp_path, "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([run.name, second.name])
 
 
 def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:
