@@ -29,6 +29,9 @@ ANYWHERE = "**."
 
 WILD = frozenset("*?[")
 
+LONGEST = 2_000
+"""Characters of a pattern; a longer one matches nothing."""
+
 MOST_KEPT, KEPT_BITS = 10_000, 1 << 26
 """Steps of one set of patterns that are kept, and the bits of their states together."""
 
@@ -85,17 +88,34 @@ class Patterns:
     def __init__(self, patterns: Sequence[str], *, inside: bool) -> None:
         """With `inside`, a name also matches where a glob matches a module that contains it."""
         self._inside = inside
-        self._first = self._ends = self._stars = self._deep_stars = 0
-        self._characters: dict[str, int] = {}
-        self._classes: dict[str, int] = {}
-        self._masks: dict[str, int] = {}
-        self._steps: dict[tuple[int, str], int] = {}
-        bit = 1
+        first: list[int] = []
+        ends: list[int] = []
+        stars: list[int] = []
+        deep_stars: list[int] = []
+        pieces: dict[str, list[int]] = {}
+        place = 0
         at_the_top = [pattern.removeprefix(ANYWHERE) for pattern in patterns if pattern.startswith(ANYWHERE)]
         for pattern in (*patterns, *at_the_top):
-            bit = self._add(pattern, bit)
+            if len(pattern) > LONGEST:
+                continue
+            first.append(place)
+            for piece in PIECE.findall(pattern):
+                if piece[0] == "*":
+                    stars.append(place)
+                    deep_stars += [place] if len(piece) > 1 else []
+                else:
+                    pieces.setdefault(piece, []).append(place)
+                place += 1
+            ends.append(place)
+            place += 1
+        self._ends, self._stars, self._deep_stars = _bits(ends), _bits(stars), _bits(deep_stars)
+        self._pieces = {piece: _bits(places) for piece, places in pieces.items()}
+        self._classes = [piece for piece in pieces if piece == "?" or len(piece) > 1]
+        self._first = _bits(first)
         self._first |= (self._first & self._stars) << 1
-        self._most_kept = min(MOST_KEPT, KEPT_BITS // bit.bit_length())
+        self._masks: dict[str, int] = {}
+        self._steps: dict[tuple[int, str], int] = {}
+        self._most_kept = min(MOST_KEPT, KEPT_BITS // (place + 1))
 
     def matches(self, name: str) -> bool:
         """Whether a glob matches the whole of `name`, or a module that contains it."""
@@ -110,20 +130,6 @@ class Patterns:
             if not state:
                 return False
         return bool(state & self._ends)
-
-    def _add(self, pattern: str, bit: int) -> int:
-        """Add a glob whose first piece gets the bit `bit`; returns the bit behind it."""
-        self._first |= bit
-        for piece in PIECE.findall(pattern):
-            if piece[0] == "*":
-                self._stars |= bit
-                self._deep_stars |= bit if len(piece) > 1 else 0
-            else:
-                kind = self._classes if piece == "?" or len(piece) > 1 else self._characters
-                kind[piece] = kind.get(piece, 0) | bit
-            bit <<= 1
-        self._ends |= bit
-        return bit << 1
 
     def _step(self, state: int, part: str) -> int:
         """The state after the characters of `part`."""
@@ -141,12 +147,20 @@ class Patterns:
 
     def _mask(self, character: str) -> int:
         """The bits of the pieces that match a character, stars left out."""
-        mask = self._characters.get(character, 0)
-        for piece, bits in self._classes.items():
-            mask |= bits if _in_class(character, piece) else 0
+        mask = self._pieces.get(character, 0) if character != "?" else 0
+        for piece in self._classes:
+            mask |= self._pieces[piece] if _in_class(character, piece) else 0
         if len(self._masks) < self._most_kept:
             self._masks[character] = mask
         return mask
+
+
+def _bits(places: Sequence[int]) -> int:
+    """The number that has these bits, in ascending order."""
+    octets = bytearray(places[-1] // 8 + 1 if places else 0)
+    for place in places:
+        octets[place >> 3] |= 1 << (place & 7)
+    return int.from_bytes(octets, "little")
 
 
 def _in_class(character: str, piece: str) -> bool:

@@ -6,13 +6,11 @@ folder, beside the sizes and times of the files that they were made from.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from engine.config.files.trust import state_folder
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
 from engine.journal.files import open_regular, read_table, write_atomically
+from engine.journal.kept_reading import code_digest, digest, remove_oldest
 from engine.journal.liveness import is_claimed
 from engine.journal.score_groups import BestEvaluation
 from engine.journal.summary import RunSummary, summarise
@@ -53,7 +52,7 @@ class FolderSummaries:
     """The summaries of one runs folder. What cannot be read or written in the state folder is computed again."""
 
     def __init__(self, runs_dir: Path) -> None:
-        self._file = state_folder() / "summaries" / f"{_digest(str(runs_dir.absolute()))}.json"
+        self._file = state_folder() / "summaries" / f"{digest(str(runs_dir.absolute()))}.json"
         self._kept: dict[str, tuple[FileStamp, RunSummary]] | None = None
         self._is_written = True
 
@@ -96,8 +95,8 @@ class FolderSummaries:
         self._is_written = True
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomically(self._file, json.dumps({"code": _code(), "runs": rows}), durable=False, mode=0o600)
-            _remove_oldest(self._file.parent)
+            write_atomically(self._file, json.dumps({"code": code_digest(), "runs": rows}), durable=False, mode=0o600)
+            remove_oldest(self._file.parent, MOST_FOLDERS)
 
 
 def runs_of_sweep(sweep_id: str, runs: Collection[RunDirectory], summaries: FolderSummaries) -> list[RunDirectory]:
@@ -119,7 +118,7 @@ def _read(file_path: Path) -> dict[str, tuple[FileStamp, RunSummary]]:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 return {}
         found = read_table(file_path, finite=False)
-        if found.get("code") != _code():
+        if found.get("code") != code_digest():
             return {}
         return {path: (tuple(row["stamp"]), _summary(row["summary"])) for path, row in found["runs"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -132,21 +131,3 @@ def _summary(row: dict[str, Any]) -> RunSummary:
         raise ValueError("other fields than those of a summary")
     best = row.pop("best")
     return RunSummary(**row, best=None if best is None else BestEvaluation(*best))
-
-
-@cache
-def _code() -> str:
-    """Identifies the code that makes summaries: another version may say something else of the same files."""
-    with os.scandir(Path(__file__).parent) as entries:
-        files = sorted((entry.name, entry.stat()) for entry in entries if entry.name.endswith(".py"))
-    return _digest(*(f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in files))
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in files[MOST_FOLDERS:]:
-        path.unlink(missing_ok=True)

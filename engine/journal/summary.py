@@ -20,6 +20,7 @@ from engine.journal.directory import RunDirectory, enabled_stages, nested, read_
 from engine.journal.events import FINAL_STATUSES, Event, EventTail, decode_event
 from engine.journal.files import read_table
 from engine.journal.journal_state import JournalState, StageState, plan_digest
+from engine.journal.kept_reading import FROM_BYTES, Reading, find_reading, keep_reading
 from engine.journal.liveness import (
     REMOTE_STALE_SECONDS,
     STALE_SECONDS,
@@ -149,6 +150,8 @@ class SummaryReader:
         self._losses: list[tuple[int, float]] = []
         """Steps and losses, of every `_stride`-th step line."""
         self._stride, self._lines = 1, 0
+        self._kept_offset = -1
+        """Up to where the reading is kept for later processes; -1 before the first read."""
 
     def refresh(self) -> RunSummary:
         """Read all new lines; no file is written."""
@@ -167,6 +170,8 @@ class SummaryReader:
         unparsed = _UnparsedLines()
         over = True
         self._unread = ""
+        if self._kept_offset < 0:
+            self._go_on_from_kept()
         try:
             for count, line in enumerate(self._tail.lines(), 1):
                 self._take(line, unparsed)
@@ -176,7 +181,22 @@ class SummaryReader:
         except OSError as error:
             self._unread = f"events.jsonl cannot be read: {error.strerror or error}"
         self._close(unparsed)
+        if over and self._tail.offset - self._kept_offset >= FROM_BYTES:
+            self._keep()
         return over
+
+    def _go_on_from_kept(self) -> None:
+        reading = find_reading(self.directory.events)
+        self._kept_offset = 0
+        if reading is not None:
+            self._tail.offset = self._kept_offset = reading.offset
+            self.state, self._damaged, self._losses = reading.state, reading.damaged, reading.losses
+            self._stride, self._lines = reading.stride, reading.lines
+
+    def _keep(self) -> None:
+        self._kept_offset = self._tail.offset
+        reading = Reading(self._tail.offset, self.state, self._damaged, self._losses, self._stride, self._lines)
+        keep_reading(self.directory.events, reading)
 
     def _take(self, line: bytes, unparsed: _UnparsedLines) -> None:
         if STEP_LINE.match(line) and line.endswith(b"}\n"):

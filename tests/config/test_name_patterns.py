@@ -43,7 +43,7 @@ LONG = "a" * 5_000
 
 @pytest.mark.parametrize("pattern", [
     "*" * 40 + "z", "*a" * 40 + "z", "**a" * 40 + "z", "**.*" * 40 + "z", "?*" * 40 + "z", "[!z]*" * 40 + "z",
-    "*" * 5_000 + "z", "*a" * 5_000 + "z", "*[a-z]" * 2_000 + "z",
+    "*" * 1_900 + "z", "*a" * 900 + "z", "*[a-z]" * 300 + "z", "*a" * 5_000 + "z", "**" * 500_000 + "z",
 ])  # fmt: skip
 def test_a_pattern_of_many_stars_takes_time_by_the_length_of_the_names(pattern: str) -> None:
     """Regression: a regular expression did not end for 40 stars."""

@@ -8,6 +8,7 @@ Try: `RunList.of_folder(Path("runs")).refresh(seconds=1.0)`
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory
 from engine.journal.folder_summaries import FileStamp, FolderSummaries, file_stamp
-from engine.journal.index import DIRECTORY_NAME, list_runs
+from engine.journal.index import DIRECTORY_NAME, list_runs, start_order
 from engine.journal.labels import Labels, read_labels
 from engine.journal.summary import RunSummary, SummaryReader
 
@@ -29,6 +30,16 @@ RELIST_SECONDS = 1.0
 
 WRITE_SECONDS = 60.0
 """Summaries are kept for later consoles no more often than this."""
+
+RESCAN_SECONDS = 30.0
+"""A folder is listed in full again after this: a run.toml may have been removed, or its folder replaced."""
+
+SETTLED_NS = 2 * 10**9
+"""Age from which on a folder's time tells every later change, whatever the clock of its file system."""
+
+CHECKED_FIRST, CHECKED_IN_TURN = 100, 100
+"""Of the runs that have ended, the newest that are looked at for changes at every refresh, and how many of the others:
+3,000 runs take half a minute, and a refresh takes no longer than with 200."""
 
 
 @dataclass
@@ -44,6 +55,8 @@ class RunEntry:
     stamp: FileStamp = ()
     labels: Labels = field(default_factory=Labels)
     """Tags and note."""
+    searched: tuple[object, object, dict[str, str]] | None = None
+    """The summary and labels of which the texts were made that a filter is searched in, and these texts by field."""
 
     @property
     def stages(self) -> list[str]:
@@ -77,11 +90,15 @@ class RunList:
         self._listed_at = -inf
         self.read_error = ""
         """Why the folder cannot be listed; empty when it can."""
+        self.version = 0
+        """Changes whenever an entry is read, or the list changes."""
+        self._turn = 0
+        """Of the runs that are looked at in turn, the first at the next refresh."""
 
     @classmethod
     def of_folder(cls, runs_dir: Path) -> RunList:
         """A list of all runs in one folder."""
-        return cls(lambda: list_runs(runs_dir), FolderSummaries(runs_dir))
+        return cls(_Folder(runs_dir).runs, FolderSummaries(runs_dir))
 
     @property
     def entries(self) -> list[RunEntry]:
@@ -119,6 +136,11 @@ class RunList:
             self.read_error = f"{error.filename or 'the runs folder'} cannot be read: {error.strerror or error}"
             return False
         self.read_error, self._listed_at = "", time.monotonic()
+        if len(directories) == len(self._entries) and all(
+            known is directory.path for known, directory in zip(self._entries, directories, strict=True)
+        ):
+            return False
+        self.version += 1
         before = list(self._entries)
         self._entries = {
             directory.path: self._entries.get(directory.path) or RunEntry(directory, SummaryReader(directory))
@@ -131,13 +153,22 @@ class RunList:
         read in part."""
         unread = [entry for entry in self.entries if not entry.is_read]
         yield from (entry for entry in unread if not entry.is_started)
+        ended: list[RunEntry] = []
         for entry in self.entries:
-            live = entry.summary is not None and entry.summary.status in LIVE
-            if entry.is_read and (live or file_stamp(entry.directory) != entry.stamp):
+            if entry.summary is not None and entry.summary.status in LIVE:
+                yield entry
+            elif entry.is_read:
+                ended.append(entry)
+        others = ended[CHECKED_FIRST:]
+        in_turn = [*others[self._turn :], *others[: self._turn]][:CHECKED_IN_TURN]
+        self._turn = (self._turn + len(in_turn)) % len(others) if others else 0
+        for entry in (*ended[:CHECKED_FIRST], *in_turn):
+            if file_stamp(entry.directory) != entry.stamp:
                 yield entry
         yield from (entry for entry in unread if entry.is_started)
 
     def _read(self, entry: RunEntry, seconds: float) -> bool:
+        self.version += 1
         before, stamp = (entry.summary, entry.read_error), file_stamp(entry.directory)
         is_started, entry.is_started = entry.is_started, True
         known = self._kept.known(entry.directory) if self._kept is not None and not is_started else None
@@ -154,6 +185,44 @@ class RunList:
             entry.read_error = f"cannot be read: {error.strerror or error}"
         entry.stamp = stamp
         return (entry.summary, entry.read_error) != before
+
+
+class _Folder:
+    """The runs of a folder. Where it has changed, only its names are listed, and new runs are put among the others."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir, self._listed_at = runs_dir, -inf
+        self._stamp: tuple[int, int] | None = None
+        self._known: dict[str, tuple[tuple[str, int], RunDirectory]] = {}
+        """By name, newest first: what it is sorted by, and the run."""
+
+    def runs(self) -> list[RunDirectory]:
+        """As `list_runs` returns them."""
+        try:
+            found = os.stat(self._runs_dir)
+        except OSError:
+            self._stamp, self._known = None, {}
+            return list_runs(self._runs_dir)
+        if time.monotonic() - self._listed_at > RESCAN_SECONDS:
+            self._listed_at, listed = time.monotonic(), list_runs(self._runs_dir)
+            self._known = {run.name: (start_order(run), self._same(run)) for run in listed}
+        elif (found.st_mtime_ns, found.st_ino) != self._stamp:
+            self._take_changes()
+        settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
+        self._stamp = (found.st_mtime_ns, found.st_ino) if settled else None
+        return [run for _, run in self._known.values()]
+
+    def _same(self, run: RunDirectory) -> RunDirectory:
+        return self._known[run.name][1] if run.name in self._known else run
+
+    def _take_changes(self) -> None:
+        with os.scandir(self._runs_dir) as entries:
+            names = {entry.name for entry in entries if not entry.name.startswith(".")}
+        made = [RunDirectory((self._runs_dir / name).absolute()) for name in names - self._known.keys()]
+        rows = [(name, row) for name, row in self._known.items() if name in names]
+        rows += [(run.name, (start_order(run), run)) for run in made if run.exists()]
+        if made or len(rows) != len(self._known):
+            self._known = dict(sorted(rows, key=lambda row: row[1][0], reverse=True))
 
 
 def changed_settings(overrides: Iterable[str]) -> str:

@@ -228,10 +228,19 @@ def matches(entry: RunEntry, wanted: str) -> bool:
 
 def _matches_word(entry: RunEntry, word: str) -> bool:
     field, colon, text = word.partition(":")
-    values = _values(entry)
+    values = _searched(entry)
     if colon and field in FIELDS:
-        return text in values[field].lower()
-    return any(word in value.lower() for value in values.values())
+        return text in values[field]
+    return any(word in value for value in values.values())
+
+
+def _searched(entry: RunEntry) -> dict[str, str]:
+    """The fields of a run in small letters, made once for each of its summaries: a letter typed searches all runs."""
+    kept = entry.searched
+    if kept is None or kept[0] is not entry.summary or kept[1] is not entry.labels or entry.summary is None:
+        fields = {name: value.lower() for name, value in _values(entry).items()}
+        kept = entry.searched = (entry.summary, entry.labels, fields)
+    return kept[2]
 
 
 def _values(entry: RunEntry) -> dict[str, str]:
