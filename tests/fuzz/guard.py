@@ -69,7 +69,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if arguments[2] & WRITING:
             if path and not path.startswith(_watch.allowed):
                 _see(f"{path} is opened for writing")
-        elif path and not path.startswith((*_watch.allowed, *READABLE)):
+        elif path and os.path.isabs(os.fsdecode(arguments[0])) and not path.startswith((*_watch.allowed, *READABLE)):
+            # A path that is not absolute may be one below an open folder, which the event does not name.
             _see(f"{path} is opened")
     elif event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.chmod"):
         given = [os.fsdecode(each) for each in arguments if isinstance(each, str | bytes | Path)]

@@ -105,6 +105,10 @@ class RunList:
         """All entries, in the order in which `find` returned the runs."""
         return list(self._entries.values())
 
+    def has(self, path: Path) -> bool:
+        """Whether there is a run with this path."""
+        return path in self._entries
+
     @property
     def unread(self) -> int:
         """The number of runs that have not been read to the end of their journals yet."""

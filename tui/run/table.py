@@ -220,25 +220,28 @@ def _fit(text: str, size: int, right: bool) -> str:
     return gap + content.plain if right else content.plain + gap
 
 
-def matches(entry: RunEntry, wanted: str) -> bool:
-    """Whether a run matches every word of the filter `wanted`. A word `field:text` is searched in that field, any other
-    word in all fields."""
-    return all(_matches_word(entry, word.lower()) for word in wanted.split())
+def matcher(wanted: str) -> Callable[[RunEntry], bool]:
+    """A test whether a run matches every word of the filter `wanted`. A word `field:text` is searched in that field,
+    any other word in all fields."""
+    words: list[tuple[str, str]] = []
+    for word in wanted.lower().split():
+        field, colon, text = word.partition(":")
+        words.append((field, text) if colon and field in FIELDS else ("", word))
 
+    def matches(entry: RunEntry) -> bool:
+        fields = _searched(entry)
+        return all(text in fields[field] for field, text in words)
 
-def _matches_word(entry: RunEntry, word: str) -> bool:
-    field, colon, text = word.partition(":")
-    values = _searched(entry)
-    if colon and field in FIELDS:
-        return text in values[field]
-    return any(word in value for value in values.values())
+    return matches
 
 
 def _searched(entry: RunEntry) -> dict[str, str]:
-    """The fields of a run in small letters, made once for each of its summaries: a letter typed searches all runs."""
+    """The fields of a run in small letters, and "" for all of them, made once for each of its summaries: a letter typed
+    searches all runs."""
     kept = entry.searched
     if kept is None or kept[0] is not entry.summary or kept[1] is not entry.labels or entry.summary is None:
         fields = {name: value.lower() for name, value in _values(entry).items()}
+        fields[""] = "\0".join(fields.values())
         kept = entry.searched = (entry.summary, entry.labels, fields)
     return kept[2]
 

@@ -77,6 +77,8 @@ class RunTree:
         self._open: set[str] = set()
         self._made_of: tuple[object, ...] = ()
         self._rows_before: list[TreeRow] = []
+        self._often: tuple[int, Counter[str]] | None = None
+        """How many runs have a name, and the version of the list of which they were counted."""
         self.sorted_by: TableColumn | None = None
         """The column by which runs and sweeps are sorted; None: newest first."""
         self.largest_first = False
@@ -98,18 +100,21 @@ class RunTree:
         (self._open.add if is_open else self._open.discard)(key)
 
     def rows(self, matches: Callable[[RunEntry], bool] | None = None) -> list[TreeRow]:
-        """All rows to show; with a filter, each run that matches as a row of its own. Without one, the rows of the last
-        call where nothing has changed: a key must not take longer for 3,000 runs."""
+        """All rows to show, in a list that is not to be changed; with a filter, each run that matches as a row of its
+        own. Without one, the rows of the last call where nothing has changed: a key must not take longer for 3,000
+        runs."""
         made_of = (self.runs.version, self._stages.version, frozenset(self._open), self.sorted_by, self.largest_first)
         if matches is None and made_of == self._made_of:
-            return list(self._rows_before)
+            return self._rows_before
         rows = self._all_rows(matches)
         if matches is None:
             self._made_of, self._rows_before = made_of, rows
         return rows
 
     def _all_rows(self, matches: Callable[[RunEntry], bool] | None) -> list[TreeRow]:
-        often = Counter(short_name(entry.directory) for entry in self.runs.entries)
+        if self._often is None or self._often[0] != self.runs.version:
+            self._often = self.runs.version, Counter(short_name(entry.directory) for entry in self.runs.entries)
+        often = self._often[1]
         return [_told_apart(row, often) for row in self._rows(matches)]
 
     def _rows(self, matches: Callable[[RunEntry], bool] | None) -> list[TreeRow]:

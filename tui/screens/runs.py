@@ -8,7 +8,6 @@ Try: `tunedeck`, then `/` and `state:done`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -22,7 +21,7 @@ from engine.journal.index import TRASH, move_to_trash, newest_in_trash, restore_
 from tui.keys import bindings
 from tui.run.listing import RunList
 from tui.run.reuse import launch_settings, resume_refusal
-from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, detail_lines, matches, table_heading
+from tui.run.table import CHOOSABLE, COLUMNS, chosen_columns, detail_lines, matcher, table_heading
 from tui.run.tree import SWEEP, RunTree, TreeRow, tree_row
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.model_keys import MODEL_ACTIONS, ModelKeys
@@ -80,14 +79,15 @@ class RunsScreen(ModelKeys, RunKeys):
 
     def _fill(self) -> None:
         chosen = self.chosen
-        self.shown = self._tree.rows((lambda entry: matches(entry, self._filter)) if self._filter else None)
+        self.shown = self._tree.rows(matcher(self._filter) if self._filter else None)
         rows = self.query_one(RowList)
         width = self.size.width
         self.query_one(".heading", TextLines).show([self._heading(width)])
-        there = {entry.directory.path for entry in self.runs.entries}
-        self._marked = {path: run for path, run in self._marked.items() if path in there or path.parent.parent in there}
-        drawn = RowsOnDemand([partial(self._row, row, width) for row in self.shown])
-        rows.show(drawn if self.shown else list(self._empty()))
+        there = self.runs.has
+        self._marked = {path: run for path, run in self._marked.items() if there(path) or there(path.parent.parent)}
+        shown = self.shown  # not to be changed: rows are drawn of it later
+        drawn = RowsOnDemand(len(shown), lambda index: self._row(shown[index], width))
+        rows.show(drawn if shown else list(self._empty()))
         if chosen is not None:
             self._move_to(chosen.key)
         self._show_details()
@@ -108,6 +108,9 @@ class RunsScreen(ModelKeys, RunKeys):
 
     def _move_to(self, key: str) -> None:
         """Move the cursor to the row with this key, if it is shown."""
+        cursor = self.query_one(RowList).cursor
+        if cursor < len(self.shown) and self.shown[cursor].key == key:
+            return
         keys = [row.key for row in self.shown]
         if key in keys:
             self.query_one(RowList).move_to(keys.index(key))

@@ -22,12 +22,13 @@ from tui.widgets.text_lines import BLANK, TextLines
 class RowsOnDemand(Sequence[Content]):
     """Rows of which each is made when it is first asked for: of a long list, only those that are seen."""
 
-    def __init__(self, make: Sequence[Callable[[], Content]]) -> None:
-        self._make = make
+    def __init__(self, count: int, make: Callable[[int], Content]) -> None:
+        """`make` makes the row with a number, from 0 to `count` - 1."""
+        self._count, self._make = count, make
         self._made: dict[int, Content] = {}
 
     def __len__(self) -> int:
-        return len(self._make)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Content: ...
@@ -39,7 +40,7 @@ class RowsOnDemand(Sequence[Content]):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
         if index not in self._made:
-            self._made[index] = self._make[index]()
+            self._made[index] = self._make(index)
         return self._made[index]
 
 
