@@ -59,6 +59,7 @@ torture: $(READY)
 	$(if $(TIMES),,$(TORTURE) pytest -m torture -s)
 	$(TORTURE) tests.faults.every_write $(if $(TIMES),--sample $(TIMES),--call-sites)
 	$(TORTURE) tests.fuzz.run --inputs $(or $(INPUTS),100000)
+	$(TORTURE) tests.hours.run $(if $(TIMES),--share 0.1)
 	$(BIN)/python -P -m tests.torture_table $(ROWS)
 
 # Other packages are those of the suite, without what belongs to one version of the two.

@@ -119,6 +119,11 @@ class ChatInbox:
                 self._waiting.append(found)
 
 
+MOST_DETAILED = 50
+"""Newest exchanges whose replies keep their prompts and the likelihoods of their tokens: a prompt holds the whole
+conversation, and a chat may have thousands of turns."""
+
+
 @dataclass
 class Reply:
     """One model's answer to one question."""
@@ -200,6 +205,12 @@ class ChatState:
             last.replies = {}
         else:
             self.exchanges.append(Exchange(event["text"], list(event.get("images") or ())))
+            self._forget_details()
+
+    def _forget_details(self) -> None:
+        for exchange in self.exchanges[-1 - MOST_DETAILED : -MOST_DETAILED]:
+            for reply in (reply for replies in (exchange.replies, *exchange.earlier) for reply in replies.values()):
+                reply.prompt, reply.pieces = "", []
 
     def _on_chat_prompt(self, event: Event) -> None:
         self.status = "answering"

@@ -11,6 +11,9 @@ from engine.journal.event_schema import is_prediction
 from engine.journal.event_text import OLD_VERDICTS
 from engine.journal.events import Event
 
+MOST_WARNINGS = 1_000
+"""The newest warnings that are kept. All are in events.jsonl."""
+
 
 @dataclass
 class StageState:
@@ -150,6 +153,7 @@ def _oom_report(state: JournalState, event: Event) -> None:
 
 def _warning(state: JournalState, event: Event) -> None:
     state.warnings.append(event)
+    del state.warnings[:-MOST_WARNINGS]
 
 
 def _paused(state: JournalState, _event: Event) -> None:

@@ -225,6 +225,9 @@ class SummaryReader:
         ):
             self._losses, self._stride, self._lines = [], 1, 0
         self.state.fold(event)
+        if event["kind"] == "eval":
+            for old in self.state.evals[-2:-1]:
+                old.pop("samples", None)  # only those of the last evaluation are shown
 
     def _sample_loss(self, line: bytes) -> None:
         """Keep the loss of every `_stride`-th step; where there are too many, of every second one of these."""

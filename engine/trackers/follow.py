@@ -3,19 +3,22 @@ restarts, in a process of its own: a tracker that is slow, hangs or fails neithe
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from engine.config.files.machine import install_packages
 from engine.config.load import load_run_spec
 from engine.errors import KILLED_CODE, EnvironmentProblem, StoppedError, TunedeckError, UsageError
 from engine.journal.directory import RunDirectory
-from engine.journal.events import Event, EventTail
+from engine.journal.events import Event, EventTail, decode_event, end_of_events
 from engine.journal.files import locked, remove_drafts
 from engine.journal.liveness import ProcessIdentity, identify, is_alive
 from engine.journal.stages import stage_name
@@ -65,6 +68,9 @@ def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
 
 
 POLL_SECONDS = 1.0
+
+RESUMED = b'"resumed"'
+"""In the line of such an event, and of few others."""
 
 CALL_SECONDS = 300.0
 """A tracker whose package takes longer for one call hangs, and its process is ended."""
@@ -148,14 +154,20 @@ def _problem(directory: RunDirectory, name: str, error: Exception) -> Environmen
     return EnvironmentProblem(f"tracker {name} failed: {text}", fix=f"see {directory.trackers}/{name}.log; {again}")
 
 
-def _done_again(events: Sequence[Event]) -> set[int]:
-    """`seq` of the events whose step a later one of `events` resumes before."""
-    found, resumed = set(), None
-    for event in reversed(events):
-        if event["kind"] == "resumed":
-            resumed = event["step"] if resumed is None else min(resumed, event["step"])
-        elif resumed is not None and event["kind"] in ("step", "eval") and event["step"] > resumed:
-            found.add(event["seq"])
+def _resumes(path: Path, start: int, end: int) -> deque[tuple[int, int]]:
+    """For each `resumed` event between two places of a journal, where its line ends, and the earliest step that it or a
+    later one resumes from: events before it of a later step are done again."""
+    tail, found = EventTail(path, offset=start), deque[tuple[int, int]]()
+    for line in tail.lines():
+        if tail.offset > end:
+            break
+        event = decode_event(line) if RESUMED in line else None
+        if event is not None and event["kind"] == "resumed":
+            found.append((tail.offset, int(event["step"])))
+    earliest = math.inf
+    for place in reversed(range(len(found))):
+        earliest = min(earliest, found[place][1])
+        found[place] = found[place][0], int(earliest)
     return found
 
 
@@ -189,9 +201,19 @@ class _Follower:
 
     def _forward_new(self, after: int) -> int:
         self._tail.path = self._directory.events  # of a run that was moved elsewhere than before
-        events = [event for event in self._tail.poll() if event["seq"] > self._seq]
-        skipped = set() if self._tracker.replaces_steps else _done_again(events)
-        count = sum(self._forward(event, after, send=event["seq"] not in skipped) for event in events)
+        # One event after the other: a journal may have gigabytes.
+        start, end = self._tail.offset, end_of_events(self._tail.path)
+        resumes = deque() if self._tracker.replaces_steps else _resumes(self._tail.path, start, end)
+        count = 0
+        for line in self._tail.lines():
+            event = decode_event(line)
+            while resumes and resumes[0][0] <= self._tail.offset:
+                resumes.popleft()
+            if event is not None and event["seq"] > self._seq:
+                again = bool(resumes) and event["kind"] in ("step", "eval") and event["step"] > resumes[0][1]
+                count += self._forward(event, after, send=not again)
+            if self._tail.offset >= end:
+                break
         if count:
             self._remember()
         return count
