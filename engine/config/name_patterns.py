@@ -83,10 +83,10 @@ def compile_pattern(pattern: str) -> Patterns:
 
 
 class Patterns:
-    """Globs as one automaton: bit i of a state says that the pieces before piece i have matched so far."""
+    """Globs as one automaton: bit i of a state says that the pieces before piece i have matched."""
 
     def __init__(self, patterns: Sequence[str], *, inside: bool) -> None:
-        """With `inside`, a name also matches where a glob matches a module that contains it."""
+        """Compile the globs. With `inside`, a name also matches where a glob matches a module that contains it."""
         self._inside = inside
         first: list[int] = []
         ends: list[int] = []

@@ -81,7 +81,7 @@ def _place(events: Path) -> Path:
 
 
 def _identity(events: Path, offset: int) -> list[Any]:
-    """Tells a file whose first `offset` bytes are the same from another one."""
+    """Return what is the same as long as the file has the same first `offset` bytes."""
     with open_regular(events) as file:
         found = os.fstat(file.fileno())
         first = file.read(min(offset, COMPARED_BYTES))

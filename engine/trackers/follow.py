@@ -155,8 +155,8 @@ def _problem(directory: RunDirectory, name: str, error: Exception) -> Environmen
 
 
 def _resumes(path: Path, start: int, end: int) -> deque[tuple[int, int]]:
-    """For each `resumed` event between two places of a journal, where its line ends, and the earliest step that it or a
-    later one resumes from: events before it of a later step are done again."""
+    """Return, for each `resumed` event between two places of a journal, where its line ends, and the earliest step that
+    it or a later one resumes from: events before it of a later step are done again."""
     tail, found = EventTail(path, offset=start), deque[tuple[int, int]]()
     for line in tail.lines():
         if tail.offset > end:

@@ -35,7 +35,7 @@ RESCAN_SECONDS = 30.0
 """A folder is listed in full again after this: a run.toml may have been removed, or its folder replaced."""
 
 SETTLED_NS = 2 * 10**9
-"""Age from which on a folder's time tells every later change, whatever the clock of its file system."""
+"""Age from which on a folder's time changes with every later change, whatever the clock of its file system."""
 
 CHECKED_FIRST, CHECKED_IN_TURN = 100, 100
 """Of the runs that have ended, the newest that are looked at for changes at every refresh, and how many of the others:
@@ -201,7 +201,7 @@ class _Folder:
         """By name, newest first: what it is sorted by, and the run."""
 
     def runs(self) -> list[RunDirectory]:
-        """As `list_runs` returns them."""
+        """Return what `list_runs` returns."""
         try:
             found = os.stat(self._runs_dir)
         except OSError:

@@ -100,8 +100,8 @@ class RunTree:
         (self._open.add if is_open else self._open.discard)(key)
 
     def rows(self, matches: Callable[[RunEntry], bool] | None = None) -> list[TreeRow]:
-        """All rows to show, in a list that is not to be changed; with a filter, each run that matches as a row of its
-        own. Without one, the rows of the last call where nothing has changed: a key must not take longer for 3,000
+        """Return all rows to show, in a list that is not to be changed; with a filter, one row for each run that
+        matches. Without one, the rows of the last call where nothing has changed: a key must not take longer for 3,000
         runs."""
         made_of = (self.runs.version, self._stages.version, frozenset(self._open), self.sorted_by, self.largest_first)
         if matches is None and made_of == self._made_of:
