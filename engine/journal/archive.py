@@ -204,7 +204,7 @@ class _BoundedArchive(zipfile.ZipFile):
 
 def _checked(archive: zipfile.ZipFile, source: Path) -> tuple[str, list[tuple[PurePosixPath, zipfile.ZipInfo]]]:
     """The run's name, and each member with its path in the run."""
-    members = [member for member in archive.infolist() if not member.is_dir()]
+    members = [member for member in archive.infolist() if not member.filename.endswith("/")]  # is_dir() needs a name
     names = {member.filename.partition("/")[0] for member in members}
     if len(names) != 1:
         raise _refusal(source, "not one run's folder")
