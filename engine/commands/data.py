@@ -123,6 +123,8 @@ def data(
             documents[name] = report_document(prepared, tokenizer, rows, figures)
         else:
             print_report(prepared, tokenizer, rows, figures)
+            for line in ("", *prepared.report.accounts()):
+                typer.echo(escape(line))
     if as_json:
         print_json({"stages": documents} if len(specs) > 1 else documents.popitem()[1], indent=None)
 

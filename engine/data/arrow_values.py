@@ -42,10 +42,19 @@ def plain(value: Any, shape: Shape | None) -> Any:
             if each is not None or key in shape.own_nulls
         }
     if shape.kind == "class":
-        return shape.names[value] if 0 <= value < len(shape.names) else None
+        return _class_name(value, shape.names)
     if shape.kind == "json":
         return json.loads(value)
     return format(value, "f") if isinstance(value, Decimal) else value.isoformat()
+
+
+def _class_name(value: Any, names: Sequence[str]) -> Any:
+    """Return the name of a class by its number, which may be text; None for -1. A name stays."""
+    if isinstance(value, str):
+        if value in names or not value.removeprefix("-").isdecimal():
+            return value
+        value = int(value)
+    return names[value] if 0 <= value < len(names) else None
 
 
 def shapes_of(features: Mapping[str, Any], table: Any) -> dict[str, Shape]:

@@ -4,6 +4,7 @@ belong to a split."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from lzma import LZMAError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 from datasets.arrow_reader import ReadInstruction
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
@@ -42,6 +44,7 @@ from engine.data.folders import csv_of_images, data_of_folder, image_tables, is_
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.records import (
     UNPACKING_ERRORS,
+    Origin,
     Screened,
     SourceRows,
     conversion,
@@ -117,13 +120,15 @@ def _rows_of_files(
     fingerprint = hash_text(contents, source.split, *config)
     if _is_saved(path):
         shards = _saved_split(source, datasets.load_from_disk(str(path)), split_name(source))
-        return _rows(source, shards, fingerprint, partial(_unreadable, source, path, reads))
+        rows = _rows(source, shards, fingerprint, partial(_unreadable, source, path, reads))
+        return _with_origin(source, rows, _saved_files(path, split_name(source)), "arrow", [])
     found, notices = _data_files(source, path, files, version)
     kinds = {LOADERS.get(suffix_of(file)) for file in found}
     if path.is_dir():
         chosen = _files_of_split(source, path, found, kinds)
     else:
-        chosen = SplitFiles(found, loads=not kinds <= {"json", "csv", "text"})
+        table = TABLES.get(next(iter(kinds)) or "")
+        chosen = SplitFiles(found, loads=table is not None, table=table)
     if source.unit not in (None, "line") and kinds != {"text"}:
         raise _unit_of_table(source)
     if kinds == {"csv"}:
@@ -136,6 +141,8 @@ def _rows_of_files(
     if chosen.loads:
         explain = partial(_unreadable, source, path, reads)
         rows = _rows(source, _load_tables(source, path, chosen.files, contents), fingerprint, explain)
+        if chosen.table is not None:
+            rows = _with_origin(source, rows, chosen.files, chosen.table, [_tables_folder(contents)])
     else:
         rows = _rows_one_by_one(source, screened, kept, fingerprint, chosen, skip_broken)
     notices += [*chosen.notices, *rows.notices]
@@ -162,6 +169,27 @@ def _data_files(source: Source, path: Path, files: list[Path], version: int) -> 
     return found.data, [f"source {source.name}: not read, as it holds no rows of the data: {listed}"]
 
 
+def _with_origin(
+    source: Source, rows: SourceRows, files: Sequence[Path], kind: Literal["parquet", "arrow"], kept: Sequence[Path]
+) -> SourceRows:
+    """Note the files of a table, and how many rows they have; the table may be a slice of them."""
+    count = sum(map(_rows_in_parquet if kind == "parquet" else _rows_in_arrow, files))
+    first, _ = absolute_slice(source, count)
+    return replace(rows, origin=Origin(files, kind, first=first, kept=kept), in_files=count)
+
+
+def _rows_in_parquet(file: Path) -> int:
+    return int(pyarrow.parquet.read_metadata(file).num_rows)
+
+
+def _rows_in_arrow(file: Path) -> int:
+    return len(datasets.Dataset.from_file(str(file)))
+
+
+TABLES: dict[str, Literal["parquet", "arrow"]] = {"parquet": "parquet", "arrow": "arrow"}
+"""Loaders of `datasets` that read tables."""
+
+
 @dataclass(frozen=True)
 class SplitFiles:
     """The files of a source's split, and what a README says of them."""
@@ -169,6 +197,8 @@ class SplitFiles:
     files: list[Path]
     loads: bool = False
     """Whether `datasets` reads them as a whole: Parquet and Arrow, and folders of images."""
+    table: Literal["parquet", "arrow"] | None = None
+    """What they are if their rows are those of tables alone."""
     separator: str | None = None
     """Of CSV files, if the README names one."""
     classes: Mapping[str, Shape] = field(default_factory=dict)
@@ -192,7 +222,8 @@ def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[
     originals = {read_from / file.relative_to(folder): file for file in find_data_files_in(folder)}
     of_split = {name: [originals[file] for file in files if file in originals] for name, files in splits.items()}
     if builder.name not in ("json", "csv", "text"):
-        return SplitFiles([file for file in of_split[base] if file in set(found)], loads=True)
+        table = TABLES.get(builder.name)
+        return SplitFiles([file for file in of_split[base] if file in set(found)], loads=True, table=table)
     if getattr(builder.config, "field", None):
         raise _field_of_json(source, builder.config.field)
     separator = getattr(builder.config, "sep", ",")
@@ -295,7 +326,11 @@ def _rows_one_by_one(
     if not len(table) and any(each.dropped for each in screened):
         raise _nothing_left(source, screened)
     part = _part_of(source, table)
-    return SourceRows(table.columns, len(part), fingerprint, part, shapes=chosen.classes)
+    kept = [kept for file in table.parts for kept in (file.spans, file.spans.with_suffix(".json"))]
+    origin = Origin([each.file for each in screened], kinds[kind], separators, part.first, kept)
+    return SourceRows(
+        table.columns, len(part), fingerprint, part, shapes=chosen.classes, origin=origin, in_files=len(table)
+    )
 
 
 def _part_of(source: Source, table: Any) -> Any:
@@ -375,6 +410,12 @@ def _saved_split(source: Source, saved: Any, base: str) -> Any:
         raise _no_such_split(source, [str(saved.split or "train")])
     start, stop = absolute_slice(source, len(saved))
     return saved.select(range(start, stop))
+
+
+def _saved_files(path: Path, base: str) -> list[Path]:
+    folder = path / base if (path / "dataset_dict.json").is_file() else path
+    state = json.loads((folder / "state.json").read_text())
+    return [folder / each["filename"] for each in state["_data_files"]]
 
 
 def _open_hub(source: Source) -> SourceRows:

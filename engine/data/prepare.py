@@ -31,6 +31,7 @@ from engine.data.preferences import add_mismatched, balance_notice, other_object
 from engine.data.recognise import PROMPT_COLUMNS, Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import DataReport, describe, drop_lines
+from engine.data.second_reader import compare_rows
 from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
 from engine.data.tokenise import CUT_AWAY, TOO_LONG, Tokeniser
@@ -234,12 +235,17 @@ def _prepare_sources(
                 made = tokenise_rows(each.rows, each.format, tokeniser, workers=workers, first=first)
                 return _progress(made, each, first, notify)
 
+            compared = compare_rows(each.rows, each.source.name)
             writer.add_source(number, each.source.name, each.format.name, pieces)
+            writer.counts[number].compared = compared
         _require_samples(writer.counts, opened, tokeniser, part)
 
     store = cached_store(entry, build, notify)
     _locate_drops(store.counts, opened)
     _count_left_out(store.counts, opened)
+    for count, each in zip(store.counts, opened, strict=True):
+        count.unused = each.rows.available - each.rows.count
+        count.columns_read, count.columns_not_read = _columns(each)
     changed = rendering_version(store.counts)
     if any(count.chat.get("stops_at_marker") for count in store.counts):
         changed.append(f"ends {sorted(tokeniser.ends)}")
@@ -302,8 +308,8 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     source, columns, notices = opened.source, opened.rows.columns, list(opened.rows.notices)
     preferred = preference_notice(columns, source, opened.format.name, [*opened.format.fields.values()])
     notices += [each for each in (preferred, image_notice(opened.rows, source, opened.format.has_images)) if each]
-    read = {name.partition(".")[0] for name in opened.format.fields.values()}
-    unread = [name for name in columns if name.strip() and name not in read and name not in " ".join(notices)]
+    read, others = _columns(opened)
+    unread = [name for name in others if name.strip() and name not in " ".join(notices)]
     lost = [name for name in unread if name.lower() in PROMPT_COLUMNS and _adds_text(opened, name, read)]
     notices += [
         f"{WARNING}source {source.name}: the column {name} is not read, and its text is not in the samples; if it is "
@@ -332,6 +338,14 @@ def _adds_text(opened: _Opened, column: str, read: Collection[str]) -> bool:
         if not any(text.strip() in part for name in read for part in texts_in(row.get(name))):
             return True
     return False
+
+
+def _columns(opened: _Opened) -> tuple[list[str], list[str]]:
+    """Return the source's columns that its format reads, and the others."""
+    fields = set(opened.format.fields.values())
+    used = fields | {name.partition(".")[0] for name in fields if name not in opened.rows.columns}
+    columns = opened.rows.columns
+    return [name for name in columns if name in used], [name for name in columns if name not in used]
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -396,6 +410,8 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged, table
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:
         raise other_objective(source, rows, made.fields, judged, table)
+    if "label" in made.fields:
+        rows = rows.numbered(made.fields["label"])
     return _Opened(source, rows, made)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from engine.config.schema.data import Source
 from engine.data.arrow_values import Shape, plain
@@ -177,6 +177,20 @@ PLACES = 5
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The files that the rows of a source come from, for a second reading."""
+
+    files: Sequence[Path]
+    kind: Literal["json", "csv", "line", "parquet", "arrow"]
+    separators: Sequence[str] = ()
+    """Of CSV files."""
+    first: int = 0
+    """Number, among the rows of all files, of the source's first row."""
+    kept: Sequence[Path] = ()
+    """What the cache folder has of the files' rows."""
+
+
+@dataclass(frozen=True)
 class SourceRows:
     """The rows of a source, read on demand."""
 
@@ -195,6 +209,15 @@ class SourceRows:
     """Of columns whose stored values are not yet those of the rows."""
     notices: Sequence[str] = ()
     """What the reader left aside or assumed, as sentences."""
+    origin: Origin | None = None
+    """None where the rows are not those of local files."""
+    in_files: int | None = None
+    """Rows of the split's files; None where these are `count`, before the source's `limit`."""
+
+    @property
+    def available(self) -> int:
+        """Rows of the files, of which the source's slice and limit take `count`."""
+        return self.count if self.in_files is None else self.in_files
 
     @property
     def in_lists(self) -> bool:

@@ -109,7 +109,12 @@ class DataReport:
             "validation_sources": [asdict(count) for count in self.validation_sources],
             "parts": [{**asdict(part), "target_share": part.target_share} for part in self.parts],
             "notices": self.notices,
+            "accounts": self.accounts(),
         }
+
+    def accounts(self) -> list[str]:
+        """Return one line for each source: what became of its rows, columns and tokens."""
+        return [account_line(count) for count in (*self.sources, *self.validation_sources)]
 
 
 def describe(part: str, data: TokenData) -> PartReport:
@@ -151,6 +156,35 @@ def rendering_lines(count: SourceCount) -> list[str]:
     lines = [sentence.format(count.chat[fact]) for fact, sentence in CHAT_FACTS.items() if count.chat.get(fact)]
     lines += [f"assistant turns dropped, {reason}: {number:,}" for reason, number in count.dropped_turns.items()]
     return [f"{count.name}: {line}" for line in lines]
+
+
+ELSEWHERE = {
+    "system_prompt", "functions", "thinking", "reasoning", "reasoning_content", "weight", "history", "context",
+    "input", "images", "image", "videos", "audios", "tools", "system", "documents", "chat_template_kwargs", "labels",
+    "input_ids",
+}  # fmt: skip
+"""Columns that some trainer reads."""
+
+
+def account_line(count: SourceCount) -> str:
+    """Return what became of each row, column and token of a source, as one line."""
+    dropped = sum(count.dropped.values())
+    reasons = ", ".join(f"{number:,} x {reason}" for reason, number in count.dropped.items())
+    parts = [f"{count.kept:,} learned", f"{dropped:,} dropped" + (f" ({reasons})" if reasons else "")]
+    parts += [f"{count.unused:,} outside of limit and split"] if count.unused else []
+    others = count.tokens - count.learned_tokens - count.context_tokens - count.lost_tokens
+    tokens = [f"{count.learned_tokens:,} learned", f"{count.context_tokens:,} prompt", f"{count.lost_tokens:,} cut"]
+    tokens += [f"{others:,} of rows dropped for other reasons"] if others else []
+    columns = f"columns read: {', '.join(count.columns_read) or 'none'}"
+    if count.columns_not_read:
+        columns += f"; not read: {', '.join(map(_not_read, count.columns_not_read))}"
+    rows = f"{count.read + count.unused:,} rows in the file = {' + '.join(parts)}"
+    again = f"; {count.compared:,} rows are equal in a second reading" if count.compared else ""
+    return f"{count.name}: {rows}; {columns}; {count.tokens:,} tokens in = {' + '.join(tokens)}{again}"
+
+
+def _not_read(column: str) -> str:
+    return f"{column} (which other trainers read)" if column.lower() in ELSEWHERE else column
 
 
 def _source_lines(count: SourceCount, part: str) -> list[str]:

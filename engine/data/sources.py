@@ -90,7 +90,9 @@ def open_rows(source: Source, *, seed: int, skip_broken: bool = False, version: 
     rows = _open_builtin(source, seed) if _is_builtin(source) else _open_data_set(source, skip_broken, version)
     if rows.count == 0:
         raise no_rows(source)
-    return rows if source.limit is None else replace(rows, count=min(rows.count, source.limit))
+    if source.limit is None:
+        return rows
+    return replace(rows, count=min(rows.count, source.limit), in_files=rows.available)
 
 
 def _is_builtin(source: Source) -> bool:

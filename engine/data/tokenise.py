@@ -51,7 +51,8 @@ class Document:
     """(first token of the last answer, the token after it); for plain text, the second half counts as the answer."""
     origin: int
     """Row of the source, counted from 0."""
-    truncated: bool
+    cut: int
+    """Tokens behind its end that data.max_length has no room for."""
     images: tuple[ImageFacts, ...] = ()
     desirable: bool = True
 
@@ -67,6 +68,8 @@ class RowResult:
     """Counts by the names in `engine.data.report.CHAT_FACTS`."""
     lost: int = 0
     """Tokens that data.max_length has no room for."""
+    tokens: int = 0
+    """Tokens of the row before anything of it was cut or dropped."""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -121,8 +124,15 @@ def _lost(row: TokenRow | Dropped, made: Document | Dropped) -> int:
     if isinstance(row, Dropped):
         return 0
     if isinstance(made, Document):
-        return len(row[0]) - len(made.ids) if made.truncated and not made.images else 0
+        return made.cut
     return len(row[0]) if made.reason.startswith(TOO_LONG) else 0
+
+
+def _tokens(row: TokenRow | Dropped, made: Document | Dropped) -> int:
+    """Return the tokens of `row`; with images, those that their places take in `made`."""
+    if isinstance(made, Document) and made.images:
+        return len(made.ids) + made.cut
+    return 0 if isinstance(row, Dropped) else len(row[0])
 
 
 def _characters(record: Record | DetectionRecord) -> int:
@@ -226,26 +236,28 @@ class Tokeniser:
         facts = Counter(turn_rows=len(documents)) if rendered.facts["per_turn"] else Counter()
         lost = sum(map(_lost, rendered.rows, made))
         dropped = [drop.reason for drop in made if isinstance(drop, Dropped)]
-        return RowResult(documents, dropped, rendered.facts + facts, lost)
+        tokens = sum(map(_tokens, rendered.rows, made))
+        return RowResult(documents, dropped, rendered.facts + facts, lost, tokens)
 
     def _preference(self, given: PreferenceRecord, origin: int, format_: Format) -> RowResult:
         """Two documents, the chosen and the rejected sequence, or none."""
         sides = [self._result(self._bounded(side), origin, format_) for side in (given.chosen, given.rejected)]
+        lost, tokens = sum(side.lost for side in sides), sum(side.tokens for side in sides)
         for side, name in zip(sides, ("chosen", "rejected"), strict=True):
             if side.dropped:
-                return RowResult([], [f"{side.dropped[0]} ({name})"])
+                return RowResult([], [f"{side.dropped[0]} ({name})"], lost=lost, tokens=tokens)
             if len(side.documents) != 1:
-                return RowResult([], [f"{name} {SEVERAL_ANSWERS}"])
+                return RowResult([], [f"{name} {SEVERAL_ANSWERS}"], lost=lost, tokens=tokens)
         chosen, rejected = (side.documents[0] for side in sides)
         if np.array_equal(chosen.ids, rejected.ids):
-            return RowResult([], ["chosen and rejected are equal"])
+            return RowResult([], ["chosen and rejected are equal"], lost=lost, tokens=tokens)
         facts = sides[0].facts + sides[1].facts + Counter(dialogues=given.is_dialogue)
-        return RowResult([chosen, replace(rejected, desirable=False)], [], facts)
+        return RowResult([chosen, replace(rejected, desirable=False)], [], facts, lost=lost, tokens=tokens)
 
     def _labelled(self, given: LabelledRecord, origin: int, format_: Format) -> RowResult:
         made = self._result(self._bounded(given.record), origin, format_)
         if len(made.documents) > 1:
-            return RowResult([], [f"completion {SEVERAL_ANSWERS}"])
+            return replace(made, documents=[], dropped=[f"completion {SEVERAL_ANSWERS}"])
         return replace(made, documents=[replace(each, desirable=given.desirable) for each in made.documents])
 
     def _bounded(self, record: Record | DetectionRecord | Dropped) -> Record | DetectionRecord | Dropped:
@@ -291,11 +303,12 @@ class Tokeniser:
             return Dropped(TOO_LONG)
         if placed.end > self.max_length:
             return Dropped(f"{TOO_LONG}, image tokens are not cut")
+        cut = max(0, len(ids) - self.max_length)
         ids, targets = ids[: self.max_length], targets[: self.max_length]
         if not targets.any():
             return Dropped(CUT_AWAY)
         span = _within(answer or _last_stretch(targets), len(ids))
-        return Document(ids, targets, span, origin, too_long, tuple(images[: placed.count]))
+        return Document(ids, targets, span, origin, cut, tuple(images[: placed.count]))
 
     def _encode(self, record: Record) -> RenderedRows | Dropped:
         if isinstance(record, ChatRecord):

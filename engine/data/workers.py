@@ -71,12 +71,28 @@ class SourceCount:
     """Counts by the names in `engine.data.report.CHAT_FACTS`."""
     lost_tokens: int = 0
     """Tokens that data.max_length had no room for."""
+    tokens: int = 0
+    """Tokens of all rows: learned, context, lost, and those of rows that were dropped for another reason."""
+    learned_tokens: int = 0
+    context_tokens: int = 0
+    """Tokens of samples that are targets, and those that are not."""
+    unused: int = 0
+    """Rows of the files that the source's slice and limit leave out."""
+    compared: int = 0
+    """Rows that were equal in a second reading of the files."""
+    columns_read: list[str] = field(default_factory=list)
+    columns_not_read: list[str] = field(default_factory=list)
 
     def add(self, result: RowResult, row: int) -> None:
         """Every row counts as either kept or dropped. `row` is its number, from 0."""
         self.read += 1
         self.lost_tokens += result.lost
-        self.truncated += sum(document.truncated for document in result.documents)
+        self.tokens += result.tokens
+        for document in result.documents:
+            learned = int(document.targets.sum())
+            self.learned_tokens += learned
+            self.context_tokens += len(document.ids) - learned
+        self.truncated += sum(document.cut > 0 for document in result.documents)
         if result.documents:
             self.kept += 1
             for fact, number in result.facts.items():
@@ -97,6 +113,9 @@ class SourceCount:
         self.read, self.kept = self.read + later.read, self.kept + later.kept
         self.truncated += later.truncated
         self.lost_tokens += later.lost_tokens
+        self.tokens += later.tokens
+        self.learned_tokens += later.learned_tokens
+        self.context_tokens += later.context_tokens
         for reason, number in later.dropped.items():
             self._drop(reason, number, later.dropped_rows[reason])
         for mine, others in ((self.chat, later.chat), (self.dropped_turns, later.dropped_turns)):
