@@ -26,13 +26,13 @@ import pyarrow.parquet
 
 from engine.data.arrow_values import Shape
 from engine.data.bounds import DEPTH, LINE_BYTES, LINE_TOO_LONG, UNPACKS_TOO_FAR
-from engine.data.records import ROWS_AT_ONCE, Dropped, SourceRows
+from engine.data.records import ROW_TOO_LARGE, ROWS_AT_ONCE, Dropped, SourceRows
 from engine.errors import DataError
 
 BLOCKS = 8
 """Blocks of rows that are compared: the first, the last, and others by chance."""
 
-FROM_BLOCK = 40
+FROM_BLOCK = 120
 """Rows of a block that are compared besides its first and last ones."""
 
 BORDER = 4
@@ -52,7 +52,7 @@ def compare_rows(rows: SourceRows, name: str) -> int:
     """Return how many rows are equal in a second reading; 0 where there is none, as for data sets of the hub. Raises
     DataError, with the row, the key and both values, for the first difference. `name` is the source's."""
     origin, reasons = rows.origin, {reason for screened in rows.left_out for reason in screened.dropped}
-    if origin is None or (origin.kind == "csv" and LINE_TOO_LONG in reasons):
+    if origin is None or (origin.kind == "csv" and LINE_TOO_LONG in reasons) or ROW_TOO_LARGE in reasons:
         return 0
     wanted, compared = _sample(rows), 0
     for number, read in enumerate(_rows_again(rows), start=-origin.first):

@@ -89,7 +89,8 @@ EVENT_KINDS: dict[str, EventKind] = {
     "stage_started": _event_kind(
         "",
         "name:text max_steps:whole epochs:number batch_size:whole samples:whole validation_samples:whole tokens:whole"
-        " target_tokens:whole dropped reasons loss:text attention:text dtype:text number:whole of:whole from:texts"
+        " target_tokens:whole sources validation_sources"
+        " dropped reasons loss:text attention:text dtype:text number:whole of:whole from:texts"
         " path:text from_start:flag device_used_bytes device_processes stage_kind:text",
     ),
     "stage_finished": _event_kind(

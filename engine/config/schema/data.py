@@ -32,9 +32,9 @@ class Source(Table):
     hub: str | None = None
     """Name of a data set on the hub."""
     config: str | None = None
-    """Configuration of a hub data set."""
+    """Configuration of a hub data set, or of a folder that was downloaded from the hub."""
     split: str = "train"
-    """Split of the data set, such as "train" or "train[:1000]"."""
+    """Split of a hub data set or a folder, such as "train" or "train[:1000]"; a file has only slices of train."""
     format: Literal[
         "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "preference", "unpaired-preference",
         "image-chat", "image-preference", "image-unpaired-preference", "detection",
@@ -87,8 +87,8 @@ class Data(Table):
     overlap: CountOrZero = 0
     """Tokens that a piece of split text repeats from the piece before it, as context that is not learned."""
     broken: Literal["refuse", "skip"] = "refuse"
-    """What happens where a line of a JSON file holds no object, or a record of a CSV file has more fields than columns:
-    the data are refused, or these are left out, counted and listed."""
+    """What happens where a line of a JSON file holds no object or has a key twice, or a record of a CSV file has more
+    fields than columns or broken quotes: the data are refused, or these are left out, counted and listed."""
     shuffle: bool = True
     """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
     packing: bool = False
@@ -126,8 +126,8 @@ class Eval(Table):
     samples: CountOrZero = 0
     """Number of generated samples to log at each evaluation."""
     prompts: list[str] | str = []
-    """Prompts of your own that are answered at every evaluation, or a file of them: a line each, or .jsonl rows with a
-    prompt."""
+    """Prompts of your own that are answered at every evaluation, or a file of them: a line each, or .json and .jsonl
+    with texts or rows with a prompt."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without improvement of checkpoint.best_metric."""
     early_stopping_threshold: NonNegative = 0.0

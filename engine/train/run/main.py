@@ -363,6 +363,8 @@ def _write_stage_started(training: Training, journal: Journal) -> None:
         validation_samples=len(validation) if validation is not None else 0,
         tokens=int(data.lengths.sum()),
         target_tokens=int(data.target_counts.sum()),
+        sources=setup.prepared.report.as_json()["sources"],
+        validation_sources=setup.prepared.report.as_json()["validation_sources"],
         loss=setup.context.loss.implementation,
         attention=setup.context.loaded.attention,
     )
