@@ -40,7 +40,7 @@ from engine.data.csv_files import separator_of
 from engine.data.documents import Documents, unpacked
 from engine.data.file_rows import Kind as RowKind
 from engine.data.file_rows import open_file_rows
-from engine.data.folders import csv_of_images, data_of_folder, image_tables, is_image
+from engine.data.folders import csv_of_images, data_of_folder, fetch_again, image_tables, is_image, require_whole
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.records import (
     UNPACKING_ERRORS,
@@ -116,6 +116,8 @@ def _rows_of_files(
     skip_broken: bool, version: int,
 ) -> SourceRows:  # fmt: skip
     """Read the files that are the source's split. `reads` gets what is read in place of each file."""
+    if path.is_dir():
+        require_whole(source, files)
     config = [source.config] if source.config else []
     fingerprint = hash_text(contents, source.split, *config)
     if _is_saved(path):
@@ -212,7 +214,7 @@ def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[
     base = split_name(source)
     if csv_of_images(source, find_data_files_in(folder)) is not None:
         return SplitFiles(found)
-    if kinds == {"text"} and base == "train" and not _has_split_folders(folder):
+    if kinds == {"text"} and base == "train" and not _has_split_folders(folder) and not _is_data_set_card(folder):
         return SplitFiles(found)
     read_from = _folder_to_read(folder, found)
     builder = _builder(source, folder, read_from)
@@ -243,6 +245,19 @@ SPLIT_FOLDERS = {"train", "training", "validation", "valid", "val", "dev", "test
 
 def _has_split_folders(folder: Path) -> bool:
     return any(each.is_dir() and each.name.lower() in SPLIT_FOLDERS for each in folder.iterdir())
+
+
+def _is_data_set_card(folder: Path) -> bool:
+    """Return whether the README of a folder says which files its data are."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    header = card.read_text(encoding="utf-8", errors="replace")[:MOST_HEADER]
+    return header.startswith("---") and "data_files:" in header.partition("\n---")[0]
+
+
+MOST_HEADER = 1 << 20
+"""Characters of a README in which its settings are looked for."""
 
 
 def _files_of_no_split(
@@ -444,7 +459,21 @@ def _open_hub(source: Source) -> SourceRows:
         ) from error
     # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
     fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
-    return _rows(source, data, fingerprint, partial(_unreadable, source, Path(name), {}))
+    rows = _rows(source, data, fingerprint, partial(_unreadable, source, Path(name), {}))
+    require_texts(source, rows, data.info.builder_name)
+    return rows
+
+
+def require_texts(source: Source, rows: SourceRows, builder: str | None) -> None:
+    """Raise DataError if texts of JSON or CSV files of the hub, which `datasets` reads into one table, became dates."""
+    if builder in ("json", "csv") and (dates := date_columns(rows.shapes)):
+        raise DataError(
+            f"source {source.name}: {source.hub} has {builder.upper()} files, and the library that reads them turned "
+            f"texts into dates: {_listed(dates)}",
+            expected="texts as they are written, which local files give",
+            fix=f"download it (hf download --repo-type dataset {source.hub} --local-dir data) and add "
+            f"--set data.sources.{source.name}.path=data",
+        )
 
 
 def _rows(source: Source, data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
@@ -503,6 +532,8 @@ def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: B
     cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
     if "corresponds to no data" in str(error) or "BatchSize must be greater than 0" in str(cause):
         return no_rows(source)
+    if isinstance(error, FileNotFoundError) and path.is_dir():
+        return DataError(f"source {source.name}: {path}: {_short(error)}", fix=fetch_again(source))
     return DataError(
         f"source {source.name}: {path} cannot be read: {_short(cause)}",
         fix="check that the file is whole, that its suffix names its format, and the split",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mimetypes
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, suffix_of
+from engine.config.files.machine import path_of
 from engine.config.schema.data import Source
 from engine.data.json_rows import is_single_object, keys_of
 from engine.errors import DataError
@@ -46,6 +49,49 @@ def data_of_folder(source: Source, files: Sequence[Path]) -> FolderFiles:
             fix=f'make one source of each, such as path = "{source.path}/**/*{kinds[0]}"',
         )
     return FolderFiles(data, [file for file in files if file not in data])
+
+
+def require_whole(source: Source, files: Sequence[Path]) -> None:
+    """Raise DataError if a folder lacks some of the numbered files that its others name, or a download into it was not
+    finished."""
+    folder = path_of(source.path or "")
+    unfinished = sorted((folder / ".cache" / "huggingface").rglob("*.incomplete"))
+    there = {file.relative_to(folder).as_posix() for file in files}
+    wanted = {name for each in there for name in _numbered_beside(each)}
+    if missing := sorted(wanted - there):
+        raise DataError(
+            f"source {source.name}: the folder {source.path} has only some of its files; {len(missing)} are missing, "
+            f"such as {missing[0]}",
+            fix=fetch_again(source),
+        )
+    if unfinished:
+        raise DataError(
+            f"source {source.name}: a download into the folder {source.path} was not finished "
+            f"({len(unfinished)} files in .cache/huggingface end with .incomplete)",
+            fix=fetch_again(source),
+        )
+
+
+def fetch_again(source: Source) -> str:
+    """Return what completes a folder that was downloaded from the hub."""
+    return (
+        f"fetch the rest: hf download --repo-type dataset OWNER/NAME --local-dir {shlex.quote(source.path or '')}; or "
+        "name the files that you want in path, with a pattern"
+    )
+
+
+SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\D.*)?", re.DOTALL)
+"""A name such as train-00000-of-00003.parquet."""
+
+MOST_SHARDS = 20_000
+
+
+def _numbered_beside(name: str) -> list[str]:
+    """Return the names of all files of which a numbered one is there."""
+    shard = SHARD.fullmatch(name)
+    if shard is None or int(shard[3]) > MOST_SHARDS:
+        return []
+    return [f"{shard[1]}{number:05}-of-{shard[3]}{shard[4] or ''}" for number in range(int(shard[3]))]
 
 
 def image_tables(files: Sequence[Path]) -> list[Path]:

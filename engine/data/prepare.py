@@ -393,7 +393,11 @@ def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> N
 def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged, table: str) -> _Opened:
     if tokeniser.version == 1 and source.unit is None:
         source = source.model_copy(update={"unit": "line"})
-    rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
+    try:
+        rows = open_rows(source, seed=seed, skip_broken=tokeniser.skip_broken, version=tokeniser.version)
+    except DataError as error:
+        fix = error.fix.replace("data.sources.", f"{table}.")
+        raise DataError(error.found, expected=error.expected, fix=fix) from error
     has_template, version = tokeniser.has_template, tokeniser.version
     as_chat = partial(recognise, rows.columns, source, has_template=has_template, version=version, judged=judged)
     plain = tokeniser.version == 1 and source.template == "auto"

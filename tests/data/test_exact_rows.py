@@ -17,6 +17,8 @@ import pytest
 
 from engine.config.files.data_files import read_prompts
 from engine.config.schema.data import Source
+from engine.data.arrow_values import shapes_of
+from engine.data.dataset_files import require_texts
 from engine.data.records import Dropped, SourceRows
 from engine.data.sources import open_rows
 from engine.errors import DataError
@@ -249,6 +251,41 @@ def test_files_of_no_split_are_named(tmp_path: Path) -> None:
     rows = opened(tmp_path / "data", split="test")
     assert read(rows) == [{"text": "test"}]
     assert any("extra.jsonl" in notice and "train.jsonl" not in notice for notice in rows.notices)
+
+
+def test_a_folder_that_lacks_files_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "part").mkdir(parents=True)
+    for number in (0, 2):
+        (folder / "part" / f"train-{number:05}-of-00003.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"1 are missing, such as part/train-00001-of-00003\.jsonl") as caught:
+        opened(folder)
+    assert "hf download --repo-type dataset" in caught.value.fix
+    (folder / "part" / "train-00001-of-00003.jsonl").write_text('{"text": "b"}\n')
+    assert opened(folder).count == 3
+    unfinished = folder / ".cache" / "huggingface" / "download" / "x.incomplete"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.touch()
+    with pytest.raises(DataError, match="was not finished"):
+        opened(folder)
+
+
+def test_files_that_a_readme_names_and_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "README.md").write_text(README)
+    with pytest.raises(DataError, match="data files found") as caught:
+        opened(tmp_path / "data")
+    assert "hf download --repo-type dataset" in caught.value.fix
+
+
+def test_dates_that_a_library_made_of_texts_are_not_learned(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "at": ["2021-03-05"]}\n')
+    read_as = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "c"))
+    found = SourceRows(["at"], 1, "", read_as, shapes=shapes_of(read_as.features, read_as.data))
+    source = Source.model_validate({"name": "s", "hub": "owner/name"})
+    with pytest.raises(DataError, match="turned texts into dates: at"):
+        require_texts(source, found, read_as.info.builder_name)
 
 
 PROMPTS: dict[str, tuple[str, list[str]]] = {
