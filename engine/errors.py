@@ -103,6 +103,10 @@ class SpecError(UsageError):
         self.problems = list(problems)
 
 
+class AdapterError(UsageError):
+    """A saved adapter cannot be continued, or opened, on the model."""
+
+
 class UnknownArchitectureError(UsageError):
     """The budget has no formula (closed form) for this model family; a run learns how much memory it needs as it
     trains."""

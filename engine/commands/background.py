@@ -36,10 +36,10 @@ def simulate_process() -> None:
 
 
 def simulation(spec: RunSpec) -> dict[str, Any]:
-    """The JSON document to cache; of a run that would be refused the refusal (`refused`), of model code that cannot run
-    on tensors without data the exception (`problem`). Raises EnvironmentProblem, such as for a hub that cannot be
-    reached."""
-    from engine.errors import EnvironmentProblem, TunedeckError
+    """The JSON document to cache; of a run that would be refused the refusal (`refused`, or `adapter` if the adapter
+    does not fit), of model code that cannot run on tensors without data the exception (`problem`). Raises
+    EnvironmentProblem, such as for a hub that cannot be reached."""
+    from engine.errors import AdapterError, EnvironmentProblem, TunedeckError
 
     with importing():
         from engine.model.config import silence_libraries
@@ -51,7 +51,8 @@ def simulation(spec: RunSpec) -> dict[str, Any]:
     except EnvironmentProblem:
         raise  # may be gone the next time
     except TunedeckError as refusal:
-        return {"refused": {"found": refusal.found, "expected": refusal.expected, "fix": refusal.fix}}
+        key = "adapter" if isinstance(refusal, AdapterError) else "refused"
+        return {key: {"found": refusal.found, "expected": refusal.expected, "fix": refusal.fix}}
     except Exception as error:  # noqa: BLE001  (the code of any model of transformers runs here)
         return {"problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 

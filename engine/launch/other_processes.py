@@ -24,7 +24,7 @@ from engine.journal.liveness import refuse_if_claimed
 from engine.launch.process import ENTRY_FILE, engine_environment, record_started
 from engine.launch.requirements import require_training_packages
 
-SIMULATING = "{}: its family has no closed form, so a step is simulated, which takes seconds to minutes"
+SIMULATING = "{}: no memory formula for this model or its adapter; a step is simulated, which takes seconds to minutes"
 FREE_MEMORY = "free some host memory"
 SEE_EXACT = "see what a step of it says: tunedeck plan with the same arguments and --exact --debug"
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.device.oom import classify
-from engine.errors import UsageError
+from engine.errors import AdapterError
 from engine.model.adapter_patterns import require_bounded_patterns
 from engine.model.config import auto_class
 
@@ -102,7 +102,7 @@ def open_adapter(
     those of the adapter; they start from the base's weights.
 
     Raises:
-        UsageError: a tensor of the files belongs to no weight of the model, or a weight of the adapter is in no file;
+        AdapterError: a tensor of the files belongs to no weight of the model, or a weight of the adapter is in no file;
             peft cannot open the adapter.
         HUB_ERRORS of `engine.model.config`: the adapter cannot be fetched or read.
     """
@@ -138,12 +138,12 @@ def open_adapter(
 
 def _read_config(folder: Path, adapter: str) -> PeftConfig:
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise UsageError(
+        raise AdapterError(
             f"{adapter} has no {ADAPTER_CONFIG}", expected="an adapter as peft saves it", fix="check model.adapter"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         others = sorted(path.name for path in folder.glob("adapter_model*"))
-        raise UsageError(
+        raise AdapterError(
             f"{adapter} has no {ADAPTER_WEIGHTS}" + (f", only {', '.join(others[:SHOWN])}" if others else ""),
             expected="the weights in one safetensors file",
             fix="open it with peft where it was made, and save it again with save_pretrained",
@@ -151,7 +151,7 @@ def _read_config(folder: Path, adapter: str) -> PeftConfig:
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
+        raise AdapterError(
             f"{adapter}: the installed peft cannot read {ADAPTER_CONFIG}: {error}",
             expected="an adapter of a type that this version of peft has",
             fix="install the version of peft that made it (key peft_version there)",
@@ -161,7 +161,7 @@ def _read_config(folder: Path, adapter: str) -> PeftConfig:
 
 @contextmanager
 def _blaming(adapter: str, config: PeftConfig) -> Iterator[None]:
-    """Turn what peft raises into a UsageError that names the adapter; an out-of-memory error passes unchanged."""
+    """Turn what peft raises into an AdapterError that names the adapter; an out-of-memory error passes unchanged."""
     try:
         yield
     except PEFT_ERRORS as error:
@@ -182,8 +182,8 @@ def type_name(config: PeftConfig) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 
-def _not_opened(adapter: str, config: PeftConfig, reason: str) -> UsageError:
-    return UsageError(
+def _not_opened(adapter: str, config: PeftConfig, reason: str) -> AdapterError:
+    return AdapterError(
         f"{adapter} ({type_name(config)}) cannot be continued on this model: {reason}",
         expected="an adapter that peft can train on this model",
         fix="merge it into its base with peft and set model.id to the result, or start a new adapter",
@@ -201,14 +201,14 @@ def _identities(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _add_modules(model: nn.Module, config: Any, in_full: Sequence[str], weights: Mapping[str, Tensor]) -> list[str]:
-    """Add modules to those that the adapter's config trains in full; returns the config's own. Raises UsageError for a
-    module on which the adapter has matrices."""
+    """Add modules to those that the adapter's config trains in full; returns the config's own. Raises AdapterError for
+    a module on which the adapter has matrices."""
     saved = list(getattr(config, "modules_to_save", None) or [])
     added = [name for name in in_full if not _is_one_of(name, saved)]
     adapted = {_module_of(key) for key in weights if ".lora_" in key}
     for name in added:
         if name in adapted:
-            raise UsageError(
+            raise AdapterError(
                 f"method.also_train names {name}, which has matrices of the adapter that is continued",
                 expected="a module without them",
                 fix="take it out of method.also_train",
@@ -276,12 +276,12 @@ def _wrapped_weights(model: PeftModel, name: str) -> Iterator[tuple[str, Tensor]
 
 
 def _expect_equal(base: Tensor, saved: Tensor, key: str, adapter: str) -> None:
-    """Raise UsageError if a weight of the base that is saved with an adapter has other values there."""
+    """Raise AdapterError if a weight of the base that is saved with an adapter has other values there."""
     same = base.shape == saved.shape
     if same and base.device.type != "meta":
         same = torch.equal(base.detach().to(saved.dtype), saved.to(base.device))
     if not same:
-        raise UsageError(
+        raise AdapterError(
             f"{adapter} brings its own {_module_of(key)} {list(saved.shape)}, and the base's is "
             + (f"{list(base.shape)}" if base.shape != saved.shape else "different"),
             expected="the base that the adapter was trained on",
@@ -291,7 +291,7 @@ def _expect_equal(base: Tensor, saved: Tensor, key: str, adapter: str) -> None:
 
 
 def _expect_shapes(ours: Mapping[str, Tensor], weights: Mapping[str, Tensor], read: _Reading) -> None:
-    """Raise UsageError if tensors of the files have other shapes than the model's."""
+    """Raise AdapterError if tensors of the files have other shapes than the model's."""
     wrong = [key for key in ours if key in weights and weights[key].shape != ours[key].shape]
     if not wrong:
         return
@@ -299,7 +299,7 @@ def _expect_shapes(ours: Mapping[str, Tensor], weights: Mapping[str, Tensor], re
     theirs, mine = list(weights[key].shape), list(ours[key].shape)
     rows = key.endswith((".weight", ".trainable_tokens_delta")) and theirs[1:] == mine[1:] and ".lora_" not in key
     cause = "the adapter was trained after tokens were added to the vocabulary" if rows else "it is of another base"
-    raise UsageError(
+    raise AdapterError(
         f"{read.adapter}: {len(wrong)} of {len(weights)} tensors have other shapes than {read.base} has: "
         f"{_module_of(key)} is {theirs} there, and {mine} in the model; {cause}",
         expected="the base that the adapter was trained on",
@@ -309,14 +309,14 @@ def _expect_shapes(ours: Mapping[str, Tensor], weights: Mapping[str, Tensor], re
     )
 
 
-def _mismatch(read: _Reading, lacking: list[str], surplus: list[str], needed: int, present: int) -> UsageError:
+def _mismatch(read: _Reading, lacking: list[str], surplus: list[str], needed: int, present: int) -> AdapterError:
     """The error for an adapter whose files and model do not fit."""
     found = []
     if surplus:
         found.append(f"{len(surplus)} of {present} tensors fit no layer of {read.base} ({_some(surplus)})")
     if lacking:
         found.append(f"{len(lacking)} of the adapter's {needed} weights are in no file ({_some(lacking)})")
-    return UsageError(
+    return AdapterError(
         f"{read.adapter}: {'; '.join(found)}{_likely_cause(surplus, lacking)}",
         expected="an adapter of this model, with all of its weights",
         fix="set model.id to the base that the adapter was trained on, or save the adapter again with peft",

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, Cache, DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from engine.budget.architecture.continued import find_adapter
 from engine.budget.architecture.lookup import added_tokens, find_config, with_added_tokens
 from engine.budget.trace.memory_config import resolved_dtype, resolved_loss
 from engine.config.schema.run import RunSpec
@@ -221,7 +222,9 @@ def on_meta(spec: RunSpec, device: SimulatedDevice, facts: dict[str, Any] | None
     spec = spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"model": model})})
     facts = deepcopy(facts or find_config(model.id, model.revision))  # transformers fills in nested configs in place
     config = AutoConfig.for_model(str(facts["model_type"]), **{k: v for k, v in facts.items() if k != "model_type"})
-    settings = choose_settings(spec, StartingWeights(model.id, model.revision, None), config, device)
+    adapter = find_adapter(model)
+    start = StartingWeights(model.id, model.revision, None if adapter is None else str(adapter.folder))
+    settings = choose_settings(spec, start, config, device)
     attention = attention_by_part(settings.config, settings.attention.name)
     options = {"dtype": settings.precision.weights, "attn_implementation": attention}
     with torch.device("meta"):

@@ -8,9 +8,10 @@ Names of parameters are those of `engine.budget.architecture.parameters`; the en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
+from engine.budget.advise.continued_adapter import refuse_continued, settle_continued
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
 from engine.budget.architecture.classes import refuse_class, refuse_images
@@ -18,17 +19,7 @@ from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.families import refuse_family, refuse_own_code
 from engine.budget.architecture.lookup import ModelFacts, continues_adapter, find_facts
 from engine.budget.architecture.model_folder import refuse_files
-from engine.budget.architecture.parameters import (
-    HEAD,
-    Parameter,
-    in_vision_encoder,
-    layer_parameters,
-    layer_prefix,
-    outer_parameters,
-    vision_end_parameters,
-    vision_layer_parameters,
-    vision_layer_prefix,
-)
+from engine.budget.architecture.parameters import adaptable_names, in_vision_encoder, parameter_names
 from engine.budget.architecture.positions import refuse_long_sequences
 from engine.budget.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.config.check.data_rules import image_key
@@ -59,7 +50,8 @@ def admit(spec: RunSpec) -> Admitted:
     settled, notices = settle_parallel(spec, facts)
     for error in refusals(settled, facts):
         raise error
-    return Admitted(settled, facts, notices)
+    continued, more = settle_continued(settled, facts)
+    return Admitted(continued, facts, [*notices, *more])
 
 
 def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
@@ -73,7 +65,7 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
             partial(_refuse_untrusted_code, part, of_model),
             partial(refuse_files, part, of_model.config),
         ]
-    checks.append(partial(_refuse_reference, spec))
+    checks += [partial(_refuse_reference, spec), partial(refuse_continued, spec, facts)]
     for _, stage in enabled_stages(spec.recipe):
         if stage.kind == "assemble":
             checks.append(partial(_refuse_unusable, facts.of(planning_spec(spec, stage).recipe.model)))
@@ -224,34 +216,6 @@ def _lora_names(arch: Architecture, method: Method) -> list[str]:
     excluded = set(_matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end))
     in_full = _matched(method.also_train, parameter_names(arch), "method.also_train", matches)
     return [*(name for name in adapted if name not in excluded), *in_full] if targets else []
-
-
-@lru_cache(maxsize=16)
-def parameter_names(arch: Architecture) -> tuple[str, ...]:
-    """Names of all parameters; a tied head as well as the embedding, because patterns may name either."""
-    names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
-    return (*names, HEAD) if arch.tied else tuple(names)
-
-
-@lru_cache(maxsize=16)
-def adaptable_names(arch: Architecture) -> tuple[str, ...]:
-    """Names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
-    linears = [prefix + one.module for prefix, one in _parameters(arch) if one.linear and one.name != HEAD]
-    fused = [prefix + one.name for prefix, one in _parameters(arch) if one.of_experts]
-    return (*linears, *fused)
-
-
-def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
-    """(prefix, parameter) of every parameter; prefix + parameter.name is the dotted name."""
-    for layer in range(arch.layers):
-        for parameter in layer_parameters(arch, arch.is_dense(layer)):
-            yield layer_prefix(arch, layer), parameter
-    yield from (("", parameter) for parameter in outer_parameters(arch))
-    if arch.vision_encoder is not None:
-        for layer in range(arch.vision_encoder.layers):
-            for parameter in vision_layer_parameters(arch.vision_encoder):
-                yield vision_layer_prefix(arch.vision_encoder, layer), parameter
-        yield from (("", parameter) for parameter in vision_end_parameters(arch.vision_encoder))
 
 
 def _matched(patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]) -> list[str]:

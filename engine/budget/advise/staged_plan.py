@@ -17,6 +17,7 @@ from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.static import Tensors, static_bytes
 from engine.budget.trace.memory_config import DTYPE_BYTES, memory_config_of
 from engine.budget.trace.polynomial import highest_value, shape_of
+from engine.config.files.find import STAGE_PREFIX
 from engine.config.schema.recipe import Model, Stage
 from engine.config.schema.run import RunSpec
 from engine.config.stages import enabled_stages, origins, stage_spec, weights_chain
@@ -244,7 +245,8 @@ def reading_spec(spec: RunSpec, stage: Stage) -> RunSpec:
     stages, for a mixture that is going to be assembled the recipe's own."""
     first = list(weights_chain(spec.recipe, stage))[-1]
     start = spec.recipe.model if first.kind == "assemble" else stage_spec(spec, first).recipe.model
-    changes = {"id": start.id, "revision": start.revision, "init": start.init, "adapter": None}
+    adapter = None if (start.adapter or "").startswith(STAGE_PREFIX) else start.adapter
+    changes = {"id": start.id, "revision": start.revision, "init": start.init, "adapter": adapter}
     return with_model(stage_spec(spec, stage), changes)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -21,6 +21,7 @@ from engine.budget.architecture.assembled import (
     parse_assembled,
     problems_of_experts,
 )
+from engine.budget.architecture.continued import require_closed_form
 from engine.budget.architecture.facts import Architecture, from_config
 from engine.budget.architecture.model_folder import refuse_without_config
 from engine.budget.architecture.parameters import parameter_count
@@ -83,16 +84,33 @@ def find_facts(model: Model) -> ModelFacts:
     `ModelFacts.reason`."""
     try:
         config = with_added_tokens(find_config(model.id, model.revision), model)
-        return ModelFacts.of_config(config, scaling_of(model.id))
+        facts = ModelFacts.of_config(config, scaling_of(model.id))
+        return facts if facts.architecture is None else _with_adapter(facts, facts.architecture, model)
     except TunedeckError as error:
         return ModelFacts(None, None, error)
 
 
+def _with_adapter(facts: ModelFacts, arch: Architecture, model: Model) -> ModelFacts:
+    """`facts`, without the architecture if the adapter that is continued has no closed form."""
+    try:
+        require_closed_form(model, arch)
+    except UnknownArchitectureError as error:
+        return replace(facts, architecture=None, reason=error)
+    return facts
+
+
 def find_architecture(spec: RunSpec) -> Architecture:
-    """Raises ConfigNotHereError when no config is on this machine, UsageError: unknown family or missing folder."""
-    model, revision = start_of(spec.recipe.model.id, spec.recipe.model.revision)
-    if added_tokens(spec.recipe.model):
-        return from_config(with_added_tokens(find_config(model, revision), spec.recipe.model))
+    """Raises ConfigNotHereError when no config is on this machine, UnknownArchitectureError for a family, or an adapter
+    to continue, without a closed form, UsageError for a missing folder."""
+    arch = _architecture_of(spec.recipe.model)
+    require_closed_form(spec.recipe.model, arch)
+    return arch
+
+
+def _architecture_of(start: Model) -> Architecture:
+    model, revision = start_of(start.id, start.revision)
+    if added_tokens(start):
+        return from_config(with_added_tokens(find_config(model, revision), start))
     if model.startswith(ASSEMBLED_PREFIX):
         return from_config(find_config(model, revision))
     file = _config_file(model, revision)

@@ -7,7 +7,7 @@ models on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 
@@ -251,3 +251,37 @@ def vision_end_parameters(encoder: VisionEncoder) -> tuple[Parameter, ...]:
         *linear("model.visual.merger.mlp.0", merged, merged, True),
         *linear("model.visual.merger.mlp.2", merged, encoder.output, True),
     )
+
+
+@lru_cache(maxsize=16)
+def parameter_names(arch: Architecture) -> tuple[str, ...]:
+    """Names of all parameters; a tied head as well as the embedding, because patterns may name either."""
+    names = [prefix + parameter.name for prefix, parameter in _parameters(arch)]
+    return (*names, HEAD) if arch.tied else tuple(names)
+
+
+@lru_cache(maxsize=16)
+def adaptable_names(arch: Architecture) -> tuple[str, ...]:
+    """Names of what can get an adapter: linear layers except the head, and the fused weights of experts."""
+    linears = [prefix + one.module for prefix, one in _parameters(arch) if one.linear and one.name != HEAD]
+    fused = [prefix + one.name for prefix, one in _parameters(arch) if one.of_experts]
+    return (*linears, *fused)
+
+
+@lru_cache(maxsize=16)
+def parameters_by_name(arch: Architecture) -> dict[str, Parameter]:
+    """Every parameter by its dotted name."""
+    return {prefix + parameter.name: parameter for prefix, parameter in _parameters(arch)}
+
+
+def _parameters(arch: Architecture) -> Iterator[tuple[str, Parameter]]:
+    """(prefix, parameter) of every parameter; prefix + parameter.name is the dotted name."""
+    for layer in range(arch.layers):
+        for parameter in layer_parameters(arch, arch.is_dense(layer)):
+            yield layer_prefix(arch, layer), parameter
+    yield from (("", parameter) for parameter in outer_parameters(arch))
+    if arch.vision_encoder is not None:
+        for layer in range(arch.vision_encoder.layers):
+            for parameter in vision_layer_parameters(arch.vision_encoder):
+                yield vision_layer_prefix(arch.vision_encoder, layer), parameter
+        yield from (("", parameter) for parameter in vision_end_parameters(arch.vision_encoder))

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engine.budget.architecture.continued import find_adapter
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import find_config, start_of
 from engine.budget.predict.inference import evaluates, generates, most_answers
@@ -32,7 +33,7 @@ from engine.config.files.caches import cache_folder, known_images
 from engine.config.files.machine import installed
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import RunSpec
-from engine.errors import NotSimulatedError, UnknownArchitectureError
+from engine.errors import AdapterError, NotSimulatedError, UnknownArchitectureError
 
 FORMAT = 9
 """Version of the stored files; a change makes older files unused."""
@@ -92,7 +93,9 @@ def simulation_key(spec: RunSpec) -> str:
     }
     facts = find_config(model.id, model.revision)
     reached = 0 < shortest_window(facts) < recipe.data.max_length
-    parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings]
+    adapter = find_adapter(model)
+    continued = [] if adapter is None else [str(adapter.folder), dict(adapter.config), sorted(adapter.shapes.items())]
+    parts = [FORMAT, [installed(name) for name in PACKAGES], facts, reached, settings, continued]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -154,12 +157,15 @@ def simulated_predictor(
 
     Raises:
         NotSimulatedError: no simulation of this run is kept on this machine.
+        AdapterError: the adapter that the run continues does not fit its model.
         UnknownArchitectureError: the run cannot be simulated, or its simulation refused it or failed, with the reason.
     """
     refuse_simulation(spec, unknown)
     document = _read(simulation_file(spec))
     if document is None:
         raise NotSimulatedError(spec)
+    if "adapter" in document:
+        raise AdapterError(**document["adapter"])
     if "refused" in document:
         raise UnknownArchitectureError(**document["refused"])
     if "problem" in document:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from engine.budget.architecture.continued import continued
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.lookup import added_tokens
 from engine.budget.architecture.parameters import VISION_MODULES
@@ -150,7 +151,7 @@ class MemoryConfig:
 
 def memory_config_of(arch: Architecture, spec: RunSpec) -> MemoryConfig:
     """The choices of a run spec, with every "auto" resolved for this architecture."""
-    recipe, device = spec.recipe, spec.profile.device
+    recipe, device = continued(spec.recipe, arch), spec.profile.device
     method, train, data, lora = recipe.method, recipe.train, recipe.data, recipe.method.kind == "lora"
     computed, attention = resolved_dtype(spec), resolved_attention(arch, spec)
     autocast = computed == "float16" and not lora

@@ -47,6 +47,19 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
     )
 
 
+def adapted_modules(arch: Architecture, patterns: Patterns) -> set[str]:
+    """Dotted names of the modules, and of the fused weights of experts, that get an adapter."""
+    groups = [
+        (layer_prefix(arch, layer), each.adapted) for layer, each in enumerate(trainable_by_layer(arch, patterns))
+    ]
+    if arch.vision_encoder is not None:
+        encoder = arch.vision_encoder
+        layers = enumerate(vision_trainable_by_layer(encoder, patterns))
+        groups += [(vision_layer_prefix(encoder, layer), each.adapted) for layer, each in layers]
+        groups.append(("", trainable_vision_ends(encoder, patterns).adapted))
+    return {prefix + name.removesuffix(".weight") for prefix, names in groups for name in names}
+
+
 def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
     """Weights that peft treats as an expert's because of their name are not marked as `linear`: they get no adapter."""
     experts = names_of_experts(arch.model_type)
