@@ -41,6 +41,8 @@ class JournalState:
     evals: list[Event] = field(default_factory=list)
     backoffs: list[Event] = field(default_factory=list)
     warnings: list[Event] = field(default_factory=list)
+    weights: list[Event] = field(default_factory=list)
+    """What was read of the weight files at the last start."""
     oom_reports: list[str] = field(default_factory=list)
     predicted: dict[str, Any] = field(default_factory=dict)
     in_force: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class JournalState:
 def _run_started(state: JournalState, event: Event) -> None:
     state.started = state.started or event.get("time")
     state.running, state.finished = event, None
+    state.weights = []
     state.paused = False
 
 
@@ -151,6 +154,10 @@ def _oom_report(state: JournalState, event: Event) -> None:
     state.oom_reports.append(f"{state.folder_of(event)}{event['path']}")
 
 
+def _weights(state: JournalState, event: Event) -> None:
+    state.weights.append(event)
+
+
 def _warning(state: JournalState, event: Event) -> None:
     state.warnings.append(event)
     del state.warnings[:-MOST_WARNINGS]
@@ -191,6 +198,7 @@ _FOLDS = {
     "backoff": _backoff,
     "oom_report": _oom_report,
     "warning": _warning,
+    "weights": _weights,
     "paused": _paused,
     "resumed": _resumed,
     "run_finished": _run_finished,

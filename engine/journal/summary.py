@@ -58,6 +58,9 @@ SUSPENDED = "stopped by a signal"
 SAMPLED = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([\d.e+-]{1,40}),')
 """Step and loss on a step's line."""
 
+WEIGHT_KEYS = ("source", "path", "files", "tensors", "loaded", "unread")
+"""Fields of the event `weights`."""
+
 MOST_LOSSES = 64
 """Losses that are kept of a run, evenly over its steps: enough for a line of a few cells."""
 
@@ -123,6 +126,8 @@ class RunSummary:
     """Settings that were changed with --set or in the console, as KEY=VALUE."""
     enabled_stages: list[str]
     """Empty for a run without stages."""
+    weights: list[dict[str, Any]] = field(default_factory=list)
+    """What was read of the weight files of base and adapter at the last start: the events `weights`."""
     losses: list[float] = field(default_factory=list)
     """Training losses, evenly over the steps; at most MOST_LOSSES."""
 
@@ -359,6 +364,7 @@ def summarise_state(
         sweep=str(nested(spec, "provenance", "sweep", "id")),
         overrides=list(nested(spec, "provenance", "set")),
         enabled_stages=enabled_stages(spec),
+        weights=[{key: event.get(key) for key in WEIGHT_KEYS} for event in state.weights],
     )
 
 

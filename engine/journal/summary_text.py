@@ -105,6 +105,7 @@ def result_rows(summary: RunSummary) -> Rows:
         ("out of memory", ooms_text(summary)),
         ("samples lost", f"{summary.samples_lost:,}"),
         *_memory_rows(summary),
+        *weight_rows(summary.weights),
     ]
     if summary.seconds is not None:
         rows.append(("time", _time_text(summary.seconds, summary.total_seconds)))
@@ -117,6 +118,25 @@ def _time_text(seconds: float, total: float | None) -> str:
     """The time of the last start and, where there were several, of all together."""
     several = total is not None and round(total) > round(seconds)
     return format_duration(seconds) + (f", {format_duration(total or 0)} over all starts" if several else "")
+
+
+MOST_UNREAD = 3
+"""Names of tensors in a row."""
+
+
+def weight_rows(weights: list[dict[str, Any]]) -> Rows:
+    """What was read of the weight files, and the tensors that were not, by reason."""
+    rows: Rows = []
+    for account in weights:
+        count = len(account["files"])
+        tensors = f"{account['loaded']:,} of {account['tensors']:,} tensors"
+        rows.append((f"read: {clean(account['source'])}", f"{tensors} in {count:,} file{'s' * (count != 1)}"))
+        unread = account["unread"]
+        for reason in dict.fromkeys(unread.values()):
+            names = [clean(name) for name, each in unread.items() if each == reason]
+            more = f" and {len(names) - MOST_UNREAD:,} more" if len(names) > MOST_UNREAD else ""
+            rows.append(("  not read", f"{', '.join(names[:MOST_UNREAD])}{more}: {clean(reason)}"))
+    return rows
 
 
 MOST_ANSWERS = 3

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from engine.budget.architecture.model_folder import refuse_quantised, stored_qua
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
 from engine.config.check.data_rules import image_key
+from engine.config.files.caches import find_snapshot
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import install_command
 from engine.config.schema.run import RunSpec
@@ -60,6 +61,7 @@ from engine.model.token_rows import (
 from engine.model.tokenizer import check_vocabulary
 from engine.model.trained import decoder_of, embedding_rows, freeze_parameters, outside_text
 from engine.model.verify import require_mergeable, require_peft_results
+from engine.model.weight_account import WeightAccount, account_of_base
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -78,6 +80,8 @@ class ModelSettings:
     attention: ChosenAttention
     notices: list[str]
     """What the run does otherwise than its recipe or the model's config says, and why."""
+    accounts: list[WeightAccount] = field(default_factory=list)
+    """What was read of the base's files."""
 
 
 def choose_settings(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device) -> ModelSettings:
@@ -147,7 +151,11 @@ def load_and_tell(
     """`load_model` outside training, tried again after an out-of-memory error; `tell` is called with each sentence."""
     tell(f"loading {name}")
     load, told = partial(load_model, spec, device, tokenizer), f"out of memory while loading {name}"
-    return retry_on_oom(load, "load", device, lambda _, remedy, attempt: tell(f"{told}: {remedy} {attempt}"))
+    loaded = retry_on_oom(load, "load", device, lambda _, remedy, attempt: tell(f"{told}: {remedy} {attempt}"))
+    for account in loaded.accounts:
+        for sentence in account.sentences():
+            tell(sentence)
+    return loaded
 
 
 def assemble(
@@ -184,7 +192,7 @@ def assemble(
         positions_scaled=recipe.model.rope_scaling is not None,
         expert_adapters=AdaptersInGroups(trained) or None,
         attends_to_padding=attends_to_later_tokens(decoder_of(base)),
-        accounts=[] if opened is None else [opened.account],
+        accounts=[*settings.accounts, *([] if opened is None else [opened.account])],
         changed_base=() if opened is None else opened.changed_base,
     )
     loaded.model.train()
@@ -299,6 +307,9 @@ def _load_pretrained(
     except HUB_ERRORS as error:
         raise loading_error(error, start.base) from error
     _expect_complete(start, report)
+    folder = start.folder or find_snapshot(start.base, start.revision)
+    if folder is not None:
+        settings.accounts.append(account_of_base(base, folder, start.base, report["unexpected_keys"]))
     return base
 
 

@@ -45,10 +45,11 @@ from engine.model.result_files import (
     saved_parts,
     write_index,
 )
-from engine.model.saved_adapter import ADAPTER, WeightAccount, adapter_tensors
+from engine.model.saved_adapter import ADAPTER, adapter_tensors
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 from engine.model.tiled_mlp import MlpTiles, tiles_of
 from engine.model.trained import checkpointing_layers, decoder_of
+from engine.model.weight_account import WeightAccount
 
 
 @dataclass
@@ -230,6 +231,8 @@ class LoadedModel:
                 raise _other_parameters(folder, saved, set(targets))
             else:
                 self._load_converted(folder)
+        files = tuple(sorted(path.name for path in folder.glob("*.safetensors")))
+        self.accounts.append(WeightAccount("checkpoint", str(folder), files, len(saved), len(saved)))
 
     def _save_model(self, model: PreTrainedModel, folder: Path) -> Hashes:
         parts = None if self.copy_to_host else saved_parts(model)

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +27,7 @@ from engine.device.oom import classify
 from engine.errors import AdapterError
 from engine.model.adapter_patterns import require_bounded_patterns
 from engine.model.config import auto_class
+from engine.model.weight_account import WeightAccount
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -35,26 +36,6 @@ SHOWN = 3
 """Names in a sentence."""
 PEFT_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError)
 """What peft raises for a config that does not suit the model."""
-
-
-@dataclass(frozen=True)
-class WeightAccount:
-    """What was read of the weight files of a model or an adapter."""
-
-    source: str
-    """ "base" or "adapter"."""
-    path: str
-    files: tuple[str, ...]
-    tensors: int
-    """Tensors in the files."""
-    loaded: int
-    """Those whose values are in the model."""
-    unread: Mapping[str, str] = field(default_factory=dict)
-    """The others: name = reason."""
-
-    def event(self) -> dict[str, Any]:
-        """Return the fields of the event `weights`."""
-        return {**vars(self), "files": list(self.files), "unread": dict(self.unread)}
 
 
 @dataclass(frozen=True)

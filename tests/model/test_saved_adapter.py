@@ -12,14 +12,18 @@ import pytest
 import torch
 from peft import PeftConfig
 from peft.utils.peft_types import PeftType
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.chat.sources import ChatSource, load_sources
 from engine.errors import TunedeckError, UsageError
 from engine.export.merge import merge
+from engine.journal.summary import summarise
+from engine.journal.summary_text import result_rows
 from engine.model.saved_adapter import PEFT_ERRORS, try_matrices
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec, write_model
 from tests.model.saved_adapters import WEIGHTS, foreign, lora, opened_by_peft, rewrite
+from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
 State = dict[str, torch.Tensor]
 
@@ -85,7 +89,8 @@ def test_an_adapter_that_does_not_fit_is_an_error_however_it_is_opened(
 
 def test_every_tensor_is_in_the_account(tmp_path: Path, tied: Path) -> None:
     folder = foreign(tied, tmp_path / "adapter", lora(target_modules=["q_proj", "lm_head"]))
-    (account,) = load(run_spec(str(tied), adapter=str(folder))).accounts
+    base, account = load(run_spec(str(tied), adapter=str(folder))).accounts
+    assert (base.source, base.tensors, base.loaded) == ("base", base.tensors, base.tensors)
     assert (account.source, account.files, account.tensors, account.loaded) == ("adapter", (WEIGHTS,), 7, 6)
     assert list(account.unread) == ["base_model.model.lm_head.base_layer.weight"]
 
@@ -253,3 +258,29 @@ def test_an_adapter_of_a_chat_that_is_no_run_is_not_taken_for_the_base(tmp_path:
     for model, spec in zip(models, specs, strict=True):
         with model.active():
             torch.testing.assert_close(logits_of(model.loaded.model, batch), logits_of(load(spec).model, batch))
+
+
+def test_the_account_of_a_base_names_what_its_class_does_not_read(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "llama")
+    file = base / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "mtp.fc.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    (account,) = load(run_spec(str(base))).accounts
+    assert (account.source, account.files) == ("base", ("model.safetensors",))
+    assert (account.tensors, account.loaded) == (len(state) + 1, len(state))
+    assert list(account.unread) == ["mtp.fc.weight"] and len(account.sentences()) == 1
+
+
+def test_the_journal_and_show_have_the_account_of_base_and_adapter(tmp_path: Path, llama: Path) -> None:
+    folder = foreign(llama, tmp_path / "adapter", lora())
+    samples = write_samples(tmp_path / "samples.jsonl")
+    model = {"id": str(llama), "tokenizer": None, "init": "pretrained", "adapter": str(folder)}
+    spec = make_spec(
+        samples, model=model, method={"kind": "lora"}, train={"max_steps": 2}, checkpoint={"every_steps": 1}
+    )
+    place = new_run(tmp_path / "runs", spec)
+    code, events = train(place)
+    accounts = [(event["source"], event["tensors"], event["loaded"]) for event in events if event["kind"] == "weights"]
+    assert code == 0 and accounts == [("base", 21, 21), ("adapter", 8, 8)]
+    shown = dict(result_rows(summarise(place)))
+    assert shown["read: adapter"] == "8 of 8 tensors in 1 file"

@@ -147,6 +147,7 @@ class CheckpointManager:
             self._context.device,
             self._retried,
         )
+        self._journal.write("weights", **self._context.loaded.accounts[-1].event())
         self._state.become(restored)
         self.last_saved = checkpoint.step
         self._state.best = Best(**self._ranks.run_on_rank0(self._agree_on_the_best))

@@ -100,7 +100,9 @@ def set_up(
 
 
 def _tell_loading(loaded: LoadedModel, journal: Journal) -> None:
-    """Write how sharded weights came to the ranks, and the model's notices."""
+    """Write what was read of the weight files, how sharded weights came to the ranks, and the model's notices."""
+    for account in loaded.accounts:
+        journal.write("weights", **account.event())
     if loaded.loading:
         journal.phase("loading model", loaded.loading)
     for notice in loaded.notices:
