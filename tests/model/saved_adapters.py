@@ -42,8 +42,13 @@ def foreign(
         adapted.save_pretrained(str(folder))
     byte_tokenizer().save_pretrained(folder)
     if dtype is not None:
-        rewrite(folder, lambda state: {name: tensor.to(dtype) for name, tensor in state.items()})
+        rewrite(folder, lambda state: {name: _in(dtype, name, tensor) for name, tensor in state.items()})
     return folder
+
+
+def _in(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """In `dtype`, unless it is the base's weight, which peft saves with an adapter on the embedding or the head."""
+    return tensor if ".base_layer.weight" in name else tensor.to(dtype)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
