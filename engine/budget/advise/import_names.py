@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.budget.advise.gate import adaptable_names, parameter_names
 from engine.budget.architecture.lookup import find_facts
+from engine.budget.architecture.parameters import adaptable_names, parameter_names
 from engine.config.files.text import quoted
 from engine.config.imports.draft import Draft
 from engine.config.name_patterns import matches, matches_end

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.budget.advise.plan import make_plan, recomputes_all
+from engine.budget.architecture.continued import find_adapter
 from engine.budget.architecture.facts import Architecture
 from engine.budget.architecture.families import experts_note
 from engine.budget.architecture.lookup import ModelFacts
@@ -144,7 +145,8 @@ def notes_on_model(recipe: Recipe, facts: ModelFacts) -> list[str]:
     dequantised; also for model families whose memory cannot be predicted."""
     if facts.config is None:
         return []
-    return [note for note in (experts_note(facts.config, recipe), note_on_quantised(facts.config)) if note]
+    experts = None if find_adapter(recipe.model) is not None else experts_note(facts.config, recipe)
+    return [note for note in (experts, note_on_quantised(facts.config)) if note]
 
 
 def notes_on_kernels(spec: RunSpec) -> list[str]:
