@@ -79,7 +79,7 @@ def open_adapter(
 ) -> OpenedAdapter:
     """Put the saved adapter `adapter` (hub id or folder) on `model`, a base or one that has adapters already.
 
-    `widened`: weights in half precision become fp32. `in_full`: modules that are trained in full from now on, beside
+    `widened`: weights in half precision become fp32. `in_full`: modules that are trained in full from now on, besides
     those of the adapter; they start from the base's weights.
 
     Raises:
@@ -242,13 +242,13 @@ def _fill(model: PeftModel, name: str, weights: dict[str, Tensor], saved: list[s
 
 
 def _module_of(key: str) -> str:
-    """Of a tensor in an adapter's file, the dotted name of its module in the base."""
+    """Return the dotted name of the base's module that a tensor of an adapter's file belongs to."""
     bare = key.removeprefix("base_model.model.")
     return re.split(r"\.(?:lora_|base_layer\.)", bare)[0] if ".lora_" in bare else bare.rpartition(".")[0]
 
 
 def _wrapped_weights(model: PeftModel, name: str) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor) of all modules and rows that are trained in full beside the adapter `name`."""
+    """(name in the file, tensor) of all modules and rows that the adapter `name` trains in full."""
     for place, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             own = module.state_dict(keep_vars=True)

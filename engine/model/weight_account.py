@@ -33,7 +33,7 @@ class WeightAccount:
         return {**vars(self), "files": list(self.files), "unread": dict(self.unread)}
 
     def sentences(self) -> list[str]:
-        """One for each reason why tensors were not read."""
+        """Return a sentence for each reason why tensors were not read."""
         found = []
         for reason in dict.fromkeys(self.unread.values()):
             names = [name for name, each in self.unread.items() if each == reason]

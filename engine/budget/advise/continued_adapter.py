@@ -128,7 +128,7 @@ def _module_values(found: _Continued) -> dict[str, Any]:
 
 
 def _differing(found: _Continued, keys: frozenset[str]) -> list[str]:
-    """Those of `keys` whose values are not the adapter's."""
+    """Return those of `keys` whose values are not the adapter's."""
     method, values = found.recipe.method, _values(found)
     return [key for key in KEYS if key in keys & values.keys() and getattr(method, key) != values[key]]
 
