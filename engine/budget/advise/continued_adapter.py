@@ -207,7 +207,7 @@ def _base_of_run(folder: Path) -> str | None:
 
 
 def _same_model(one: str, other: str) -> bool:
-    """Whether two names mean one model, as far as this machine can tell: the same name, the last part of a hub id for a
+    """Whether two names mean one model, as far as the files here show: the same name, the last part of a hub id for a
     folder, or folders with the same files."""
     first, second = Path(one).expanduser(), Path(other).expanduser()
     if first.is_dir() and second.is_dir():
