@@ -240,7 +240,7 @@ class TunedeckApp(SequentialKeysApp):
     def action_help_quit(self) -> None:
         """Show a message that says which key leaves the console. Textual calls this for Ctrl-C, which does not leave
         it."""
-        self.show_message("q leaves the console; training goes on")
+        self.show_message("q leaves the console; training continues")
 
     def show_message(self, text: str, style: str = "") -> None:
         """Show a message in the footer of the present screen, in the Textual style `style`. If the screen was opened
@@ -265,7 +265,7 @@ class TunedeckApp(SequentialKeysApp):
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._visited == [HOME]:
-            self.show_message("this is the first screen: q leaves the console, training goes on")
+            self.show_message("this is the first screen; q leaves the console, training continues")
         else:
             run = self._left_run.pop(self._visited.pop(), None)
             others = self._left_run

@@ -229,7 +229,7 @@ async def test_themes_go_round_and_ctrl_c_names_the_way_out(console: Opener) -> 
             seen.append(pilot.app.theme)
         assert sorted(seen) == sorted(theme.name for theme in THEMES)
         await pilot.press("ctrl+c")
-        await pilot.sees("q leaves the console; training goes on")
+        await pilot.sees("q leaves the console; training continues")
 
 
 @pytest.mark.asyncio

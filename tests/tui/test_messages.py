@@ -86,7 +86,7 @@ async def test_esc_takes_back_a_value_that_is_refused_before_it_leaves(console: 
     async with console(80, 24, **DEMO) as pilot:
         await pilot.sees("too big; fits with micro-batch 17", "192.2 of 64.0 MiB", "128.2 MiB missing")
         await pilot.press("g", *["j"] * 6, "enter", *["end", "1", "2", "3", "4"], "enter")
-        await pilot.sees("cannot start", "no plan of what is written; this one is of micro-batch")
+        await pilot.sees("cannot start", "no plan for these settings; this one is for micro-batch")
         await pilot.press("escape")
         await pilot.sees(
             "micro-batch    64 ", "train.micro_batch has the value of its file again", "too big; fits with"

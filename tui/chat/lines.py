@@ -68,8 +68,8 @@ def token_lines(state: ChatState, model: str, width: int) -> list[Content]:
     """The last prompt as the model got it, and its answer's tokens, each coloured by its likelihood."""
     reply = state.exchanges[-1].replies.get(model) if state.exchanges else None
     if reply is None:
-        return [Content.styled("nothing was asked yet", "$muted")]
-    found = [Content.styled("the prompt, as it was rendered", "bold")]
+        return [Content.styled("no question yet", "$muted")]
+    found = [Content.styled("the rendered prompt", "bold")]
     found += _wrapped(Content.styled(visible(reply.prompt, keep="\n"), "$muted"), width)
     found += [Content(""), Content.styled("the answer, by likelihood", "bold"), _legend()]
     found += _wrapped(Content.assemble(*(_token(*piece) for piece in reply.pieces)), width)

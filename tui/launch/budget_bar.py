@@ -68,7 +68,7 @@ def _of_earlier_values(evaluated: EvaluatedChoice, last_valid: EvaluatedChoice) 
     key = next((problem.row for problem in evaluated.problems if problem.row), "")
     value = _value_of(last_valid.spec, key)
     of = f"{key.rpartition('.')[2].replace('_', '-')} {visible(value)}" if value else "earlier values"
-    return Content(f"no plan of what is written; this one is of {of}")
+    return Content(f"no plan for these settings; this one is for {of}")
 
 
 def _value_of(spec: RunSpec | None, key: str) -> str:
@@ -146,15 +146,15 @@ def next_step(evaluated: EvaluatedChoice) -> str:
     """What the key `s` does with a choice that has no problems, or which key to press instead."""
     plan, split = evaluated.plan, evaluated.batch_split
     if evaluated.to_simulate is not None:
-        return f"{evaluated.unplanned} no closed form for this family: its plan comes when it is simulated"
+        return f"{evaluated.unplanned} no memory formula for this model family; simulating"
     if evaluated.lacks_config:
-        return f"s asks the hub for the model first and starts if it has it: {visible(evaluated.unplanned)}"
+        return f"s downloads the model from the hub first, then starts: {visible(evaluated.unplanned)}"
     if plan is None or split is None:
-        return f"s starts with small micro-batches and learns what fits; no plan: {visible(evaluated.unplanned)}"
+        return f"s starts with small micro-batches and adapts; no plan: {visible(evaluated.unplanned)}"
     if plan.verdict == "does_not_fit":
         return "it does not fit: S starts it anyway"
     if plan.verdict == "fits_smaller" and plan.simulated:
-        return "s starts it as written, to show that an out-of-memory error is survived"
+        return "s starts it as written, to show recovery from an out-of-memory error"
     if plan.verdict == "fits_smaller":
         words = describe_verdict(plan.verdict, plan.micro_batch, plan.remedies).removeprefix("fits with ")
         return f"s starts with {words}; the result stays the same"

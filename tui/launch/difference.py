@@ -65,7 +65,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 def difference_lines(spec: RunSpec | None, runs_dir: Path | None, width: int) -> list[Content]:
     """The differences as lines of at most `width` cells, or the sentence that says why there are none."""
     if spec is None or runs_dir is None:
-        return Content.styled("the settings have errors: nothing to compare", "$muted").wrap(width)
+        return Content.styled("the settings have errors; nothing to compare", "$muted").wrap(width)
     run = last_run_of(spec.recipe.name, runs_dir)
     if run is None:
         return Content.styled(f"no earlier run of {clean(spec.recipe.name)} in this folder", "$muted").wrap(width)

@@ -115,7 +115,7 @@ class EvaluatedChoice:
         if serious:
             return f"cannot start: {serious[0].sentence}"
         if self.to_simulate is not None:
-            return "its memory is being simulated: the plan comes when that is done"
+            return "simulating its memory; the plan follows"
         too_large = self.plan is not None and self.plan.verdict == "does_not_fit"
         if too_large and action != "force":
             return "it does not fit: a applies the first fix, S starts it anyway"

@@ -95,11 +95,11 @@ FIELDS: tuple[LaunchField, ...] = (
 SPECIAL_HELP = {
     PROFILE: "The hardware that the run is planned for: enter or P opens the list of profiles.",
     RECIPE: "What is trained, how, on what data: enter or R opens the list of recipes, with their verdicts.",
-    DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty takes the first ones.",
-    NAME: "The run's name; empty takes the recipe's.",
+    DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty: the first ones.",
+    NAME: "The run's name; empty: the recipe's.",
     ON_FINISH: "A shell command to run when the run has ended, whatever its end; $TUNEDECK_STATUS says which.",
     OTHER: "Any other key: KEY=VALUE as after --set, such as train.label_smoothing=0.1",
-    STAGES: "A stage of its own process and memory. space leaves it out, or takes it in again.",
+    STAGES: "A stage, which runs in a separate process. space skips it, or includes it again.",
     SOURCES: "A file, folder or glob, or hub:OWNER/NAME for a data set on the hub.",
 }
 

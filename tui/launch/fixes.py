@@ -50,7 +50,11 @@ def fix_lines(advice: Advice, width: int) -> list[FixLine]:
 
 def _heading(advice: Advice) -> Content | None:
     if advice.plan.verdict == "fits":
-        text = "It fits. Uses for the memory left:" if advice.room else "It fits; no setting would use the memory left."
+        text = (
+            "It fits. Settings that use the remaining memory:"
+            if advice.room
+            else "It fits; no setting uses the remaining memory."
+        )
         return Content.styled(text, "$muted")
     if advice.suggestions:
         return None
@@ -118,5 +122,5 @@ def fix_notes(suggestion: Suggestion) -> str:
         *(lever.note for lever in suggestion.levers),
     ]
     parts += ["changes arithmetic"] if suggestion.changes_arithmetic else []
-    parts += ["less is left than the plan may be wrong by"] if suggestion.plan.is_tight else []
+    parts += ["less memory is left than the plan's possible error"] if suggestion.plan.is_tight else []
     return visible("; ".join([", ".join(changes), *parts]))

@@ -67,7 +67,7 @@ async def read_samples(arguments: Sequence[str], count: int = SAMPLES) -> dict[s
     try:
         return dict(json.loads(out))
     except (ValueError, TypeError) as error:
-        raise TunedeckError("the output of tunedeck data cannot be read", fix="run it in a shell") from error
+        raise TunedeckError("cannot read the output of tunedeck data", fix="run it in a shell") from error
 
 
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, letters: bool) -> list[Content]:

@@ -53,17 +53,17 @@ class TabContents:
         advice = self._state.advice()
         if self._state.evaluated.plan is None:
             self._fixes = []
-            return Content.styled("no advice: there is no plan of what is written", "$muted").wrap(width)
+            return Content.styled("no advice without a plan: the settings have errors", "$muted").wrap(width)
         if advice is not None:
             self._fixes = fix_lines(advice, width)
         return [line.content for line in self._fixes]
 
     def _sample_lines(self, width: int) -> list[Content]:
         if self.samples_status or self._report is None:
-            text = self.samples_status or "enter reads the data as the model will see them"
+            text = self.samples_status or "enter shows samples as the model sees them"
             return Content.styled(text, "$muted").wrap(width)
         choice, report = self._report
-        outdated = Content.styled("from before the last change; enter reads again", "$caution").wrap(width)
+        outdated = Content.styled("from before the last change; enter updates them", "$caution").wrap(width)
         lines = sample_lines(report, width, ascii_only=self._ascii_only, letters=self._letters)
         return lines if choice == self._state.choice else [*outdated, *lines]
 

@@ -39,7 +39,7 @@ NAME_WIDTH, FIGURE_WIDTH = 18, 12
 MOST_LEGEND = 2
 """Lines of the legend of one bar."""
 
-OF_PROCESS = "measured of the whole process; a plan counts tensors alone, so it does not stand beside it"
+OF_PROCESS = "measured for the whole process; not comparable with the plan, which counts only tensors"
 """On a plain CPU."""
 
 MIN_SHOWN_BYTES = 2**19

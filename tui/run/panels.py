@@ -106,15 +106,15 @@ def _status_line(watch: RunWatch, summary: RunSummary) -> Content:
         reason = "" if summary.reason == ASKED_FOR else summary.reason
         error = on_one_line(summary.last_error or reason or "")
         if summary.status == "stale":
-            error = "the engine ended and recorded no reason"
+            error = "the engine ended without recording a reason"
         why = f"  {error}" if error else ""
         again = summary.status != "failed" or NOT_FINITE not in error
         next_key = NEXT_KEYS[summary.status] if again else CHANGE_SETTINGS
         return Content.assemble((f" {next_key}", "bold"), (why, "$bad"))
     if summary.stopping:
-        return Content.styled(" stops after this step, with a checkpoint; x again: stop at once", "$caution")
+        return Content.styled(" stops after this step, with a checkpoint; x again: stop now", "$caution")
     if summary.phase == SUSPENDED:
-        return Content.styled(f" {SUSPENDED}; it goes on after SIGCONT (kill -CONT)", "$caution")
+        return Content.styled(f" {SUSPENDED}; it continues after SIGCONT (kill -CONT)", "$caution")
     if summary.status == "done":
         result = f"; result in {watch.directory.name}/{summary.result}" if summary.result else "; no result"
         ended = f" {summary.reason or 'finished'}{result}"

@@ -86,7 +86,7 @@ class RunPanes(Vertical):
                 yield Scrollback[LogLine]("engine log", log_lines, _log_words, empty="nothing was written", id="log")
             yield TextLines(id="memory", classes="pane")
             yield ScoresPane(id="samples")
-        yield FilterField("words: only lines that contain all of them are shown, such as warning, or eval")
+        yield FilterField("show only lines that contain all of these words, such as warning, or eval")
 
     @property
     def _look(self) -> Look:

@@ -16,12 +16,12 @@ SHIPPED = "shipped:"
 def resume_refusal(directory: RunDirectory, status: str) -> str | None:
     """Why a run with this status cannot be resumed, as a message for the footer; None if it can."""
     if status == "running":
-        return "the run is running already"
+        return "the run is already running"
     if status == "done":
-        return f"the run is done; to make it longer: tunedeck resume {clean(directory.name)} --set train.max_steps=N"
+        return f"the run is done; to extend it: tunedeck resume {clean(directory.name)} --set train.max_steps=N"
     if status == "queued":
-        return "the run was never started: there is nothing to resume"
-    return None if status else "the run is not read yet"
+        return "the run was never started; nothing to resume"
+    return None if status else "the run has not been read yet"
 
 
 class LaunchSettings(TypedDict):

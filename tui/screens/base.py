@@ -137,7 +137,7 @@ class BaseScreen(Screen[None]):
         except OSError as error:
             self.show_message(f"the picture cannot be written into {folder}: {error.strerror or error}", "bold $bad")
             return
-        self.show_message(f"written: {path}" if path else "there are no points to draw yet")
+        self.show_message(f"written: {path}" if path else "no points to draw yet")
 
     def show_error(self, error: TunedeckError) -> None:
         """Show an error in the footer, which has few lines: the first problem, the expected value, and the fix."""

@@ -41,7 +41,7 @@ POLL_SECONDS, BUSY_SECONDS = 0.5, 0.1
 """Intervals at which events are read: while nothing is answered, and while a model loads or answers."""
 
 QUESTION = "a question, or /help"
-PLAIN_QUESTION = f"a text as in the data, its last space, too ({SPACE} in answers); or /help"
+PLAIN_QUESTION = f"plain text as in the training data, including a final space ({SPACE} in answers); or /help"
 
 OPEN_ACTIONS = ("base", "difference", "tokens", "again", "undo", "prefer", "reject", "system", "save", "image",
                 "warmer", "colder", "wider", "narrower", "reseed", "end", "stop", "next_column", "previous_column",
@@ -50,14 +50,14 @@ OPEN_ACTIONS = ("base", "difference", "tokens", "again", "undo", "prefer", "reje
 
 
 WHILE_TYPING = [
-    Key("chat", "enter", "send_typed", "send", "send what was typed"),
-    Key("chat", "escape", "leave_field", "keys", "leave the field: letters are keys then"),
+    Key("chat", "enter", "send_typed", "send", "send the input"),
+    Key("chat", "escape", "leave_field", "keys", "leave the field; letters are keys then"),
     Key("chat", "tab", "next_column", "column", "the next column"),
-    Key("chat", "ctrl+c", "stop", "stop", "end the answer that is written; if none is, the chat"),
+    Key("chat", "ctrl+c", "stop", "stop", "stop the current answer; if there is none, end the chat"),
 ]
 """The keys that are not letters of the question being typed."""
 
-IN_LIST = [Key("chat", "enter", "open", "open", "go on with this chat, or begin one with this run")]
+IN_LIST = [Key("chat", "enter", "open", "open", "continue this chat, or start one with this run")]
 """The keys of the list of chats and runs, beside those that move its cursor."""
 
 
@@ -186,7 +186,7 @@ class ChatScreen(ChatKeys):
         self._offered = choices(self.console.runs_dir)
         empty = [
             Content.styled("  no run has a result or a checkpoint yet", "$muted"),
-            Content.styled("  2 starts a run; A in the Library (3) talks to the model of a recipe", "$muted"),
+            Content.styled("  2 starts a run; A in the Library (3) starts a chat with the model of a recipe", "$muted"),
         ]
         self.query_one("#chats", RowList).show([choice.line for choice in self._offered] or empty)
 
@@ -225,7 +225,7 @@ class ChatScreen(ChatKeys):
         if self.state.status != "ended":
             return []
         lines = (self.state.error or "the chat's process has ended").splitlines()
-        again = Content.styled("a question starts it again, with what was said", "$muted")
+        again = Content.styled("a question restarts it with the conversation", "$muted")
         return [*(Content.styled(clean(line), "$caution") for line in lines), again]
 
     def _tell_plain(self) -> None:
@@ -255,22 +255,22 @@ class ChatScreen(ChatKeys):
     def disabled_reason(self, action: str) -> str | None:
         """Why a key has no effect now; None if the key has an effect."""
         if action == "next_column" and self.directory is not None and len(self.columns) < 2:
-            return "there is one column: M opens another model beside it"
+            return "there is one column; M opens another model next to it"
         if action == "open" and self.directory is None and not self._offered:
-            return "there is no chat and no run to talk to yet"
+            return "there is no chat yet, and no run to chat with"
         if action in OPEN_ACTIONS and self.directory is None:
             return "no chat is open: Enter opens one"
         status, asked = self.state.status, bool(self.state.exchanges)
         if action in ("base", "difference", "tokens", "again", "undo", "prefer", "reject", "save") and not asked:
-            return "nothing was asked yet"
+            return "no question yet"
         if action in ("base", "again", "undo") and status != "ready":
             return f"the chat is {status}"
         if action == "base" and not self.state.base:
-            return "the base is no model of its own here: begin the chat with it, by M"
+            return "the base is not available in this chat; M starts a chat with it"
         if action == "difference" and len(self.columns) < 2:
-            return "there is one answer: b shows the base's, M opens another model"
+            return "there is one answer; b shows the base's, M opens another model"
         if action in ("prefer", "reject") and not self.other_answers():
-            return "there is no other answer to prefer this one to: R answers again, M opens another model"
+            return "there is no other answer to compare with; R answers again, M opens another model"
         if action == "leave_chat" and self.directory is None:
             return "no chat is open"
         return None
@@ -305,7 +305,7 @@ class ChatScreen(ChatKeys):
         """Go to the list; the chat goes on, and says what it keeps."""
         self._close()
         if self.state.status != "ended":
-            self.show_message("the chat keeps its model in memory: x in it ends it, and so does q")
+            self.show_message("the chat keeps its model in memory until x or q ends it")
 
     def _close(self) -> None:
         self.directory = None
@@ -374,7 +374,7 @@ class ChatScreen(ChatKeys):
         """End the chat's process, which frees its memory; what was said is kept."""
         self.send("end")
         self._close()
-        self.show_message("the chat has ended; Enter on it goes on with it")
+        self.show_message("the chat has ended; Enter on it continues it")
 
     def on_resize(self, event: events.Resize) -> None:
         """Wrap the lines for the new width."""

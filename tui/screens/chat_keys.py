@@ -64,7 +64,7 @@ class ChatKeys(BaseScreen):
         """Answer the last question again, with other random numbers."""
         self.send("again")
         if not self.settings().get("temperature"):
-            self.show_message("greedy answers do not change: > samples")
+            self.show_message("greedy answers do not change; > turns on sampling")
 
     def do_undo(self) -> None:
         """Forget the last question and its answers."""
@@ -131,7 +131,7 @@ class ChatKeys(BaseScreen):
     def add_image(self, path: str) -> None:
         full = Path(path).expanduser().absolute()
         if not self.state.takes_images:
-            self.show_message("these models take no images", "$caution")
+            self.show_message("these models do not take images", "$caution")
         elif not full.is_file():
             self.show_message(f"no file {clean(full)}", "$caution")
         else:

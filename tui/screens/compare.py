@@ -251,7 +251,7 @@ class CompareScreen(PlotKeys, ModelKeys):
             return self.no_model_reason()
         if action == "next_pane" and not self.has_class("-one-pane"):
             return "plot and table are both shown"
-        return None if self._curves else "no run is marked: space on the Runs screen marks one"
+        return None if self._curves else "no run is marked; space on the Runs screen marks one"
 
     def do_next_pane(self) -> None:
         """Switch between the plot and the table."""
@@ -310,7 +310,7 @@ class CompareScreen(PlotKeys, ModelKeys):
         text = self.plot.copied([clean(curve.directory.name) for curve in self._curves])
         if text:
             self.app.copy_to_clipboard(text)
-        self.show_message(f"copied the points of {self._metric.label}" if text else "there is nothing to copy")
+        self.show_message(f"copied the points of {self._metric.label}" if text else "nothing to copy")
 
     def do_export_plot(self) -> None:
         """Write the plot as an SVG picture into the working directory, and say its path."""

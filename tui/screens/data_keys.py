@@ -17,7 +17,7 @@ from tui.launch.tabs import SAMPLES, TabContents
 from tui.screens.picker_keys import PickerKeys
 from tui.widgets.input_prompt import InputPrompt
 
-READING = "reading the data: a process with the tokenizer starts ..."
+READING = "reading the data: a process with the tokenizer is starting ..."
 
 
 class DataKeys(PickerKeys):

@@ -173,6 +173,6 @@ class EditorScreen(BaseScreen):
         """Close the editor on Esc; if there are unsaved changes, only on the second Esc."""
         if self._dirty and not self._warned:
             self._warned = True
-            self.show_message("this is not saved: f2 saves it, esc again leaves without saving", "$caution")
+            self.show_message("not saved; f2 saves, esc again leaves without saving", "$caution")
         else:
             self.console.do_back()

@@ -39,24 +39,24 @@ class EngineKeys(BaseScreen):
 
     def do_checkpoint(self) -> None:
         """Ask the engine to write a checkpoint after the present step and go on training."""
-        self._ask_engine("checkpoint", "asked for a checkpoint after this step")
+        self._ask_engine("checkpoint", "checkpoint requested after this step")
 
     def do_pause(self) -> None:
         """Ask the engine to write a checkpoint and end, so that the device is free."""
-        self._ask_engine("pause", "asked to pause: a checkpoint, then the device is free")
+        self._ask_engine("pause", "pause requested: writes a checkpoint, then frees the device")
 
     def do_stop(self) -> None:
         """Ask for a confirmation, then request a stop; if a stop was requested before, kill the engine instead."""
         if self.is_stopping:
-            self.show_message("the engine is being ended by force")
+            self.show_message("killing the engine")
             self.run_worker(self._force, thread=True, exit_on_error=False)
             return
-        question = "Stop this run after the present step, with a checkpoint?"
+        question = "Stop this run after the current step, with a checkpoint?"
         self.app.push_screen(ConfirmScreen(question, "stop it"), self._stop_if)
 
     def _stop_if(self, yes: bool | None) -> None:
         if yes:
-            self._ask_engine("stop", "asked to stop after this step; x again stops it at once, without a checkpoint")
+            self._ask_engine("stop", "stop requested after this step; x again stops now, without a checkpoint")
 
     def _ask_engine(self, name: str, message: str) -> None:
         """Write the request `name` into the run directory, and show `message`."""

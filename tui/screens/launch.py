@@ -245,7 +245,7 @@ class LaunchScreen(DataKeys):
         row = self.view.fields.row
         if row is not None and row.changed and self.state.evaluated.problem_of(row.key):
             self.do_restore()
-            self.show_message(f"{row.key} has the value of its file again; u takes that back, esc leaves")
+            self.show_message(f"{row.key} has the value of its file again; u undoes that, esc leaves")
             return True
         return super().step_back()
 
@@ -332,20 +332,20 @@ class LaunchScreen(DataKeys):
             creating = "a run is being created" if creations(self.workers) else None
             return creating or self.state.evaluated.start_refusal(action)
         if action == "apply" and (self.state.evaluated.plan is None or self._advice_is_empty()):
-            return "there is no change to apply"
+            return "no change to apply"
         if action == "memory" and self.state.evaluated.plan is None:
             return "there is no plan"
         if action == "undo" and not self.state.can_undo:
-            return "nothing was changed yet"
+            return "no changes yet"
         if action == "undo" and self.view.picked:
-            return "a list is open: esc returns to the file chosen before"
+            return "a list is open; esc returns to the previous file"
         row = self.view.fields.row
         if action == "restore" and (row is None or not row.changed):
             return "this field has the value of its file"
         if action == "toggle" and (row is None or not row.is_stage or self.view.pane != FIELDS):
-            return "space switches a stage off and on: the cursor is on none"
+            return "the cursor is not on a stage, which space skips or includes"
         if action == "save" and not self.state.changed_kinds:
-            return "nothing was changed: there is nothing to save"
+            return "no changes to save"
         return None
 
     def _advice_is_empty(self) -> bool:
@@ -356,9 +356,9 @@ class LaunchScreen(DataKeys):
         """Apply the fix under the cursor, or the first fix if the cursor is on none."""
         suggestion = self.tab_contents.suggestion(self._fix_line, self._panel_width)
         if suggestion is None:
-            self.show_message("there is no change to apply", "$caution")
+            self.show_message("no change to apply", "$caution")
         else:
-            self.show_message(f"applied {self.state.apply(suggestion)}; u takes it back")
+            self.show_message(f"applied {self.state.apply(suggestion)}; u undoes it")
             self._show()
 
     def do_undo(self) -> None:

@@ -145,7 +145,7 @@ class LibraryScreen(BaseScreen):
         ):
             return "choose a profile or a recipe"
         if action == "chat" and not (self._items and self.chosen.entry is not None and self.chosen.kind == "recipe"):
-            return "choose a recipe: its model answers"
+            return "choose a recipe to chat with its model"
         return None
 
     def on_row_list_highlighted(self, event: RowList.Highlighted) -> None:
@@ -283,5 +283,5 @@ class LibraryScreen(BaseScreen):
         except TunedeckError as error:
             self.show_error(error)
             return
-        lines = [f"exported to {visible(str(target))}", *(f"{line}; import will refuse it" for line in warnings)]
+        lines = [f"exported to {visible(str(target))}", *(f"{line}; it cannot be imported" for line in warnings)]
         self.show_message("\n".join(lines), "$caution" if warnings else "")

@@ -39,7 +39,7 @@ class ModelKeys(BaseScreen):
     def no_model_reason(self) -> str | None:
         """Why the keys have no effect; None if they have one."""
         if not self.chosen_runs:
-            return "there is no run here"
+            return "no run under the cursor"
         without = next((run for run in self.chosen_runs if not has_weights(run)), None)
         return f"{without.name} has no checkpoint yet" if without is not None else None
 
@@ -57,4 +57,4 @@ class ModelKeys(BaseScreen):
             except (TunedeckError, OSError) as error:
                 self.show_message(error.found if isinstance(error, TunedeckError) else str(error), "bold $bad")
                 return
-        self.show_message("scoring in a process of its own; its words are in evaluations/eval.log of the run")
+        self.show_message("scoring in the background; log: evaluations/eval.log of the run")

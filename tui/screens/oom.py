@@ -58,7 +58,7 @@ class OomScreen(TextScreen):
         first."""
         room = max(10, width - 2)
         heading = Content.styled(
-            "what would have avoided the latest one, each alone; a opens Launch with that under the cursor",
+            "changes that would each have avoided the latest one; a opens Launch with the selected one",
             "bold $good",
         )
         found = [(-1, line) for line in heading.wrap(room)] if self._ways else []
@@ -73,7 +73,7 @@ class OomScreen(TextScreen):
 
     def disabled_reason(self, action: str) -> str | None:
         """Why the key has no effect; None if it has one."""
-        return "no report names a change that would have avoided it" if action == "apply" and not self._ways else None
+        return "no report has a change that would have avoided it" if action == "apply" and not self._ways else None
 
     def do_apply(self) -> None:
         """Open Launch with the settings of this run and the changes under the cursor, else those named first."""

@@ -18,7 +18,7 @@ from tui.screens.creation_keys import CreationKeys
 
 WHILE_PICKING = [
     Key("launch", "enter", "enter", "choose", "choose this file"),
-    Key("launch", "escape", "leave_picker", "back", "back to the file chosen before"),
+    Key("launch", "escape", "leave_picker", "back", "back to the previous file"),
 ]
 """The keys that end the choosing, shown first."""
 

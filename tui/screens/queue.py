@@ -110,7 +110,7 @@ class QueueScreen(BaseScreen):
             yield from Content.styled(clean(self._read_error), "$bad").wrap(self.size.width)
         else:
             yield Content.styled("  the queue is empty; Q on Launch (2) puts a run into it,", "$muted")
-            yield Content.styled("  and so does: tunedeck queue add", "$muted")
+            yield Content.styled("  or use: tunedeck queue add", "$muted")
 
     def _worker_status(self) -> str:
         if self._order.worker is not None:
@@ -143,7 +143,7 @@ class QueueScreen(BaseScreen):
         started."""
         if action == "start":
             if self._order.worker is not None and not self._order.left_waiting:
-                return "the queue is started already"
+                return "the queue is already started"
             return None if self._order.waiting else "no run is waiting"
         if action == "end":
             return None if self._order.worker is not None else "the queue is not started"
@@ -188,11 +188,11 @@ class QueueScreen(BaseScreen):
             try:
                 os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:
-                self.show_message("it has ended already")
+                self.show_message("it has already ended")
             except PermissionError:
-                self.show_message(f"process {pid} belongs to another user, who alone can end it", "$bad")
+                self.show_message(f"process {pid} belongs to another user; only they can end it", "$bad")
             else:
-                self.show_message("no further run is started; the present one goes on")
+                self.show_message("no more runs are started; the current one continues")
         self._read()
 
     def do_sooner(self) -> None:

@@ -210,9 +210,9 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         """Why a key has no effect in the run's present state; None if the key has an effect."""
         status = self.status
         if action in ("checkpoint", "pause", "stop") and status != "running":
-            return f"the run is {status or 'not read yet'}: there is no engine to ask"
+            return f"the run is {status or 'not read yet'}: no engine is running"
         if action in ("checkpoint", "pause") and self.is_stopping:
-            return "it is stopping already"
+            return "it is already stopping"
         if action in RUN_ACTIONS:
             return self.run_action_refusal(action, status)
         if action == "resume":
@@ -222,11 +222,11 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         if action == "scores" and not has_scores(self.run_watch):
             return f"this run has no scores yet: tunedeck eval {self.directory.name}"
         if self.scores.is_open and action in PANE_ACTIONS:
-            return "the scores are open: b closes them"
+            return "the scores are open; b closes them"
         if action in PLOT_ACTIONS and self.panes.shows_grid:
-            return "all metrics are shown: M shows one again"
+            return "all metrics are shown; M shows one"
         if action in SCROLL_ACTIONS and not self.scores.is_open and not self.panes.scrolls:
-            return "this pane does not scroll: tab goes to the next one"
+            return "this pane does not scroll; tab goes to the next"
         if action in ("next_stage", "previous_stage") and self.scores.is_open:
             return self._no_other_answers(1 if action == "previous_stage" else -1)
         if action in ("next_stage", "previous_stage"):
@@ -285,7 +285,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         """Open the screen with the predicted memory by phase."""
         planned = memory_in_force(self.run_watch.directory, self.looked_at, self.run_watch.summary)
         if planned is None:
-            self.show_message("nothing was predicted for this run, or not by phase", "$caution")
+            self.show_message("no prediction by phase for this run", "$caution")
         else:
             self.console.open_screen("memory", planned)
 
@@ -345,7 +345,7 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         name, text = self.panes.copied()
         if text.strip():
             self.app.copy_to_clipboard(text)
-        self.show_message(f"copied {name}" if text.strip() else f"{name}: there is nothing to copy")
+        self.show_message(f"copied {name}" if text.strip() else f"{name}: nothing to copy")
 
     def do_export_plot(self) -> None:
         """Write the plot as an SVG picture into the run's folder, and say its path."""

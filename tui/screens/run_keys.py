@@ -41,11 +41,11 @@ class RunKeys(BaseScreen):
         if action in ("label", "copy_path"):
             return None
         if status not in AFTER_TRAINING or run is None:
-            return f"the run is {status or 'not read yet'}: its result comes at the end"
+            return f"the run is {status or 'not read yet'}: no result yet"
         if action == "merge" and not run.adapter.is_dir():
-            return "only a run with an adapter is merged: its folder has none"
+            return "the run has no adapter to merge"
         if action == "push" and not has_weights(run):
-            return "there is no result to send"
+            return "no result to push"
         return None
 
     def do_label(self) -> None:
@@ -80,7 +80,7 @@ class RunKeys(BaseScreen):
         """Ask for a repository of the hub, and send the run's result there, in a process of its own."""
         run = self.acted_on
         if run is not None:
-            question = "send to the hub as OWNER/NAME, a new one private"
+            question = "push to the hub as OWNER/NAME; new repositories are private"
             self.query_one(InputPrompt).ask(question, "", lambda repo: self._push(run, repo.strip()), enter="send")
 
     def _push(self, run: RunDirectory, repo: str) -> None:

@@ -166,22 +166,22 @@ class RunsScreen(ModelKeys, RunKeys):
         """Why a key has no effect on the run under the cursor; None if the key has an effect."""
         row = self.chosen
         if row is None and action in ("open", "resume", "delete", "mark", "unfold", "fold", *RUN_ACTIONS):
-            return "there is no run here"
+            return "no run under the cursor"
         if action in MODEL_ACTIONS:
             return self.no_model_reason()
         if action == "compare":
             ready = len(self._marked) >= 2 or (row is not None and row.is_sweep)
-            return None if ready else "mark two runs or more with space first"
+            return None if ready else "mark two or more runs with space first"
         return self._reason_on(row, action) if row is not None else None
 
     def _reason_on(self, row: TreeRow, action: str) -> str | None:
         """Why a key has no effect on this row; None if the key has an effect."""
         if action == "unfold":
-            return {None: "nothing is folded here", True: "it is open", False: None}[row.is_open]
+            return {None: "nothing to expand", True: "it is open", False: None}[row.is_open]
         if action == "fold":
-            return None if row.is_open or row.parent else "nothing is open here"
+            return None if row.is_open or row.parent else "nothing to collapse"
         if row.is_sweep:
-            one = "a sweep is many runs: l opens it, c compares them"
+            one = "a sweep has several runs; l expands it, c compares them"
             return one if action in ("resume", "clone", "delete", "mark", *RUN_ACTIONS) else None
         if row.entry is None:
             return f"stage {row.name} has not begun"
@@ -193,7 +193,7 @@ class RunsScreen(ModelKeys, RunKeys):
         if action == "resume":
             return resume_refusal(row.entry.directory, status)
         if action == "delete" and status == "running":
-            return "the run is running: stop it first"
+            return "the run is running; stop it first"
         return None
 
     def on_row_list_selected(self) -> None:
@@ -260,7 +260,7 @@ class RunsScreen(ModelKeys, RunKeys):
         """Ask for confirmation, then move the run under the cursor into the trash folder."""
         directory = self.chosen.directory if self.chosen is not None else None
         if directory is not None:
-            question = f"Delete {clean(directory.name)}? It is moved into {TRASH}/ beside it, and can be moved back."
+            question = f"Delete {clean(directory.name)}? It is moved to {TRASH}/ in the runs folder, and u restores it."
             confirm = ConfirmScreen(question, "delete it")
             self.app.push_screen(confirm, lambda yes: self._delete(directory) if yes else None)
 
@@ -270,7 +270,7 @@ class RunsScreen(ModelKeys, RunKeys):
         except TunedeckError as error:
             self.show_message(error.render().replace("\n", "; "), "bold $bad")
             return
-        self.show_message(f"moved to {place}; u moves it back")
+        self.show_message(f"moved to {place}; u restores it")
         self.runs.refresh(seconds=0.0)
         self._fill()
 
@@ -308,7 +308,7 @@ class RunsScreen(ModelKeys, RunKeys):
         width = self.size.width
         shown = " ".join(column.title for column in self._columns[1:] if width >= column.from_width)
         self.query_one(InputPrompt).ask("columns", shown, self._choose_columns, enter="show", allow_empty=True)
-        self.show_message(f"there are {' '.join(column.title for column in CHOOSABLE)}; none: the usual ones")
+        self.show_message(f"there are {' '.join(column.title for column in CHOOSABLE)}; empty: the default columns")
 
     def _choose_columns(self, text: str) -> None:
         titles = text.replace(",", " ").split()

@@ -17,15 +17,15 @@ PHASES = {
 """The plan's phases in words, by the names that `tunedeck plan` prints."""
 
 REASONS = {
-    "load": "the weights are read",
+    "load": "weights are loaded",
     "forward": "each layer keeps its activations for the backward pass",
-    "loss_backward": "there is a score for every word of the vocabulary at every token",
+    "loss_backward": "logits exist for the whole vocabulary at every token",
     "layer_first": "the first gradients appear while all activations are still kept",
-    "layer_last": "all gradients are there, and few activations are left",
-    "embedding_backward": "the gradient of the largest table of weights appears",
-    "optimizer_step": "gradients and optimizer state meet",
-    "evaluate": "a batch is scored; nothing is kept for a backward pass",
-    "generate": "answers are written, and the keys and values of their tokens are kept",
+    "layer_last": "all gradients exist, and few activations are left",
+    "embedding_backward": "the gradient of the largest embedding table is computed",
+    "optimizer_step": "gradients and optimizer state exist together",
+    "evaluate": "a batch is evaluated; nothing is kept for backward",
+    "generate": "answers are generated, with their key-value cache",
 }
 """What takes memory in each phase."""
 

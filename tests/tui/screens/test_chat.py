@@ -49,7 +49,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         assert pair["prompt"] == [{"role": "user", "content": "hello "}] and pair["chosen"] != pair["rejected"]
         assert pair["rejected"][0]["content"] == seen.screen.state.exchanges[0].replies["builtin:tiny"].text
         await seen.press("k")
-        await seen.sees("the prompt, as it was rendered", "least likely", "<user>hello <end><assistant>")
+        await seen.sees("the rendered prompt", "least likely", "<user>hello <end><assistant>")
         assert "enter type" in seen.text and "enter send" not in seen.text
         await seen.press("k", "w", "enter")
         assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello "

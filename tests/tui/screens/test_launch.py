@@ -187,7 +187,7 @@ async def test_a_bar_that_is_not_of_what_is_written_says_of_what_it_is(console: 
     async with console(**DEMO) as pilot:
         await to_row(pilot, "train.micro_batch")
         await pilot.press("enter", "end", "ctrl+u", *"12345")
-        await pilot.sees("no plan of what is written; this one is of micro-batch 12", "cannot start")
+        await pilot.sees("no plan for these settings; this one is for micro-batch 12", "cannot start")
         assert "fits" not in budget(pilot)
 
 

@@ -24,7 +24,7 @@ async def test_without_runs_the_demo_is_open_and_one_key_starts_it(
     console: Opener, runs: Path, empty_folder: Path
 ) -> None:
     async with console(120, 36) as pilot:
-        await pilot.sees("s starts it as written, to show that an out-of-memory error is survived", "▶ Settings")
+        await pilot.sees("s starts it as written, to show recovery from an out-of-memory error", "▶ Settings")
         await pilot.press("s")
         await pilot.until(lambda: not isinstance(pilot.screen, LaunchScreen), "the run's screen")
         (directory,) = list_runs(runs)

@@ -29,7 +29,7 @@ async def test_a_run_without_phases_says_so(console: Opener, runs: Path) -> None
     async with console(80, 24) as pilot:
         await open_run(pilot)
         await pilot.press("f")
-        await pilot.sees("nothing was predicted for this run, or not by phase")
+        await pilot.sees("no prediction by phase for this run")
 
 
 @pytest.mark.asyncio

@@ -94,7 +94,7 @@ async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener
         ("stopped", ["■ stopped", "r resumes from the last checkpoint"]),
         ("failed", ["✗ failed", "r tries again", "nothing to train on"]),
         ("oom", ["▲ oom", "o opens the out-of-memory report"]),
-        ("stale", ["? stale", "r resumes from the last checkpoint", "the engine ended and recorded no reason"]),
+        ("stale", ["? stale", "r resumes from the last checkpoint", "the engine ended without recording a reason"]),
         ("queued", ["○ queued", "waits in the queue"]),
     ],
 )
@@ -119,7 +119,7 @@ async def test_a_key_that_can_do_nothing_says_why(console: Opener, runs: Path) -
     async with console() as pilot:
         await open_run(pilot)
         await pilot.press("p")
-        await pilot.sees("the run is paused: there is no engine to ask")
+        await pilot.sees("the run is paused: no engine is running")
 
 
 async def test_a_run_on_gpus_has_a_pane_with_their_graphs(console: Opener, runs: Path) -> None:

@@ -55,7 +55,7 @@ async def test_scroll_keys_leave_a_hidden_pane_alone(console: Opener, runs: Path
         await pilot.press("shift+tab", "z")
         assert shown_panes(pilot) == ["loss"]
         await pilot.press("k")
-        await pilot.sees("this pane does not scroll: tab goes to the next one")
+        await pilot.sees("this pane does not scroll; tab goes to the next")
 
 
 async def test_keys_do_not_move_a_table_behind_an_enlarged_plot(console: Opener, runs: Path) -> None:

@@ -75,7 +75,7 @@ async def test_all_metrics_are_shown_at_once_and_one_again(console: Opener, runs
         await pilot.press("M")
         await pilot.sees(" loss  0.1333", " tokens/s  1000")
         await pilot.press("left")
-        await pilot.sees("all metrics are shown: M shows one again")
+        await pilot.sees("all metrics are shown; M shows one")
         await pilot.press("shift+tab", "z")
         await pilot.sees(" evaluation loss  0.25", " peak memory, MiB ", " tokens/s  1000")
         assert "more: z" not in pilot.text

@@ -219,7 +219,7 @@ async def test_a_result_is_sent_to_the_repository_that_was_typed(
     async with console(120, 36) as pilot:
         await listed(pilot, 1)
         await pilot.press("U")
-        await pilot.sees("there is no result to send")
+        await pilot.sees("no result to push")
         run.adapter.mkdir()
         await pilot.press("U")
         await pilot.sees("send to the hub as OWNER/NAME", "enter send  esc discard")
@@ -246,9 +246,9 @@ async def test_a_running_run_can_be_neither_deleted_nor_resumed(console: Opener,
     async with console() as pilot:
         await pilot.sees("● running")
         await pilot.press("x")
-        await pilot.sees("the run is running: stop it first")
+        await pilot.sees("the run is running; stop it first")
         await pilot.press("r")
-        await pilot.sees("the run is running already")
+        await pilot.sees("the run is already running")
 
 
 async def test_a_spec_that_no_engine_takes_is_refused_with_its_faults(console: Opener, runs: Path) -> None:
@@ -372,7 +372,7 @@ async def test_l_opens_a_staged_run_and_h_closes_it(console: Opener, runs: Path)
     async with console(80, 24) as pilot:
         await listed(pilot, 1)
         await pilot.press("h")
-        await pilot.sees("nothing is open here")
+        await pilot.sees("nothing to collapse")
         await pilot.press("l")
         await pilot.sees("└ expert-truthfulqa", "└ mixture", "· to come  └ full")
         await pilot.press("G", "enter")
@@ -392,7 +392,7 @@ async def test_a_sweep_opens_and_its_runs_are_compared(console: Opener, runs: Pa
         await listed(pilot, 1)
         await pilot.sees("○ queued", "▶ sweep:20261123T020000Z-demo")
         await pilot.press("r")
-        await pilot.sees("a sweep is many runs: l opens it, c compares them")
+        await pilot.sees("a sweep has several runs; l expands it, c compares them")
         await pilot.press("enter")
         await pilot.sees("└ ", "demo-seed=0", "demo-seed=2")
         await pilot.press("g", "c")

@@ -71,7 +71,7 @@ def test_every_phase_has_its_bar_and_its_row() -> None:
     phases = {"load": {"weights": 3 * GIB}, "forward": SMALL, "a new phase": {"weights": GIB}}
     lines = phase_lines(PlannedMemory("a run", "as written", phases, SMALL, "forward", 16 * GIB), 80, LETTERS)
     text = "\n".join(line.plain for line in lines)
-    assert "loading: the weights are read" in text and text.count("┃") == len(phases)
+    assert "loading: weights are loaded" in text and text.count("┃") == len(phases)
     assert "forward pass 3.00 5.00 8.00 the peak" in " ".join(text.split())
     assert max(line.cell_length for line in lines) <= 90
 
