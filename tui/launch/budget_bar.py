@@ -148,7 +148,7 @@ def next_step(evaluated: EvaluatedChoice) -> str:
     if evaluated.to_simulate is not None:
         return f"{evaluated.unplanned} no memory formula for this model family; simulating"
     if evaluated.lacks_config:
-        return f"s downloads the model from the hub first, then starts: {visible(evaluated.unplanned)}"
+        return f"s checks the hub for the model first and starts if it is there: {visible(evaluated.unplanned)}"
     if plan is None or split is None:
         return f"s starts with small micro-batches and adapts; no plan: {visible(evaluated.unplanned)}"
     if plan.verdict == "does_not_fit":

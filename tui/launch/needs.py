@@ -42,7 +42,7 @@ TAIL_BYTES = 64 * 1024
 LEAST_STEPS = 3
 """Steps below which a run tells nothing about the pace."""
 
-UNKNOWN_TIME = "time: unknown; no earlier run with this model, batch and device"
+UNKNOWN_TIME = "time: not known, no earlier run had this model, batch and device"
 
 
 class Pace(NamedTuple):

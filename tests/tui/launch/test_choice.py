@@ -114,7 +114,7 @@ def test_a_model_whose_config_is_not_here_starts_only_if_the_hub_may_be_asked(mo
     monkeypatch.delenv("HF_HUB_OFFLINE")
     evaluated = evaluate_choice(choice)
     assert evaluated.start_refusal("start") is None
-    assert next_step(evaluated).startswith("s asks the hub for the model first")
+    assert next_step(evaluated).startswith("s checks the hub for the model first")
 
 
 def test_what_does_not_fit_is_started_only_by_force() -> None:

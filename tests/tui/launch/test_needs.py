@@ -68,7 +68,7 @@ def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
 @pytest.mark.asyncio
 async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(console: Opener) -> None:
     async with console(120, 36, profile="demo", recipe="demo") as pilot:
-        await pilot.sees("disk: up to", "time: not known, as no earlier run", "↓")
+        await pilot.sees("disk: up to", "time: not known, no earlier run", "↓")
         pilot.screen.state.set_field("train.batch_size", "128")
         pilot.screen._show()
         await pilot.sees("was 64")
