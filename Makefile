@@ -93,9 +93,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# pip installs torch, first and alone: its settings may name a smaller build, which uv and the resolver would pass over.
-# The rest is installed by uv (found, or installed here), which takes a fifth of pip's time. It does not read pip's
-# settings, so they are handed to it; where uv cannot be installed or fails, pip does its work.
+# pip installs torch, first and alone: pip's settings may name a smaller build, which a resolver of everything would miss.
+# uv, from PATH or installed here, installs the rest, in a fifth of pip's time. It does not read pip's settings, so these
+# are passed to it. If uv is not available or fails, pip installs the rest.
 TORCH := $(shell grep '^torch==' constraints.txt)
 UV := $(shell command -v uv)
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -108,9 +108,11 @@ $(READY): pyproject.toml constraints.txt
 	@echo "2 of 2: everything else"
 	@$(if $(UV),true,$(PIP) install --quiet uv) || echo "uv: not available; pip installs the rest, which takes longer"
 	@setting() { $(PIP) config list | sed -nE "s/^[^=]*[.]$$1='(.*)'$$/\1/p" | head -n 1; }; \
-	export VIRTUAL_ENV="$$PWD/.venv" UV_INDEX_STRATEGY=unsafe-best-match; \
-	export UV_EXTRA_INDEX_URL="$$(setting extra-index-url)" UV_FIND_LINKS="$$(setting find-links | tr ' ' ,)"; \
-	index="$$(setting index-url)"; test -z "$$index" || export UV_DEFAULT_INDEX="$$index"; \
+	hand() { test -z "$$2" || export "$$1=$$2"; }; \
+	hand UV_DEFAULT_INDEX "$${UV_DEFAULT_INDEX:-$$(setting index-url)}"; \
+	hand UV_EXTRA_INDEX_URL "$${UV_EXTRA_INDEX_URL:-$$(setting extra-index-url)}"; \
+	hand UV_FIND_LINKS "$${UV_FIND_LINKS:-$$(setting find-links | tr ' ' ,)}"; \
+	export VIRTUAL_ENV="$$PWD/.venv" UV_INDEX_STRATEGY=unsafe-best-match UV_COMPILE_BYTECODE=1; \
 	$(or $(UV),$(BIN)/uv) pip install -c constraints.txt -e '.[dev]' || $(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
