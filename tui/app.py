@@ -357,13 +357,11 @@ def run(flags: Flags) -> NoReturn:
 
     if ended := end_chats():
         chats = "the chat has" if ended == 1 else f"{ended} chats have"
-        sys.stderr.write(
-            f"tunedeck: {chats} ended, which frees memory; 7, then enter on it, goes on with what was said\n"
-        )
+        sys.stderr.write(f"tunedeck: {chats} ended to free memory; 7, then enter on it, continues the conversation\n")
     from tui.run.engine_processes import running_runs  # slow to import: not before the first paint
 
     for name in running_runs(app.runs_dir):
-        sys.stderr.write(f"tunedeck: {visible(name)} goes on; tunedeck shows it again\n")
+        sys.stderr.write(f"tunedeck: {visible(name)} continues; tunedeck shows it again\n")
     sys.exit(app.return_code)
 
 

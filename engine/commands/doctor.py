@@ -57,7 +57,9 @@ def doctor(
     as_json: JsonOption = False,
     runs: RunsOption = None,
     hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Prove on each GPU what a run relies on; or on -p's.")] = False,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Check on each GPU what a run relies on; or on the devices of -p.")
+    ] = False,
     profile: OptionalProfile = None,
     recipe: OptionalRecipe = None,
 ) -> None:
@@ -68,7 +70,7 @@ def doctor(
     ranks rely on. Exits 6 if one fails, or if there is no GPU.
     """
     if not gpus and (profile or recipe):
-        raise UsageError("-p and -r say what --gpus proves", fix="add --gpus")
+        raise UsageError("-p and -r select what --gpus checks", fix="add --gpus")
     findings = _proofs(profile, recipe) if gpus else examine(runs_folder(runs), ask_hub=hub)
     _print(findings, as_json=as_json)
     if gpus and any(finding.state == "problem" for finding in findings):

@@ -89,7 +89,7 @@ IncludeOption = Annotated[
     str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
 ]
 AnswersOption = Annotated[
-    Path | None, typer.Option("--answers", metavar="FILE", help="Write answers, each beside another, for a judge.")
+    Path | None, typer.Option("--answers", metavar="FILE", help="Write pairs of answers for a judge.")
 ]
 VerdictsOption = Annotated[
     Path | None,

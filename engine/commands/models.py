@@ -28,7 +28,8 @@ ProfileOption = Annotated[
 ]
 EveryOption = Annotated[bool, typer.Option("--all", help="A line for every profile and method.")]
 SimulateOption = Annotated[
-    bool, typer.Option("--simulate", help="Simulate what has no closed form: seconds to minutes a model, once.")
+    bool,
+    typer.Option("--simulate", help="Simulate models without a memory formula: seconds to minutes per model, once."),
 ]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
 
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Simulate the engine's own step instead of the closed form.")
+    bool, typer.Option("--exact", help="Simulate the engine's step instead of using the memory formula.")
 ]
 EvaluationOption = Annotated[
     bool, typer.Option("--eval", help="Plan tunedeck eval after training instead: the loss pass and generation.")

@@ -222,7 +222,7 @@ PART_WORDS = {
 def why_lines(considered: Sequence[Choice], planned: Plan, spec: RunSpec) -> list[str]:
     """The settings that were considered, the fastest first, and what a planned step's time is made of."""
     if not considered:
-        return ["no settings were compared: the model has no closed form"]
+        return ["no settings were compared: the model has no memory formula"]
     capacity, factor = planned.capacity_bytes, planned.time.factor if planned.time else 1.0
     fastest = considered[0].seconds
     rows = [
@@ -293,7 +293,7 @@ def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
         f"{format_size(disk, disk)} of disk, tensors of one stage up to {format_size(host, host)} of host memory"
     )
     if any(stage.verdict is None and stage.kind == "train" for stage in planned.stages):
-        lines.append("a stage without a plan starts with small micro-batches and learns what fits")
+        lines.append("a stage without a plan starts with small micro-batches and adapts")
     if planned.worst is not None:
         lines.append(f"see the largest in full: --stage {planned.worst.name}")
     return [piece for line in lines for piece in ([line] if line in table else wrap_lines([line], width))]
@@ -382,7 +382,7 @@ def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
 def _compared(found: ExactPlan) -> Iterator[str]:
     """A row per phase: simulated bytes, the closed form's prediction and its error."""
     if found.closed_form is None:
-        yield "the closed form does not know this architecture"
+        yield "no memory formula for this architecture"
         yield ""
         return
     yield f"{'':<19}{'simulated':>14}{'closed form':>14}"

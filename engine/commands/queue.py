@@ -163,7 +163,7 @@ def stop(runs: RunsOption = None) -> None:
         print_progress("no process works the queue")
         return
     os.kill(worker.pid, signal.SIGTERM)
-    print_line("no further run is started; the present one goes on")
+    print_line("no more runs are started; the current one continues")
 
 
 def queue_worker(folder: str) -> None:

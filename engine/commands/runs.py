@@ -139,7 +139,7 @@ def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
 
 def log(
     run: RunArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
     runs: RunsOption = None,
 ) -> None:
     """Print what the engine process wrote: its engine.log."""
@@ -296,7 +296,7 @@ def pause(run: RunArgument, runs: RunsOption = None) -> None:
 
 def checkpoint(run: RunArgument, runs: RunsOption = None) -> None:
     """Write a checkpoint now and go on training."""
-    _request(find_run(run, runs), "checkpoint", "writes a checkpoint after this step and goes on")
+    _request(find_run(run, runs), "checkpoint", "writes a checkpoint after this step and continues")
 
 
 def wait(run: RunArgument, runs: RunsOption = None) -> None:
@@ -344,5 +344,5 @@ def _suspended_text(directory: RunDirectory) -> str:
     from engine.journal.liveness import engine_process
 
     engine = engine_process(directory)
-    go_on = f"; let it go on: kill -CONT {engine.pid}" if engine is not None else ""
+    go_on = f"; to continue it: kill -CONT {engine.pid}" if engine is not None else ""
     return f"the engine of {directory.name} is stopped by a signal and does nothing{go_on}"

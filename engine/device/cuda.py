@@ -251,7 +251,7 @@ def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> Non
         lambda: StuckDeviceError(
             f"work queued on the GPU has not ended after {seconds:.0f} s: a rank is missing in a collective, or a "
             "kernel hangs",
-            fix="the run goes on from its last checkpoint",
+            fix="the run continues from its last checkpoint",
         ),
     )
 

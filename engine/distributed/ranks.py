@@ -149,7 +149,7 @@ class Ranks:
                 if time.monotonic() - heard_at > self.patience_seconds:
                     raise LostRankError(
                         f"rank 0 has given no sign of life for {self.patience_seconds:.0f} s: it is stopped or stuck",
-                        fix="the run goes on from its last checkpoint",
+                        fix="the run continues from its last checkpoint",
                     )
                 time.sleep(pause_seconds)
                 pause_seconds = min(MESSAGE_POLL_SECONDS, 2 * pause_seconds)

@@ -243,7 +243,7 @@ class ShardedModel:
             raise LostRankError(
                 f"memory ran out, and how sharded weights are put back in torch {torch.__version__} is not known",
                 expected=f"torch {' or '.join(KNOWN_TORCH)}",
-                fix="the run goes on from its last checkpoint; a smaller train.micro_batch needs no recovery",
+                fix="the run continues from its last checkpoint; a smaller train.micro_batch needs no recovery",
             )
         self._root.reset_iter_state()
         for parameter in self._parameters:
@@ -271,7 +271,7 @@ class ShardedModel:
             except MemoryExhaustedError as error:
                 raise LostRankError(
                     f"memory ran out, and there is no room to take part in the rest of the micro-batch: {error}",
-                    fix="the run goes on from its last checkpoint",
+                    fix="the run continues from its last checkpoint",
                 ) from error
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ def raising_lost_rank() -> Iterator[None]:
             raise
         raise LostRankError(
             f"another rank is gone, stopped or stuck: {str(error).splitlines()[0][:300]}",
-            fix="the run goes on from its last checkpoint",
+            fix="the run continues from its last checkpoint",
         ) from error
 
 

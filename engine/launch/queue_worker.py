@@ -160,7 +160,7 @@ def run_queue(runs_dir: Path) -> None:
         _start_waiting_runs(queue, own)
     except _TerminatedError:
         queue.clear_worker()
-        _log("asked to end; a run that has started goes on")
+        _log("asked to end; a started run continues")
 
 
 class _TerminatedError(BaseException):

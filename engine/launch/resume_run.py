@@ -91,7 +91,7 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
         raise UsageError(
             f"{directory.name} has no stage {from_stage!r}",
             expected=f"one of: {', '.join(stages)}" if stages else "a run of several stages",
-            fix="leave --from-stage out to go on where the run stopped",
+            fix="leave --from-stage out to continue where the run stopped",
         )
 
 

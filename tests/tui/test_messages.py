@@ -50,7 +50,7 @@ async def test_a_message_is_not_there_when_its_screen_is_opened_again(console: O
 async def test_a_pause_is_said_to_be_asked_for_only_until_it_is_there(
     console: Opener, runs: Path, spawn: Spawn
 ) -> None:
-    """Regression: "asked to pause" stood beside "paused"."""
+    """Regression: "pause requested" was still shown next to "paused"."""
     run = make_run(runs, status="queued")
     spawn(run, "obey")
     async with console(80, 24) as pilot:
@@ -59,7 +59,7 @@ async def test_a_pause_is_said_to_be_asked_for_only_until_it_is_there(
         await pilot.until(lambda: pilot.screen.screen_name == "run" and pilot.screen.status == "running")
         await pilot.press("p")
         await pilot.sees("r resumes")
-        await pilot.until(lambda: "asked to pause" not in pilot.text, "no message about the pause")
+        await pilot.until(lambda: "pause requested" not in pilot.text, "no message about the pause")
 
 
 @pytest.mark.asyncio

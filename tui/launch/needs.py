@@ -118,7 +118,7 @@ def time_words(spec: RunSpec, pace: Pace | None, predicted: PlanTime | None = No
     steps = spec.recipe.train.max_steps
     total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} a step"
     total += f" ({ready_at(steps * pace.step_seconds)})" if steps else ""
-    return f"time: {total}, at the pace of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
+    return f"time: {total}, at the speed of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
 
 
 def _step_text(seconds: float) -> str:

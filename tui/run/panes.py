@@ -295,7 +295,7 @@ class RunPanes(Vertical):
         pane, name = self._words, TAB_LABELS.get(self.choice.active, self.choice.active)
         kind, is_of_kind = next_kind(LOG_LEVELS if self.choice.active == "log" else EVENT_KINDS, pane.kind)
         pane.set_kind(kind, is_of_kind)
-        return f"{name}: {kind}, {pane.shown_of}; F goes on, esc shows all" if kind else f"{name}: all"
+        return f"{name}: {kind}, {pane.shown_of}; F: next kind, esc: all" if kind else f"{name}: all"
 
     def has_new_events(self, watch: RunWatch) -> bool:
         """Whether the run has events that are not shown yet."""

@@ -135,7 +135,7 @@ def _undisturbed(device: Device) -> Iterator[None]:
 
 def _tried(proof: Proof, run: ProvedRun, *, known: bool) -> ProofResult:
     if known:
-        return ProofResult(proof.name, True, "proved before on this machine with the same versions", cached=True)
+        return ProofResult(proof.name, True, "checked before on this machine with the same versions", cached=True)
     began = time.perf_counter()
     passed, detail = _outcome(proof, run)
     # Outside the handler, whose exception would keep tensors alive.

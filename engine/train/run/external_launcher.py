@@ -243,7 +243,7 @@ def _write_restart(place: RunDirectory, launcher_rank: LauncherRank) -> None:
         writer.write(
             "warning",
             code="restarted",
-            text=f"{launcher_rank.launcher} started the ranks again{left}; the run goes on from its last checkpoint",
+            text=f"{launcher_rank.launcher} started the ranks again{left}; the run continues from its last checkpoint",
             fix="why is above, or in the launcher's own log",
         )
 

@@ -204,12 +204,12 @@ def _describe(failure: Exception, place: RunDirectory) -> tuple[str, int, str]:
         status = "oom" if isinstance(failure, MemoryExhaustedError) else "failed"
         return status, failure.exit_code, failure.render()
     if (problem := disk_problem(failure, str(place.path))) is not None:
-        problem.fix += f"; then go on from the last checkpoint: tunedeck resume {place.name}"
+        problem.fix += f"; then continue from the last checkpoint: tunedeck resume {place.name}"
         return "failed", problem.exit_code, problem.render()
     if is_lost(failure):
         lost = EnvironmentProblem(
             f"the device failed: {str(failure).partition(chr(10))[0]}",
-            fix=f"see nvidia-smi, and dmesg for Xid; then go on from the last checkpoint: tunedeck resume {place.name}",
+            fix=f"see nvidia-smi, and dmesg for Xid; to continue: tunedeck resume {place.name}",
         )
         return "failed", lost.exit_code, lost.render()
     found = classify(failure)

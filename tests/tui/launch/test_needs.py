@@ -46,7 +46,7 @@ def test_a_like_run_tells_how_long_it_takes_and_no_other_does(runs: Path) -> Non
     earlier_run(runs, spec_of(DEMO.with_field("train.learning_rate", "0.1")), 20)
     text = time_words(spec, find_pace(spec, runs))
     assert re.match(
-        r"time: about 2:30 for 300 steps \(ready .*at \d\d:\d\d\), at the pace of .*\(500 ms a step\)$", text
+        r"time: about 2:30 for 300 steps \(ready .*at \d\d:\d\d\), at the speed of .*\(500 ms a step\)$", text
     )
     evening = datetime(2026, 11, 25, 21, 30).astimezone()
     assert ready_at(600, evening) == "ready at 21:40"

@@ -54,7 +54,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         await seen.press("k", "w", "enter")
         assert json.loads(Path("conversations.jsonl").read_text("utf-8"))["messages"][0]["content"] == "hello "
         await seen.press("b")
-        await seen.sees("the base is no model of its own here")
+        await seen.sees("the base is not available in this chat")
         (chat,) = list_chats(runs)
         os.kill(present(running_engine(chat)).pid, signal.SIGKILL)
         await seen.sees("a question starts it again")

@@ -129,7 +129,7 @@ async def test_leaving_an_unsaved_text_takes_two_keys(console: Opener, project: 
     async with console() as pilot:
         await to_file(pilot, "mine")
         await pilot.press("enter", "x", "escape")
-        await pilot.sees("this is not saved")
+        await pilot.sees("not saved; f2 saves")
         assert isinstance(pilot.screen, EditorScreen)
         await pilot.press("escape")
         assert isinstance(pilot.screen, LibraryScreen)

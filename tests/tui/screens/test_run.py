@@ -161,7 +161,7 @@ async def test_a_key_narrows_events_to_problems_and_the_log_to_errors(console: O
         await open_run(pilot)
         await pilot.sees("evaluation: loss", "loading the model")
         await pilot.press("F")
-        await pilot.sees("events: problems, 1 of ", "; F goes on", " problems  1 of ")
+        await pilot.sees("events: problems, 1 of ", "; F: next kind", " problems  1 of ")
         assert "evaluation: loss" not in pilot.text
         await pilot.press("tab", "F", "F")
         await pilot.sees("engine log: errors, 1 of 3", "RuntimeError: no")
