@@ -21,6 +21,7 @@ from engine.data.preferences import (
     sides_of,
 )
 from engine.data.records import Dropped, PairRecord, Record, TextRecord
+from engine.data.token_rows import token_row
 
 ALPACA_LAYOUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_LAYOUT_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -99,6 +100,8 @@ class Format:
             return self._preference(values)
         if self.name in UNPAIRED_FORMATS:
             return self._labelled(values)
+        if self.name == "tokens":
+            return token_row({ours: _value(row, theirs) for ours, theirs in self.fields.items()})
         if problem := _not_text("text", values["text"]):
             return Dropped(problem)
         return TextRecord(values["text"], row.get("starts") is not False, row.get("ends") is not False)

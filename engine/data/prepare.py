@@ -273,7 +273,7 @@ def _source_fingerprint(opened: _Opened, tokeniser: Tokeniser) -> str:
     return hash_text(
         opened.source.name, rows.fingerprint, str(rows.count), repr(form),
         *([repr(form.boxes)] if form.boxes else []),
-        *([f"split {tokeniser.overlap}"] if tokeniser.split and form.name == "text" else []),
+        *([f"split {tokeniser.overlap}"] if tokeniser.split and form.name in ("text", "tokens") else []),
         *([f"{PAIRS_VERSION} {form.pairs}"] if form.has_chat_pairs else []),
         *([repr(form.names)] if form.names != TurnNames() else []),
         *(["alpaca preamble"] if form.has_preamble else []),

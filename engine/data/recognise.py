@@ -18,6 +18,7 @@ from engine.data.folders import csv_of_images
 from engine.data.formats import Format
 from engine.data.image_formats import BoxFormat
 from engine.data.preferences import NEEDS as UNPAIRED_NEEDS
+from engine.data.token_rows import MASKS
 from engine.errors import DataError
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
     "preference": ("chosen", "rejected"),
+    "tokens": ("input_ids",),
 }
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -36,6 +38,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "prompt-completion": ("tools", "system"),
     "preference": ("prompt", "input", "history", "tools", "system"),
     "unpaired-preference": ("prompt", "input", "history", "tools", "system"),
+    "tokens": ("labels", "attention_mask", "position_ids", *MASKS),
 }
 
 OLDER_OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -98,6 +101,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "conversations": ("conversation",),
     "tools": ("functions",),
     "system": ("system_prompt", "system_message"),
+    "assistant_masks": ("assistant_mask", "assistant_tokens_mask"),
     "label": ("kto_tag",),
     # What metadata.csv and metadata.jsonl of a folder of images call them.
     "image": ("file_name",),
@@ -109,7 +113,8 @@ PROMPT_COLUMNS = frozenset({
     "system", "system_prompt", "system_message", "sys_prompt", "instruction", "instructions", "prompt", "question",
     "query", "input", "context", "contexts", "history", "tools", "functions", "documents", "passages", "background",
     "knowledge", "developer", "persona", "character", "preamble", "chat_template_kwargs", "template_args",
-    "reasoning", "reasoning_content", "thinking",
+    "reasoning", "reasoning_content", "thinking", "token_type_ids", "cu_seqlens", "seq_lengths", "seq_idx",
+    "pixel_values",
 })  # fmt: skip
 """Columns, in lower case, that may be part of the prompt or of the answer: one that is not read is warned of."""
 
@@ -158,6 +163,8 @@ def recognise(
         fitting = {name: fields for name, fields in fitting.items() if name == source.format}
     elif mapped:
         fitting = {name: fields for name, fields in fitting.items() if set(mapped) <= set(fields)} or fitting
+    if len(fitting) > 1 and source.format == "auto" and "input_ids" not in mapped:
+        fitting.pop("tokens", None)  # Rows keep their text beside its tokens.
     if not fitting:
         fitting = _last(columns, source, mapped)
     if len(fitting) > 1:
@@ -197,7 +204,7 @@ def _check_template(format_name: str, source: Source) -> None:
             expected="rows with instruction and output",
             fix=f"add --set {shlex.quote(f'data.sources.{source.name}.template=auto')}",
         )
-    wrong = {"text": "chat"}.get(format_name, "none" if format_name in ALWAYS_CHAT else None)
+    wrong = {"text": "chat", "tokens": "chat"}.get(format_name, "none" if format_name in ALWAYS_CHAT else None)
     if source.template == wrong:
         raise DataError(
             f'source {source.name}: template = "{wrong}" with rows of the format {format_name}',
@@ -206,7 +213,7 @@ def _check_template(format_name: str, source: Source) -> None:
         )
 
 
-WITHOUT_TURNS = ("text", "alpaca", "detection")
+WITHOUT_TURNS = ("text", "tokens", "alpaca", "detection")
 """Formats whose rows have no list of turns."""
 
 

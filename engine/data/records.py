@@ -42,6 +42,14 @@ class PairRecord:
 
 
 @dataclass(frozen=True)
+class TokenRecord:
+    """A row that is tokens already."""
+
+    ids: tuple[int, ...]
+    targets: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class ChatRecord:
     """A conversation: turns with role and content (text, or parts {"type": "text", "text": …} and {"type": "image"}),
     and the tools that it may use."""
@@ -77,7 +85,7 @@ class Dropped:
     reason: str
 
 
-Record = TextRecord | PairRecord | ChatRecord
+Record = TextRecord | PairRecord | ChatRecord | TokenRecord
 
 NO_TARGET = "no target token"
 """Drop reason."""

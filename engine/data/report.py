@@ -319,7 +319,8 @@ def _ended(
     columns, marks, special = data.columns, frozenset(end_ids(tokenizer)), special_ids(tokenizer)
     ordered = np.sort(documents)
     last = _last_of_row(columns.sources[ordered], columns.origins[ordered])
-    of_text = np.array([count.format == "text" for count in counts], np.bool_)[columns.sources[ordered]]
+    in_pieces = [count.format == "text" or bool(count.chat.get("split")) for count in counts]
+    of_text = np.array(in_pieces, np.bool_)[columns.sources[ordered]]
     chosen = ordered[last | ~of_text]
     found: dict[int, list[bool]] = {}
     for document in chosen[:: max(1, -(-len(chosen) // MOST_ENDS))]:

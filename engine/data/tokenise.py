@@ -26,7 +26,7 @@ from engine.data.formats import Format
 from engine.data.image_formats import DetectionRecord
 from engine.data.images import ImageFacts, ImageProcessor, facts_of, place_images, references_of
 from engine.data.preferences import JudgedRecord, LabelledRecord, PreferenceRecord
-from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Record, TextRecord
+from engine.data.records import NO_TARGET, ChatRecord, Dropped, PairRecord, Record, TextRecord, TokenRecord
 from engine.errors import DataError
 
 TOO_LONG = "longer than data.max_length"
@@ -115,7 +115,7 @@ def piece_spans(count: int, most: int, overlap: int) -> list[Span]:
 
 def _answer_of(record: Record | Dropped, row: TokenRow, rendered: RenderedRows, most: int) -> Span | None:
     """Of plain text, the second half of each piece, which has at most `most` tokens."""
-    is_text = isinstance(record, TextRecord)
+    is_text = isinstance(record, TextRecord) or (isinstance(record, TokenRecord) and all(record.targets))
     return (min(len(row[0]), most) // 2, len(row[0])) if is_text else rendered.answer
 
 
@@ -141,6 +141,8 @@ def _characters(record: Record | DetectionRecord) -> int:
         return len(record.text)
     if isinstance(record, PairRecord):
         return len(record.prompt) + len(record.completion)
+    if isinstance(record, TokenRecord):
+        return 0  # There is nothing to tokenise.
     if isinstance(record, DetectionRecord):
         return sum(map(len, record.labels))
     count, waiting = 0, [record.messages, record.tools]
@@ -222,7 +224,7 @@ class Tokeniser:
         if isinstance(given, LabelledRecord):
             return self._labelled(given, origin, format_)
         record, images = self._opened(given, format_)
-        encoded = record if isinstance(record, Dropped) else self._encode(record)
+        encoded = record if isinstance(record, Dropped) else self._encode(record, f"{format_.source}, row {origin + 1}")
         rendered = RenderedRows([encoded]) if isinstance(encoded, Dropped) else encoded
         made = [
             row
@@ -310,7 +312,10 @@ class Tokeniser:
         span = _within(answer or _last_stretch(targets), len(ids))
         return Document(ids, targets, span, origin, cut, tuple(images[: placed.count]))
 
-    def _encode(self, record: Record) -> RenderedRows | Dropped:
+    def _encode(self, record: Record, where: str) -> RenderedRows | Dropped:
+        """`where`: the source and the row, for errors."""
+        if isinstance(record, TokenRecord):
+            return self._tokens(record, where)
         if isinstance(record, ChatRecord):
             if self._chat is None:
                 written = self.images.written if self.images else None
@@ -335,6 +340,33 @@ class Tokeniser:
         starts = self.prefix if record.starts and not has_start else []
         ids = starts + plain + ([self._end()] if record.ends and not has_end else [])
         facts = Counter(rendered=1) if has_start or has_end else Counter()
+        return self._pieces(ids, facts)
+
+    def _tokens(self, record: TokenRecord, where: str) -> RenderedRows | Dropped:
+        """Raises DataError for a token that the tokenizer does not have, unless broken rows are left out."""
+        if not record.ids:
+            return Dropped("input_ids is empty")
+        wrong = next((token for token in record.ids if not 0 <= token <= self.largest_id), None)
+        if wrong is not None and self.skip_broken:
+            return Dropped("input_ids has a token that the tokenizer does not have")
+        if wrong is not None:
+            raise DataError(
+                f"source {where}: input_ids has the token {wrong:,}, and the tokenizer has 0 to {self.largest_id:,}",
+                expected="tokens of the model's own tokenizer",
+                fix="set model.tokenizer to the one that made these rows; or add --set data.broken=skip, which leaves "
+                "such rows out",
+            )
+        if all(record.targets):
+            return self._pieces(list(record.ids), Counter())
+        return RenderedRows([(list(record.ids), list(record.targets))])
+
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        return max(self.tokenizer.get_vocab().values())
+
+    def _pieces(self, ids: list[int], facts: Counter[str]) -> RenderedRows:
+        """The tokens of a document, in pieces where they are too many and `split` says so."""
         if not self.split or len(ids) <= self.max_length:
             return RenderedRows([(ids, [True] * len(ids))], facts=facts)
         spans = piece_spans(len(ids), self.max_length, self.overlap)

@@ -37,11 +37,12 @@ class Source(Table):
     """Split of a hub data set or a folder, such as "train" or "train[:1000]"; a file has only slices of train."""
     format: Literal[
         "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "preference", "unpaired-preference",
-        "image-chat", "image-preference", "image-unpaired-preference", "detection",
+        "tokens", "image-chat", "image-preference", "image-unpaired-preference", "detection",
     ] = "auto"  # fmt: skip
     """How the columns are read; auto recognises the format by the columns' names. preference: chosen and rejected
     answers, for method.objective = "dpo"; unpaired-preference: an answer and its label, for preference.loss = "kto";
-    image-preference and image-unpaired-preference: the same about images. detection: images with boxes."""
+    tokens: input_ids, with labels or masks of targets. image-preference and image-unpaired-preference: preferences
+    about images. detection: images with boxes."""
     template: Literal["auto", "chat", "none", "alpaca", "alpaca-chat"] = "auto"
     """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
     except rows that carry its markers already; chat: all rows; none: they stay plain text. Of instructions, alpaca:
