@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from engine.config.schema.recipe import Recipe
     from engine.config.schema.run import RunSpec
-    from engine.data.prepare import PreparedData
+    from engine.data.prepare import DuplicateRow, PreparedData
     from engine.data.report import PartReport, Quality
     from engine.data.tokens import TokenData
 
@@ -71,6 +71,11 @@ PrepareOption = Annotated[
 ]
 
 
+DuplicatesOption = Annotated[
+    bool, typer.Option("--duplicates", help="Show rows of held-out data that are training rows, too, or nearly.")
+]
+
+
 StageOfDataOption = Annotated[
     str | None,
     typer.Option("--stage", metavar="NAME", help="Of a recipe with stages, only this one.", show_default=False),
@@ -85,6 +90,7 @@ def data(
     find: FindOption = None,
     stage: StageOfDataOption = None,
     prepare: PrepareOption = False,
+    duplicates: DuplicatesOption = False,
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,18 +117,22 @@ def data(
         tokenizer = load_tokenizer(spec.recipe.model)
         check_packing(spec)
         images = load_image_processor(spec, tokenizer)
-        prepared = prepare_data(spec, tokenizer, images, notify=lambda text: print_progress(escape(text)))
+        prepared = prepare_data(
+            spec, tokenizer, images, notify=lambda text: print_progress(escape(text)), for_report=True
+        )
         if len(specs) > 1 and not as_json:
             print_line(f"{'' if name == next(iter(specs)) else chr(10)}stage {name}")
         if prepare and not as_json:
             print_parts(prepared)
             continue
-        rows = [] if prepare else chosen_rows(prepared.train, tokenizer, show, row, find)
+        rows = [] if prepare or duplicates else chosen_rows(prepared.train, tokenizer, show, row, find)
         figures = figures_of(prepared, tokenizer, spec.recipe)
         if as_json:
             documents[name] = report_document(prepared, tokenizer, rows, figures)
         else:
             print_report(prepared, tokenizer, rows, figures)
+            if duplicates:
+                print_duplicates(prepared, tokenizer)
             for line in ("", *prepared.report.accounts()):
                 typer.echo(escape(line))
     if as_json:
@@ -188,6 +198,15 @@ def report_document(
         "fingerprint": prepared.fingerprint,
         **prepared.report.as_json(),
         "quality": {**asdict(figures), "lines": figures.lines()} if figures else None,
+        "overlap": [{**asdict(overlap), "pairs": len(overlap.pairs)} for overlap in prepared.overlaps],
+        "duplicates": [
+            {
+                "held_out": _duplicate(pair.held_out, tokenizer),
+                "other": _duplicate(pair.other, tokenizer),
+                "similarity": pair.similarity,
+            }
+            for pair in prepared.shown
+        ],
         "special_tokens": sorted(special_texts(tokenizer)),
         "samples": [
             {
@@ -198,6 +217,31 @@ def report_document(
             for row in rows
         ],
     }
+
+
+def _duplicate(row: DuplicateRow, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    text = str(tokenizer.decode(row.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return {"part": row.part, "source": row.source, "place": row.place, "text": text}
+
+
+DUPLICATE_LENGTH = 300
+"""Characters of a duplicate that are shown."""
+
+
+def print_duplicates(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print each pair of rows: how alike they are, where they are, and their texts, one text if they are equal."""
+    console = make_console(soft_wrap=True)
+    if not prepared.overlaps:
+        console.print("there are no held-out rows: set data.valid_fraction, or name data.validation")
+    for pair in prepared.shown:
+        is_equal = pair.similarity == 1
+        console.print()
+        for row in (pair.held_out, pair.other):
+            console.print(escape(f"{row.part}, {row.source}, {row.place}"))
+            if row is pair.held_out or not is_equal:
+                text = escape(_duplicate(row, tokenizer)["text"])
+                console.print("  " + text[:DUPLICATE_LENGTH] + ("…" if len(text) > DUPLICATE_LENGTH else ""))
+        console.print("equal" if is_equal else f"{100 * pair.similarity:.0f} % alike")
 
 
 def print_parts(prepared: PreparedData) -> None:
@@ -214,7 +258,7 @@ def print_report(
 
     console = make_console(soft_wrap=True)
     _print_sources(console, prepared)
-    for notice in prepared.report.notices:
+    for notice in (*prepared.report.notices, *prepared.report.overlaps):
         console.print(escape(notice), style="bold red" if notice.startswith("WARNING") else None)
     for part in prepared.report.parts:
         _print_part(console, part)

@@ -27,10 +27,11 @@ from engine.data.formats import Format
 from engine.data.images import ImageProcessor, ImageReader, ImageSource, image_notice, stamps_of_images
 from engine.data.json_rows import KEY_TWICE, NO_CHARACTER, NOT_AN_OBJECT, fix_of_single_row
 from engine.data.order import hold_out, pack
+from engine.data.overlap import Overlap, find_overlap
 from engine.data.preferences import add_mismatched, balance_notice, other_objective, preference_notice
 from engine.data.recognise import PROMPT_COLUMNS, Judged, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
-from engine.data.report import DataReport, describe, drop_lines
+from engine.data.report import WARNING, DataReport, describe, drop_lines
 from engine.data.second_reader import compare_rows
 from engine.data.sources import open_rows
 from engine.data.store import StoreWriter, cached_store, hash_text
@@ -69,9 +70,6 @@ TABLES = {"train": "data.sources", "validation": "data.validation", "evaluation"
 
 PROGRESS_SECONDS = 5.0
 
-WARNING = "WARNING: "
-"""First word of a notice that must not be one line among many."""
-
 LOOKED_AT = 20
 """Rows of which columns are looked at that are not read."""
 
@@ -92,6 +90,10 @@ class PreparedData:
     report: DataReport
     fingerprint: str
     """Hash of samples, tokens, split, packing and weights. Equal fingerprints mean equal steps."""
+    overlaps: list[Overlap]
+    """What the held-out parts have in common with the training data."""
+    shown: Sequence[DuplicateRows] = ()
+    """The pairs of `overlaps`, if they were requested."""
 
     @property
     def bounds(self) -> SequenceBounds:
@@ -122,6 +124,8 @@ class _Tokenised(NamedTuple):
     """None if there are no images."""
     notices: list[str]
     """What is said of the sources besides their counts."""
+    rows: list[SourceRows]
+    """The rows of each source."""
     judged: Judged
     """pairs: documents 2·p and 2·p + 1 are the chosen and the rejected sequence of a pair; unpaired: each document is
     desirable or not."""
@@ -133,9 +137,11 @@ def prepare_data(
     images: ImageProcessor | None = None,
     *,
     notify: Notify = lambda text: None,
+    for_report: bool = False,
 ) -> PreparedData:
-    """Token data of a run, from the cache if they are there. Whether the model's attention keeps packed documents apart
-    is checked by `engine.model.config.check_packing`.
+    """Token data of a run, from the cache if they are there. `for_report`: also compare the sources of evaluation with
+    the training data, and find the duplicates' files and lines. Whether the model's attention keeps packed documents
+    apart is checked by `engine.model.config.check_packing`.
 
     Raises DataError: data missing, unreadable, or with nothing to learn; EnvironmentProblem: hub unreachable, or cache
     not writable.
@@ -165,11 +171,23 @@ def prepare_data(
         add_mismatched(validation, spec.recipe, in_steps=False)
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
     notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
+    compared = [_Compared("train", train, found.rows)]
+    key = [*fingerprints, repr(data.valid_fraction), str(seed)]
+    if validation is not None:
+        compared.append(_Compared("validation", validation, (held if own else found).rows))
+    scored = [source for source in spec.recipe.evaluate.sources if source.enabled] if for_report else []
+    if scored:
+        evaluated = _prepare_sources(spec, scored, tokeniser, "evaluation", notify)
+        view = _view(evaluated, np.arange(len(evaluated.columns)), None)
+        compared.append(_Compared("evaluation", view, evaluated.rows))
+        key += ["evaluation", *evaluated.fingerprints]
+    overlaps = find_overlap([(each.name, each.data) for each in compared], key) if len(compared) > 1 else []
     reasons = {reason for count in found.counts for reason in count.dropped}
     longest = int(train.lengths.max())
     cut = longest == data.max_length or any(reason.startswith(TOO_LONG) for reason in reasons)
     targets = _most_targets(train, None if own else validation)
-    warnings = [notice for notice in notices if notice.startswith(WARNING)]
+    lines = [overlap.line() for overlap in overlaps]
+    warnings = [*(notice for notice in notices if notice.startswith(WARNING)), *lines]
     record_longest(
         lengths, longest, _most_images(train, images), targets=targets, keeps_all=not cut and not data.packing,
         warnings=warnings,
@@ -177,8 +195,65 @@ def prepare_data(
     if own and validation is not None:
         record_longest(own_lengths, int(validation.lengths.max()), targets=_most_targets(validation))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
-    report = DataReport(found.counts, own_counts, parts, notices)
-    return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints))
+    report = DataReport(found.counts, own_counts, parts, notices, lines)
+    shown = _located(overlaps, compared) if for_report else []
+    return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints), overlaps, shown)
+
+
+class _Compared(NamedTuple):
+    """A part of the data that is compared with others, and the rows of its sources."""
+
+    name: str
+    data: TokenData
+    rows: list[SourceRows]
+
+
+class DuplicateRow(NamedTuple):
+    """One row of a pair of duplicates."""
+
+    part: str
+    source: str
+    place: str
+    """FILE:LINE, or the number of the row."""
+    ids: list[int]
+    """Its first document's tokens."""
+
+
+class DuplicateRows(NamedTuple):
+    """A held-out row, and the row of another part that equals it or is like it."""
+
+    held_out: DuplicateRow
+    other: DuplicateRow
+    similarity: float
+    """1 for equal rows."""
+
+
+def _located(overlaps: Sequence[Overlap], compared: Sequence[_Compared]) -> list[DuplicateRows]:
+    """The pairs of all overlaps, with file and line."""
+    parts = {each.name: each for each in compared}
+    found = []
+    for overlap in overlaps:
+        left = _rows_of(parts[overlap.part], [pair.document for pair in overlap.pairs])
+        right = _rows_of(parts[overlap.other], [pair.other for pair in overlap.pairs])
+        pairs = zip(left, right, overlap.pairs, strict=True)
+        found += [DuplicateRows(held_out, other, pair.similarity) for held_out, other, pair in pairs]
+    return found
+
+
+def _rows_of(part: _Compared, documents: Sequence[int]) -> list[DuplicateRow]:
+    columns = part.data.columns
+    origins: dict[int, list[int]] = {}
+    for document in documents:
+        origins.setdefault(int(columns.sources[document]), []).append(int(columns.origins[document]))
+    places = {(source, origin): place
+              for source, rows in origins.items()
+              for origin, place in zip(rows, part.rows[source].places(rows), strict=True)}  # fmt: skip
+    made = []
+    for document in documents:
+        source, origin = int(columns.sources[document]), int(columns.origins[document])
+        ids = columns.ids[int(columns.offsets[document]) : int(columns.offsets[document + 1])].tolist()
+        made.append(DuplicateRow(part.name, part.data.source_names[source], places[source, origin], ids))
+    return made
 
 
 def _most_targets(*parts: TokenData | None) -> int:
@@ -265,7 +340,17 @@ def _prepare_sources(
         for count in store.counts
         if count.chat.get("endless")
     ]
-    return _Tokenised(store.columns, store.counts, list(sources), parts, contents, reader, notices, judged)
+    return _Tokenised(
+        store.columns,
+        store.counts,
+        list(sources),
+        parts,
+        contents,
+        reader,
+        notices,
+        [each.rows for each in opened],
+        judged,
+    )
 
 
 def _source_fingerprint(opened: _Opened, tokeniser: Tokeniser) -> str:

@@ -90,6 +90,8 @@ class DataReport:
     validation_sources: list[SourceCount]
     parts: list[PartReport]
     notices: list[str] = field(default_factory=list)
+    overlaps: list[str] = field(default_factory=list)
+    """What the held-out rows have in common with the training rows."""
 
     def lines(self) -> list[str]:
         lines = [line for count in self.sources for line in _source_lines(count, "train")]
@@ -101,7 +103,7 @@ class DataReport:
                 f"{part.part}: {part.rows:,} sequences{packed}, {part.tokens:,} tokens, "
                 f"{part.target_tokens:,} target tokens ({100 * part.target_share:.0f} %); lengths {lengths}"
             )
-        return lines + self.notices
+        return lines + self.notices + self.overlaps
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -110,11 +112,16 @@ class DataReport:
             "parts": [{**asdict(part), "target_share": part.target_share} for part in self.parts],
             "notices": self.notices,
             "accounts": self.accounts(),
+            "overlaps": self.overlaps,
         }
 
     def accounts(self) -> list[str]:
         """Return one line for each source: what became of its rows, columns and tokens."""
         return [account_line(count) for count in (*self.sources, *self.validation_sources)]
+
+
+WARNING = "WARNING: "
+"""First word of a notice that must not be one line among many."""
 
 
 def describe(part: str, data: TokenData) -> PartReport:

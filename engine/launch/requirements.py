@@ -32,7 +32,7 @@ from engine.errors import EnvironmentProblem, SpecError
 from engine.journal.index import resolve_run
 from engine.journal.stages import result_run
 
-TRAINING_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+TRAINING_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "rensa")
 
 
 def missing_packages() -> list[str]:

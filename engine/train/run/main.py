@@ -21,7 +21,7 @@ from typing import Any
 from engine.config.files.cgroups import host_memory_bytes, oom_kills
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
-from engine.data.report import DataReport, drop_lines
+from engine.data.report import WARNING, DataReport, drop_lines
 from engine.device import open_device
 from engine.device.base import Device
 from engine.device.cuda import allocator_settings
@@ -379,7 +379,12 @@ def _tell_data(report: DataReport, journal: Journal) -> None:
             words = f"{count.name}: {number:,} of {count.read:,} rows are dropped: {', '.join(reasons[:3])}{more}"
             journal.warn("data", words, "see what is kept with: tunedeck data -r RECIPE")
     for notice in report.notices:
-        journal.warn("data", notice)
+        journal.warn("data", notice.removeprefix(WARNING))
+    for line in report.overlaps:
+        if line.startswith(WARNING):
+            journal.warn("data", line.removeprefix(WARNING), "see them with: tunedeck data -r RECIPE --duplicates")
+        else:
+            journal.phase("held-out rows", line)
 
 
 def log_to_stderr() -> None:
