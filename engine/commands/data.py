@@ -134,7 +134,7 @@ def data(
             if duplicates:
                 print_duplicates(prepared, tokenizer)
             for line in ("", *prepared.report.accounts()):
-                typer.echo(escape(line))
+                print_line(escape(line))
     if as_json:
         print_json({"stages": documents} if len(specs) > 1 else documents.popitem()[1], indent=None)
 
