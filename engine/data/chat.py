@@ -114,7 +114,7 @@ class ChatRenderer:
     ) -> None:
         """`learn_all`: every token is a target, not answers alone; `last_only`: the last answer alone is. `written`:
         (the text that the template writes for an image, the text that replaces it). `variables` of the template.
-        `folds_system`: a system turn that the template refuses or leaves out goes into the first user turn."""
+        `folds_system`: a system turn that the template rejects or leaves out goes into the first user turn."""
         self.tokenizer, self.system_prompt, self.learn_all = tokenizer, system_prompt, learn_all
         self.last_only, self.folds_system = last_only, folds_system
         self.template = ChatTemplate(tokenizer, written, variables)
@@ -220,7 +220,7 @@ class ChatRenderer:
         inner: Collection[int] = (),
         stops: Collection[int] = (),
     ) -> RenderedRows:
-        """`inner`: see `_flagged`. `stops`: ends of answers, behind which the next turn's marker is learned where the
+        """`inner`: see `_flagged`. `stops`: ends of answers, behind which the next turn's marker is a target where the
         model stops at it."""
         facts = Counter(per_conversation=1)
         row = self._flagged(whole, spans, inner=inner, stops=stops, facts=facts)
@@ -323,7 +323,7 @@ class ChatRenderer:
         return self._turn_by_content(messages, tools, plain, default_prompt)
 
     def _prompt(self, history: list[Message], tools: Tools, mode: Mode) -> str | None:
-        """The inference prompt after the turns `history`; None if the template refuses to render it."""
+        """The inference prompt after the turns `history`; None if the template rejects to render it."""
         try:
             return self.template.render(history, tools, prompt=True, mode=mode)
         except TemplateRefusal:
@@ -477,7 +477,7 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _inner(turns: Mapping[int, AssistantTurn]) -> set[int]:
-    """Where learned text may begin inside an answer, behind context."""
+    """Return where learned text may begin inside an answer, behind context."""
     return {stop for turn in turns.values() for _, stop in turn.context}
 
 

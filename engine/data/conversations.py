@@ -254,13 +254,13 @@ def conversation_of_pair(
 
 
 class _Marks(NamedTuple):
-    """What a turn says about which of its text is learned."""
+    """What a turn says about which of its text is a target."""
 
     untrained: bool = False
     context: tuple[Span, ...] = ()
     """Ranges of characters of an answer's content that are context."""
     asked: bool = False
-    """Whether a turn that is no answer asks to be learned."""
+    """Whether a turn that is not an answer asks to be learned."""
     wrapped: bool = False
     """Whether its tool calls were given in another shape than OpenAI's."""
 
@@ -343,7 +343,7 @@ def _opened(parts: list[Any]) -> tuple[Any, str, tuple[Span, ...]]:
 
 
 def _thinking_text(parts: list[Any]) -> str | None:
-    """The thinking of a list of parts; None if one of them is no text."""
+    """The thinking of a list of parts; None if one of them is not text."""
     found = []
     for part in parts:
         given = part
@@ -369,7 +369,7 @@ MARK_WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _mark_of(given: dict[str, Any]) -> bool | Dropped | None:
-    """Whether a turn or a part says that it is learned, by its keys train or weight; None if it says nothing."""
+    """Whether a turn or a part says that it is a target, by its keys train or weight; None if it says nothing."""
     for key in ("train", "weight"):
         value = given.get(key)
         if value is None:
@@ -489,7 +489,7 @@ def tools_of(value: Any) -> list[dict[str, Any]] | Dropped | None:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """None for a tool without a name."""
+    """Return None for a tool without a name."""
     function, rest = tool.get("function"), {}
     if isinstance(function, dict):
         rest = {key: value for key, value in tool.items() if key not in ("type", "function")}

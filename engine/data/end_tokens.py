@@ -54,7 +54,7 @@ def template_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _end_of_call(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token at the end of a turn that calls two tools. It must not stand in the turn before, as a mark at
+    """The special token at the end of a turn that calls two tools. It must not be in the turn before, as a mark at
     the end of each call does."""
     calls = [{"type": "function", "function": {"name": "a", "arguments": {"b": "c"}}, "id": f"call{number}1234"}
              for number in range(2)]  # fmt: skip

@@ -16,7 +16,7 @@ from engine.data.conversations import TurnNames, conversation, conversation_of_p
 from engine.data.records import ChatRecord, Dropped, ImageReference, Record
 
 PLACEHOLDER = "<image>"
-"""Stands for an image in the text of a turn, as in LLaVA's data sets."""
+"""Represents an image in the text of a turn, as in LLaVA's data sets."""
 
 IMAGE_KEYS = ("image", "path", "url", "source")
 """Keys of an object that names an image, its path, or an object that does."""
@@ -64,7 +64,7 @@ class DetectionRecord:
 
     def conversation(self, height: int, width: int) -> ChatRecord | Dropped:
         """A question with the image (`height` × `width` pixels) and the boxes as the answer. Dropped if a box has no
-        area or lies outside the image."""
+        area or is not inside the image."""
         boxes = self.shares(height, width)
         if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
             return Dropped("a box has no area, or lies outside its image")
@@ -158,7 +158,8 @@ def _flat(values: Any) -> Iterator[Any]:
 DATA_URL = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)
 
 IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*", b"\x00\x00\x00")
-"""First bytes of image files, by which text in base64 is told from a path: PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF."""
+"""First bytes of image files, by which text in base64 is distinguished from a path: PNG, JPEG, GIF, WebP,
+BMP, TIFF, AVIF."""
 
 SHORTEST_ENCODED = 64
 """Characters of text in base64; a shorter text is a path."""
@@ -201,7 +202,7 @@ def _reference_of_text(text: str) -> ImageReference | Dropped:
 
 
 def _from_base64(text: str) -> ImageReference | Dropped:
-    """Also of base64 for URLs, without its padding, or in lines."""
+    """Decode it, also base64 for URLs, without its padding, or in lines."""
     packed = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
     try:
         return ImageReference(data=base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True))

@@ -37,7 +37,7 @@ RUN = 3
 """Tokens of a run."""
 
 MULTIPLIER = 0x9E3779B97F4A7C15
-"""An odd number of 64 random-looking bits, by which tokens of a run are told apart (2^64 by the golden ratio)."""
+"""An odd number of 64 random-looking bits, by which tokens of a run are kept apart (2^64 by the golden ratio)."""
 
 SIGNATURE, BANDS = 64, 16
 """Values of a signature, and the bands of equal width that it is cut into: 99 % of the pairs with a similarity of 0.7
@@ -53,16 +53,16 @@ CANDIDATES = 4
 """Rows of a chunk, the likeliest ones, whose similarity to a row is computed."""
 
 COMMON_SHARE, COMMON_ROWS = 0.1, 3
-"""A run that more than this share of the rows have, and more than this number, tells no rows apart."""
+"""A run that more than this share of the rows have, and more than this number, does not distinguish rows."""
 
 FEWEST_RUNS = 6
-"""Runs that are not common, of which a row needs as many to be searched for: fewer tell little."""
+"""Runs that are not common, of which a row needs as many to be searched for: fewer show little."""
 
 SAMPLED_ROWS = 2_000
 """Different rows in which common runs are counted."""
 
 TABLE_BITS = 20
-"""Bits of a hash by which runs that are not common are told at once."""
+"""Bits of a hash by which most runs that are not common are recognised."""
 
 MOST_PAIRS = 1_000
 """Pairs that are kept to be shown."""
@@ -140,7 +140,7 @@ class _Rows:
         yield from (piece for piece in np.split(rows, np.flatnonzero(np.diff(place)) + 1) if len(piece))
 
     def evenly(self, tokens: int) -> NDArray[np.int64]:
-        """All rows, or as many of them, evenly, as have about `tokens` in all."""
+        """Return all rows, or as many of them, evenly, as have about `tokens` in all."""
         step = max(1, -(-int((self.stops - self.starts).sum()) // tokens))
         return np.arange(0, len(self), step)
 
@@ -169,7 +169,7 @@ class _Rows:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each value mixed to 64 bits that look random (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """Mix each value to 64 bits that look random (the finaliser of SplitMix64, Steele et al. 2014)."""
     mixed = values + np.uint64(MULTIPLIER)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -227,8 +227,8 @@ def _exact(held: _Rows, other: _Rows) -> dict[int, int]:
 
 
 def _near(held: _Rows, other: _Rows, exact: set[int]) -> tuple[dict[int, tuple[int, float]], float]:
-    """By row of `held` that is not in `exact`: the most similar row of `other` that was found, and the similarity; and
-    the share of the comparisons that were made."""
+    """Return, by row of `held` that is not in `exact`, the most similar row of `other` that was found and the
+    similarity; and the share of the comparisons that were made."""
     from rensa import RMinHashLSH  # imported here: most processes compare no rows
 
     mine, theirs = held.evenly(SEARCHED_TOKENS // 2), other.evenly(SEARCHED_TOKENS)
@@ -342,7 +342,7 @@ def _run_set(rows: _Rows, row: int, common: NDArray[np.uint64]) -> set[int]:
 
 
 def _common_runs(rows: _Rows) -> NDArray[np.uint64]:
-    """The runs that tell no rows apart, sorted: those of many rows. Equal rows count once."""
+    """Return the runs that many rows have, sorted. Equal rows count once."""
     step = max(1, len(rows) // SAMPLED_ROWS)
     sample = np.arange(0, len(rows), step)[:SAMPLED_ROWS]
     _, first = np.unique(np.concatenate([rows.hashes(chunk) for chunk in rows.chunks(sample)]), return_index=True)

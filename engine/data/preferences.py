@@ -51,7 +51,7 @@ class Sides(NamedTuple):
     chosen: Any
     rejected: Any
     is_dialogue: bool = False
-    """Whether the texts are dialogues with labels of their own, such as "Human:" and "Assistant:"."""
+    """Whether the texts are dialogues with labels such as "Human:" and "Assistant:"."""
 
 
 NO_PROMPT = "chosen and rejected share no prompt (name its column: columns.prompt)"
@@ -63,7 +63,7 @@ def sides_of(values: dict[str, Any], opening: str = "") -> Sides | Dropped:
     `opening` is what the chat template writes before an answer.
 
     Without a prompt, chosen and rejected are whole dialogues, and the prompt is what both begin with, up to the end of
-    the last turn that they share. Their beginning alone is no prompt: answers may begin alike. With a prompt, chosen
+    the last turn that they share. Their beginning alone is not a prompt: answers may begin alike. With a prompt, chosen
     and rejected may still be whole conversations: those that begin with a turn of the user.
     """
     chosen, rejected = (_parsed_list(values[name]) for name in ("chosen", "rejected"))

@@ -55,7 +55,7 @@ BOUND_REASONS = (LINE_TOO_LONG, TOO_DEEP, UNPACKS_TOO_FAR, ROW_TOO_LARGE, TOO_MA
                  NO_CHARACTER, TOO_MANY_FIELDS, BROKEN_QUOTES)  # fmt: skip
 
 COUNTS_VERSION = "counts 4"
-"""Part of the cache entry. Increase it when other counts are kept beside the tokens."""
+"""Part of the cache entry. Increase it when other counts are kept next to the tokens."""
 
 STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
@@ -66,7 +66,7 @@ FIRST_VERSION_NOTICE = (
 )
 
 TABLES = {"train": "data.sources", "validation": "data.validation", "evaluation": "evaluate.sources"}
-"""Where the sources of a part stand in the recipe."""
+"""Where the sources of a part are in the recipe."""
 
 PROGRESS_SECONDS = 5.0
 

@@ -57,7 +57,7 @@ CHAT_FACTS = {
     "tools_left_out": "conversations without their tools, which the chat template does not write: {:,}",
     "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
 }
-"""How conversations are rendered (`SourceCount.chat`), and the sentence that says so."""
+"""How conversations are rendered (`SourceCount.chat`), and the sentence that reports it."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class SourceQuality:
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of the training data beside the lengths."""
+    """Figures of the training data next to the lengths."""
 
     max_length: int
     lost_tokens: int

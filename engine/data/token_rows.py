@@ -11,7 +11,7 @@ MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns of zeros and ones, with ones at targets."""
 
 IGNORED = -100
-"""A label that is no target."""
+"""A label that is not a target."""
 
 
 def token_row(values: dict[str, Any]) -> TokenRecord | Dropped:

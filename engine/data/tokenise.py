@@ -332,8 +332,8 @@ class Tokeniser:
         return self._pair(record)
 
     def _text(self, record: TextRecord) -> RenderedRows:
-        """A document, in pieces where it is too long and `split` says so; all of them hold each token once, apart from
-        the overlap, which is context."""
+        """A document, in pieces where it is too long and `split` requires it; all of them hold each token once, apart
+        from the overlap, which is context."""
         plain = self._plain(record.text)
         has_start = record.starts and bool(self.prefix) and plain[: len(self.prefix)] == self.prefix
         has_end = record.ends and self._ends(record.text, plain)
@@ -366,7 +366,7 @@ class Tokeniser:
         return max(self.tokenizer.get_vocab().values())
 
     def _pieces(self, ids: list[int], facts: Counter[str]) -> RenderedRows:
-        """The tokens of a document, in pieces where they are too many and `split` says so."""
+        """The tokens of a document, in pieces where they are too many and `split` requires it."""
         if not self.split or len(ids) <= self.max_length:
             return RenderedRows([(ids, [True] * len(ids))], facts=facts)
         spans = piece_spans(len(ids), self.max_length, self.overlap)
