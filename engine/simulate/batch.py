@@ -42,7 +42,7 @@ class RowImages:
 
     def __init__(self, processor: OwnProcessor, sizes: Sequence[Size]) -> None:
         self.processor, self.sizes = processor, tuple(sizes)
-        self.tokens = [token for size in sizes for token in processor.expansion(ImageFacts(*size, 0))]
+        self.tokens = _apart([list(processor.expansion(ImageFacts(*size, 0))) for size in sizes], processor.token_id)
         self.parts = self.tokens.count(processor.token_id)
         """Tokens for parts of the images, without those around them."""
         self._made: dict[int, dict[str, Tensor]] = {}
@@ -59,6 +59,17 @@ class RowImages:
                 blank = [{"image": np.zeros((*size, 3), np.uint8)} for size in self.sizes]
                 made = self._made[images] = self.processor.arrays(blank * images)
             return ids_BS, {**made, **self.processor.token_types(ids_BS)}
+
+
+def _apart(images: Sequence[list[int]], token_id: int) -> list[int]:
+    """The tokens of all images of a row, with a text token (0) between two of which nothing else marks the bounds:
+    models take places of images that lie next to each other for one image."""
+    tokens: list[int] = []
+    for image in images:
+        if tokens and tokens[-1] == token_id == image[0]:
+            tokens.append(0)
+        tokens += image
+    return tokens
 
 
 def images_of_rows(spec: RunSpec) -> RowImages | None:
