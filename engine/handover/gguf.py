@@ -161,8 +161,13 @@ def problems_of_gguf(found: GgufFile, model: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     problems = []
     layers = found.of_model("block_count")
-    if layers != config.num_hidden_layers:
-        problems.append(f"{layers} layers of {config.num_hidden_layers}")
+    predicting = int(found.of_model("nextn_predict_layers") or 0)  # multi-token prediction, counted with the others
+    if layers != config.num_hidden_layers + predicting:
+        behind = f" and {predicting} of multi-token prediction" if predicting else ""
+        problems.append(f"{layers} layers of {config.num_hidden_layers}{behind}")
+    empty = [f"blk.{layer}" for layer in range(int(layers or 0)) if layer not in _layers_with_tensors(found)]
+    if empty:
+        problems.append(f"no tensor of {', '.join(empty[:3])}")
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     written = found.of_model("rope.freq_base")
     if theta is not None and abs(float(written or 10_000.0) - theta) > 1e-3 * theta:
@@ -171,6 +176,12 @@ def problems_of_gguf(found: GgufFile, model: Path) -> list[str]:
     if wanted is not None and abs(there - wanted) > MISSING * wanted:
         problems.append(f"{there:,} values of {wanted:,}")
     return problems + _problems_of_tokenizer(found, tokenizer)
+
+
+def _layers_with_tensors(found: GgufFile) -> set[int]:
+    """Numbers of the layers that have a tensor, as `blk.NUMBER.…`."""
+    parts = [name.split(".") for name in found.tensors]
+    return {int(part[1]) for part in parts if part[0] == "blk" and len(part) > 1 and part[1].isdigit()}
 
 
 def _problems_of_tokenizer(found: GgufFile, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -150,7 +150,10 @@ def _write_gguf(result: Result, order: Order, model: Path, done: Handover, notif
         raise EnvironmentProblem(
             f"{gguf} is not the model: {'; '.join(problems)}", fix="use a newer converter: it must know this model"
         )
-    done.notes.append(f"read back: {len(header.tensors)} tensors, tokenizer, template and end token are the model's")
+    done.notes.append(
+        f"read back: {len(header.tensors)} tensors; number of layers, vocabulary, template and end token are the "
+        "model's; --check has llama.cpp load the file and answer"
+    )
     if not check:
         return
     reference = make_reference(result, trust_remote_code=order.trust_remote_code)

@@ -38,7 +38,10 @@ def header_of(model: Path) -> tuple[Metadata, dict[str, tuple[int, ...]]]:
     """What a right converter writes."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     with safe_open(model / "model.safetensors", framework="pt") as opened:
-        tensors = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
+        tensors = {
+            name.replace("model.layers.", "blk."): tuple(opened.get_slice(name).get_shape())
+            for name in sorted(opened.keys())
+        }
     metadata = {
         "general.architecture": "qwen2", "qwen2.block_count": 2, "qwen2.rope.freq_base": 5e5,
         "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))),
@@ -70,9 +73,19 @@ def test_what_a_converter_left_out_is_told(model: Path, tmp_path: Path, key: str
     assert told in problem
 
 
+def test_layers_of_multi_token_prediction_are_counted(model: Path, tmp_path: Path) -> None:
+    metadata, tensors = header_of(model)
+    metadata |= {"qwen2.block_count": 3, "qwen2.nextn_predict_layers": 1}
+    tensors["blk.2.nextn.enorm.weight"] = (8,)
+    assert problems_of_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", metadata, tensors)), model) == []
+    del tensors["blk.2.nextn.enorm.weight"]
+    problems = problems_of_gguf(read_gguf(write_gguf(tmp_path / "b.gguf", metadata, tensors)), model)
+    assert problems == ["no tensor of blk.2"]
+
+
 def test_lost_tensors_are_told(model: Path, tmp_path: Path) -> None:
     metadata, tensors = header_of(model)
-    tensors.pop("model.layers.1.mlp.down_proj.weight")
+    tensors.pop("blk.1.mlp.down_proj.weight")
     (problem,) = problems_of_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", metadata, tensors)), model)
     assert "values of" in problem
 
