@@ -86,23 +86,101 @@ def _folder(model: str) -> Path | None:
 
 
 def stored_quantisation(config: Mapping[str, Any]) -> str | None:
-    """The `quant_method` of the weight files; None if they are not quantised."""
+    """The quantisation that a config names, at its top (by its `quant_method`) or for a part of the model; None if it
+    names none."""
+    method = _method_of(config)
+    if method is not None:
+        return method
+    for key, part in config.items():
+        inner = stored_quantisation(part) if key.endswith("_config") and isinstance(part, Mapping) else None
+        if inner is not None:
+            return f"{inner} in {key}"
+    return None
+
+
+def _method_of(config: Mapping[str, Any]) -> str | None:
     table = config.get("quantization_config") or config.get("compression_config")
-    return str(table.get("quant_method") or "unknown") if isinstance(table, Mapping) else None
+    if isinstance(table, Mapping):
+        method = str(table.get("quant_method") or "unknown")
+        if method == "bitsandbytes":
+            return "bnb-8bit" if table.get("load_in_8bit") or table.get("_load_in_8bit") else "bnb-4bit"
+        return method
+    table = config.get("quantization")
+    if isinstance(table, Mapping) and "bits" in table:
+        return f"MLX, {table['bits']} bits"
+    return None
+
+
+OWN_FILES = {
+    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+    "quantization_map.json": "quanto", "quanto_qmap.json": "quanto",
+}  # fmt: skip
+"""Files with which quantisers describe their weights beside config.json."""
+
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "I64", "BOOL", "C64")
+"""Types in a safetensors header that weights and tables of places have in a model that is not quantised."""
+
+
+def quantisation_of_files(folder: Path) -> str | None:
+    """The quantisation that the files of `folder` show: a quantiser's own file, matrices in a type that no weight has,
+    or scales beside weights. None if they show none. Only headers are read."""
+    for name, method in OWN_FILES.items():
+        if (folder / name).is_file():
+            table = _json(folder / name)
+            inner = table.get("quantization")
+            kind = inner.get("quant_algo") if isinstance(inner, Mapping) else table.get("quant_method")
+            return f"{method}, {kind}" if kind and kind != method else method
+    index = folder / INDEX
+    listed = _shards(index, index.stat().st_mtime_ns) if index.is_file() else (WHOLE,)
+    for path in (folder / name for name in listed):
+        found = _quantised_tensor(path, path.stat().st_mtime_ns) if path.is_file() else None
+        if found is not None:
+            return found
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _quantised_tensor(path: Path, _changed: int) -> str | None:
+    """A tensor of a safetensors file that shows a quantisation, in words; None: none does, or the file is damaged."""
+    header = _header(path)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        sizes = [size for size in entry.get("shape", ()) if size != 1]
+        mask = len(entry.get("shape", ())) == 4 and len(sizes) == 2 and sizes[0] == sizes[1]  # of causal attention
+        if entry.get("dtype") not in PLAIN_TYPES and len(sizes) > 1 and not mask:
+            return f"{name} has type {entry.get('dtype')}"
+        stem, scale, _ = name.partition("_scale")
+        if scale and stem.endswith(".weight") and stem in header:
+            return f"{stem} has a {name.removeprefix(stem.removesuffix('weight'))}"
+    return None
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file by name; empty for a damaged file, which `_damage` describes."""
+    if _damage(path, path.stat().st_size, path.stat().st_mtime_ns):
+        return {}
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header
+
+
+def quantisation_of(config: Mapping[str, Any], files: Path | None) -> str | None:
+    """The quantisation of a model's stored weights, by its config or its files (None: not on this machine)."""
+    return stored_quantisation(config) or (None if files is None else quantisation_of_files(files))
 
 
 def refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | None) -> None:
     """Raise UsageError if the weights are stored quantised and the run cannot use them so. `files`: the model's folder
     or snapshot, whose card may name the model that it was made from."""
-    method, recipe = stored_quantisation(config), spec.recipe
+    method, recipe = quantisation_of(config, files), spec.recipe
     if method is None:
         return
     made_from = _base_model(files) if files is not None else None
     instead = f"set model.id to the unquantised repository that it was made from{f', {made_from}' if made_from else ''}"
     if method not in READ_AS_BF16:
-        name = "bnb-4bit" if method == "bitsandbytes" else method
         raise UsageError(
-            f"the weights of {recipe.model.id} are stored quantised ({name}), and those are not trained",
+            f"the weights of {recipe.model.id} are stored quantised ({method}), and those are not trained",
             fix=f'{instead}; with model.quantize = "nf4" LoRA holds that in 4 bits',
         )
     obstacles = {
@@ -120,9 +198,10 @@ def refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | Non
         )
 
 
-def refuse_merge_into_quantised(config: Mapping[str, Any], model: str) -> None:
-    """Raise UsageError: transformers would write such weights under the names of quantised ones."""
-    method = stored_quantisation(config)
+def refuse_merge_into_quantised(config: Mapping[str, Any], model: str, files: Path | None = None) -> None:
+    """Raise UsageError: transformers would write such weights under the names of quantised ones. `files`: the model's
+    folder or snapshot."""
+    method = quantisation_of(config, files)
     if method is not None:
         raise UsageError(
             f"the weights of {model} are stored quantised ({method}), and a merged model would not be",
