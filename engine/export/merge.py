@@ -36,6 +36,7 @@ from engine.model.load import nf4_config
 from engine.model.reference import base_of_adapter
 from engine.model.result_files import save_generation_config
 from engine.model.saved_adapter import open_adapter
+from engine.model.surplus import base_folder, complete_result, sentence_on
 from engine.model.token_rows import grow_for
 
 PROMPTS = (
@@ -204,6 +205,9 @@ def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
     save_generation_config(draft, merged.generation_config, tokenizer)
     for path in processor_files(str(source.adapter), None) or processor_files(source.base, source.revision):
         shutil.copyfile(path, draft / path.name)
+    said = sentence_on(complete_result(draft, source.base, source.revision, merged))
+    if said is not None:
+        notify(said)
     del merged
     gc.collect()  # the merged model is opened again, and must not lie in memory twice
     opened = _base(str(draft), None, str(draft), source.trust_remote_code)
@@ -264,7 +268,7 @@ def _base(
     try:
         found = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(config_at, **found)
-        refuse_merge_into_quantised(config.to_dict(), base)
+        refuse_merge_into_quantised(config.to_dict(), base, base_folder(base, revision))
         model: PreTrainedModel = auto_class(config).from_pretrained(
             base, config=config, dtype="auto", use_safetensors=True, **found, **options
         )

@@ -50,6 +50,7 @@ from engine.model.positions import expect_scaled, fix_frequencies, scale_positio
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import StartingWeights, find_starting_weights
 from engine.model.saved_adapter import OpenedAdapter
+from engine.model.surplus import base_folder, refuse_foreign, sentence_on, unread_tensors
 from engine.model.token_rows import (
     expect_rows_of,
     expect_trained_ends,
@@ -172,6 +173,7 @@ def assemble(
     if recipe.model.rope_scaling is not None:
         expect_scaled(base, recipe.model.rope_scaling)
     notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
+    notices += _unread(spec, settings, base)
     notices += _linear_attention(settings.config, spec.profile.device.kind)
     trained, coverage, opened = _apply_method(spec, settings.start, base, token_ids or [])
     if opened is None:
@@ -241,6 +243,19 @@ def _linear_attention(config: PreTrainedConfig, device_kind: str) -> list[str]:
         "linear attention is computed by torch, at about half the speed: "
         f"{install_command('linear-attention', ['flash-linear-attention'])} brings its kernels"
     ]
+
+
+def _unread(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel) -> list[str]:
+    """A notice on tensors of the base's files that its class does not read. UsageError: they are of another model."""
+    start = settings.start
+    stored = stored_quantisation(settings.config.to_dict())
+    files = None if stored or has_new_weights(spec, start) else base_folder(start.base, start.revision)
+    if files is None:
+        return []
+    unread = unread_tensors(base, files)
+    refuse_foreign(unread, start.base)
+    said = sentence_on(unread)
+    return [] if said is None else [said]
 
 
 def has_new_weights(spec: RunSpec, start: StartingWeights) -> bool:

@@ -86,8 +86,9 @@ def size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in _files(path))
 
 
-def place_result(checkpoint: Checkpoint, target: Path) -> None:
-    """Replace `target` by a copy of the checkpoint's weights, completely or not at all; hard-linked where possible."""
+def place_result(checkpoint: Checkpoint, target: Path, complete: Callable[[Path], None] | None = None) -> None:
+    """Replace `target` by a copy of the checkpoint's weights, completely or not at all; hard-linked where possible.
+    `complete` adds to the copy what a checkpoint does not have."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -98,6 +99,12 @@ def place_result(checkpoint: Checkpoint, target: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
+    try:
+        if complete is not None:
+            complete(draft)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     _put_in_place(draft, target)
     # The replaced result, and drafts of processes that died.
     for debris in target.parent.glob(f".{target.name}.*"):

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.device.base import Device
 from engine.device.oom import OutOfMemory, retry_on_oom
@@ -20,6 +22,9 @@ from engine.errors import MemoryExhaustedError
 from engine.journal.checkpoints_on_disk import Checkpoint, newest_sound
 from engine.journal.control import BY_SIGNAL, RunRequests
 from engine.journal.events import until_there_is_room
+from engine.model.load import has_new_weights
+from engine.model.reference import find_starting_weights
+from engine.model.surplus import complete_result
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings
@@ -171,8 +176,14 @@ class CheckpointManager:
         chosen = Checkpoint(step, self._directory.checkpoint(step))
         folder = self._directory.adapter if self._context.loaded.kind == "adapter" else self._directory.model
         self._journal.phase("saving", "result")
-        self._ranks.run_on_rank0(lambda: self._when_there_is_room(lambda: place_result(chosen, folder)))
+        self._ranks.run_on_rank0(lambda: self._when_there_is_room(lambda: place_result(chosen, folder, self._complete)))
         return folder.name
+
+    def _complete(self, draft: Path) -> None:
+        """Give the result of full fine-tuning what its base has beside the trained weights."""
+        loaded, start = self._context.loaded, find_starting_weights(self._setup.spec.recipe.model)
+        if isinstance(loaded.model, PreTrainedModel) and not has_new_weights(self._setup.spec, start):
+            complete_result(draft, start.base, start.revision, loaded.model)
 
     def mark_best(self, metric: str, value: float) -> None:
         """Record on disk that this step's checkpoint is the best; waits while the disk is full."""
