@@ -4,6 +4,7 @@ the base's."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from engine.export.merge import merge
 from engine.model.surplus import complete_result, refuse_foreign, sentence_on, unread_tensors
 from tests.model.samples import load, name_base, run_spec
 
-PREDICTION = {"mtp.fc.weight": (64, 128), "mtp.layers.0.self_attn.q_proj.weight": (64, 64)}
+PREDICTION: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (64, 128), "mtp.layers.0.self_attn.q_proj.weight": (64, 64)}
 
 
-def base_with(folder: Path, kind: str, extra: dict[str, tuple[int, ...]], **keys: object) -> dict[str, Tensor]:
+def base_with(folder: Path, kind: str, extra: Mapping[str, tuple[int, ...]], **keys: object) -> dict[str, Tensor]:
     """Write a tiny base with tensors that its class has no place for; returns these."""
     write_tiny(tiny_config(kind), folder)
     file = folder / "model.safetensors"
@@ -41,7 +42,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def save_adapter(base: Path, folder: Path) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(folder)
-    name_base(folder, str(base))
+    name_base(folder, base)
     for file in base.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
 
