@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -93,7 +93,7 @@ def _parts(name: str) -> list[Any]:
 def _layers_of_another_kind(model: PreTrainedModel, names: list[str]) -> set[tuple[nn.Module, int]]:
     """The layers behind the last one, as (list of layers, number), with a tensor that no layer of the model has: they
     do something else, as `eh_proj` of multi-token prediction does. Those of a longer model have the same names."""
-    found = set()
+    found: set[tuple[nn.Module, int]] = set()
     for name in names:
         holder, rest, _ = _deepest(model, name)
         if isinstance(holder, nn.ModuleList) and rest[0].isdigit() and len(holder):
@@ -219,9 +219,7 @@ def keep_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
     own = json.loads(path.read_text("utf-8"))
     if own.get("model_type") != model.config.model_type:
         return  # the result is a part of the base, with a config of its own
-    before = type(model.config).from_dict(dict(own)).to_dict() if "auto_map" not in own else (
-        AutoConfig.from_pretrained(str(base), trust_remote_code=True).to_dict()
-    )  # fmt: skip
+    before = type(model.config).from_dict(dict(own)).to_dict()
     after = {**model.config.to_dict(), "tie_word_embeddings": _is_tied(model)}
     _set_changed(own, before, after)
     _set_dtype(own, str(model.dtype).removeprefix("torch."))

@@ -41,7 +41,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def save_adapter(base: Path, folder: Path) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     name_base(folder, base)
     for file in base.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
