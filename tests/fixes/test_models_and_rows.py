@@ -9,9 +9,7 @@ import pytest
 
 from engine.budget.advise.plan import find_predictor
 from engine.config.load import resolve
-from engine.data.json_rows import JsonRows
-from engine.data.records import Screened
-from engine.errors import DataError, NotSimulatedError
+from engine.errors import NotSimulatedError
 from tests.budget.metered_step import folder_of
 from tests.budget.test_simulated import SHALLOW
 from tests.cli.conftest import Tunedeck
@@ -19,7 +17,7 @@ from tests.cli.small_recipes import write_profile
 from tests.cli.test_fixes import own_files
 from tests.cli.test_gate import LLAMA
 from tests.fixes.conftest import Given
-from tests.fixes.rows import Row, State, text_of, walk, was_given
+from tests.fixes.rows import Row, State, text_of, walk
 from tests.fixes.test_chat_and_data import LABELLED
 from tests.fixes.test_settings import DATA, MODEL, PLAN, ROWS_PATH, at, model_of, rows_of
 from tests.vision_models import make_tokenizer, write_qwen2_vl
@@ -156,8 +154,8 @@ def test_what_a_fix_says_is_right(key: str, row: Row, tunedeck: Tunedeck, tmp_pa
     walk(key, row, tunedeck, tmp_path, given)
 
 
-WALKED = ("errors:__init__", "data/json_rows:_lines")
-"""The fix texts that the tests below execute."""
+WALKED = ("errors:__init__",)
+"""The fix texts that the test below executes."""
 
 
 def test_a_model_without_a_closed_form_is_simulated_by_plan(
@@ -173,13 +171,3 @@ def test_a_model_without_a_closed_form_is_simulated_by_plan(
     assert caught.value.fix == text_of("errors:__init__").text
     assert tunedeck(*PLAN.split(), *(word for each in options for word in ("--set", each))).code == 0
     assert find_predictor(spec) is not None
-
-
-def test_lines_that_are_no_rows_are_left_out(tmp_path: Path, given: Given) -> None:
-    """A whole file is tried before its lines, and its message comes first: so the lines are read here."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "1", "completion": "2"}\nno json\n')
-    with pytest.raises(DataError):
-        JsonRows([Screened(file, file)], [file], skip=False)
-    assert was_given(text_of("data/json_rows:_lines"), given)
-    assert len(JsonRows([Screened(file, file)], [file], skip=True)) == 1
