@@ -88,7 +88,7 @@ def continued(folder: Path, seed: int) -> str:
     except TunedeckError as error:
         assert isinstance(error, UsageError) and error.fix
         return f"error: {error.found}"
-    theirs = opened_by_peft(base, adapter)
+    theirs: Any = opened_by_peft(base, adapter)
     theirs.base_model.set_attn_implementation(loaded.attention)
     torch.testing.assert_close(logits_of(loaded.model, batch), logits_of(theirs, batch), rtol=1e-5, atol=1e-5)
     loaded.model.eval()  # dropout is drawn by steps alone
@@ -97,7 +97,7 @@ def continued(folder: Path, seed: int) -> str:
     disturb(loaded)
     loaded.save(folder / "result")
     expected = logits_of(loaded.model, batch)
-    again = opened_by_peft(base, folder / "result")
+    again: Any = opened_by_peft(base, folder / "result")
     again.base_model.set_attn_implementation(loaded.attention)
     torch.testing.assert_close(logits_of(again, batch), expected, rtol=1e-5, atol=1e-5)
     resumed = load(spec)
