@@ -475,7 +475,7 @@ def test_the_query_of_preferences_stays_part_of_the_prompt() -> None:
 def test_swift() -> None:
     recipe, said = imported(SWIFT)
     assert recipe["method"]["rank"] == 8 and recipe["method"]["alpha"] == 32 and recipe["method"]["dropout"] == 0.05
-    assert recipe["method"]["freeze"] == ["vision"]
+    assert "freeze" not in recipe["method"] and "freeze_vit and freeze_aligner  (the base is frozen" in said
     assert recipe["data"]["sources"][0]["limit"] == 500 and recipe["data"]["sources"][1]["path"] == "data/rows.jsonl"
     assert recipe["data"]["loss_on"] == "last" and recipe["data"]["over_length"] == "drop"
     assert recipe["train"]["batch_size"] == 16 and recipe["train"]["weight_decay"] == 0.1

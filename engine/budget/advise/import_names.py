@@ -32,6 +32,7 @@ def keep_matching_names(draft: Draft) -> None:
     _keep(draft, "exclude", adaptable_names(arch), matches_end)
     _keep(draft, "also_train", parameter_names(arch), matches)
     _keep(draft, "train_only", parameter_names(arch), matches)
+    _keep(draft, "freeze", parameter_names(arch), matches)
 
 
 def _keep(draft: Draft, key: str, names: Sequence[str], test: Callable[[str, str], bool]) -> None:

@@ -248,11 +248,12 @@ def fields_of_the_method(recipe: Recipe) -> Problems:
     method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
     only: dict[str, list[str]] = {
         "lora": ["targets", "exclude", "dora", "rslora", "also_train"],
-        "full": ["train_only"],
+        "full": ["train_only", "freeze"],
     }
     hint = {
         "also_train": "; train_only limits a full fine-tuning",
-        "train_only": "; also_train trains parameters beside LoRA",
+        "train_only": "; also_train trains parameters in addition to LoRA",
+        "freeze": "; with LoRA the base is frozen, and exclude leaves modules without an adapter",
     }
     for key in only[other]:
         if getattr(method, key) != Method.model_fields[key].default:

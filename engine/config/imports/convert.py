@@ -281,7 +281,33 @@ def _settle(draft: Draft) -> None:
         draft.recipe["data"].pop("loss_on")
 
 
+PARTS = {"vision": ("**.vision_tower", "**.visual"), "projector": ("**.multi_modal_projector", "**.visual.merger")}
+"""Parts of models with images that other tools freeze by name, to globs on the names that transformers gives them."""
+
+
+def _settle_parts(draft: Draft) -> None:
+    """Replace the names of parts in method.freeze: with LoRA the base is frozen anyway."""
+    frozen = draft.get("method.freeze") or []
+    parts = [name for name in frozen if name in ("vision", "projector", "language")]
+    if not parts:
+        return
+    theirs = draft.origin.pop("method.freeze")
+    rest = [name for name in frozen if name not in parts]
+    del draft.recipe["method"]["freeze"]
+    if draft.get("method.kind") == "full":
+        globs = [glob for part in parts for glob in PARTS.get(part, ())]
+        draft.set("method.freeze", [*rest, *globs], theirs)
+        draft.blanks[theirs] = (
+            f"{', '.join(parts)}: keep the globs in method.freeze that name these parts of your model"
+        )
+    elif "language" in parts:
+        draft.blanks[theirs] = "language: name the modules that get adapters in method.targets"
+    else:
+        draft.leave(theirs, "the base is frozen; all-linear and attention put adapters into the language model alone")
+
+
 def _settle_method(draft: Draft) -> None:
+    _settle_parts(draft)
     if draft.get("method.kind") != "full":
         return
     for key in ("rank", "alpha", "dropout", "targets", "exclude", "also_train", "rslora", "dora", "adapter_dtype"):

@@ -97,7 +97,7 @@ class Method(Table):
     train_only: list[str] = []
     """With kind = "full": only these parameters are trained (globs on dotted names)."""
     freeze: list[str] = []
-    """Parameters that are not trained (globs on dotted names)."""
+    """With kind = "full": parameters that are not trained (globs on dotted names)."""
 
     @property
     def effective_alpha(self) -> float:
