@@ -93,7 +93,7 @@ class Format:
         if self.name in ("chat", "sharegpt"):
             return conversation(values, calls=self.version > 2, names=self.names)
         if self.name == "alpaca":
-            return _instruction(values, self.chat, self.has_preamble)
+            return _instruction(values, self.chat, self.has_preamble, LINE if self.version > 4 else BLANK_LINE)
         if self.name == "prompt-completion":
             return self._pair(values)
         if self.name in PREFERENCE_FORMATS:
@@ -180,7 +180,11 @@ TOOLS_NEED_TEMPLATE = "tools need a chat template"
 """Drop reason."""
 
 
-def _instruction(values: dict[str, Any], chat: bool, has_preamble: bool) -> Record | Dropped:
+LINE, BLANK_LINE = "\n", "\n\n"
+"""What is between an instruction and its input in a conversation: one line break, as in other tools."""
+
+
+def _instruction(values: dict[str, Any], chat: bool, has_preamble: bool, between: str) -> Record | Dropped:
     given = {"input": "", "system": "", **{name: value for name, value in values.items() if value is not None}}
     for name in ("instruction", "output", "input", "system"):
         if problem := _not_text(name, given.get(name)):
@@ -195,7 +199,7 @@ def _instruction(values: dict[str, Any], chat: bool, has_preamble: bool) -> Reco
         head = f"{given['system']}\n\n" if given["system"] else ""
         head += "".join(f"{ALPACA_LAYOUT.format(instruction=asked)}{answer}\n\n" for asked, answer in rounds)
         return PairRecord(head + layout.format(**given), given["output"])
-    question = "\n\n".join(part for part in (given["instruction"], given["input"]) if part)
+    question = between.join(part for part in (given["instruction"], given["input"]) if part)
     if has_preamble:
         question = _alpaca_layout(bool(given["input"]), True).format(**given)
     turns = [{"role": role, "content": text}

@@ -100,7 +100,7 @@ def prompt_of(values: dict[str, Any]) -> Any:
         return prompt
     if not isinstance(prompt, str) or not isinstance(more or "", str):
         return Dropped("input or history beside a prompt that is not text")
-    question = "\n\n".join(part for part in (prompt, more) if part)
+    question = "\n".join(part for part in (prompt, more) if part)
     if not rounds:
         return question
     roles = ("user", "assistant")

@@ -45,7 +45,10 @@ def test_sharegpt_and_messages_say_the_same() -> None:
 
 def test_instruction_rows_become_a_conversation_where_there_is_a_template() -> None:
     row = {"instruction": "add", "input": "1 2", "output": "3"}
-    assert record(row).messages == [{"role": "user", "content": "add\n\n1 2"}, {"role": "assistant", "content": "3"}]
+    assert record(row).messages == [{"role": "user", "content": "add\n1 2"}, {"role": "assistant", "content": "3"}]
+    source = Source.model_validate({"name": "s", "path": "x.jsonl"})
+    older = recognise(list(row), source, has_template=True, version=4).record(row)
+    assert isinstance(older, ChatRecord) and older.messages[0]["content"] == "add\n\n1 2"
     assert record(row, has_template=False) == PairRecord(
         "### Instruction:\nadd\n\n### Input:\n1 2\n\n### Response:\n", "3"
     )

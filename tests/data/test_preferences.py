@@ -131,7 +131,7 @@ def test_conversations_that_differ_in_a_question_are_no_pair() -> None:
 def test_history_and_input_are_part_of_the_prompt(tmp_path: Path) -> None:
     row = {"instruction": "Add.", "input": "1 2", "history": [["Rain?", "Yes."]], "chosen": "3", "rejected": "4"}
     found = texts(prepared(tmp_path, [row]).train)
-    context = "<user>Rain?<end><assistant>Yes.<end><user>Add.\n\n1 2<end><assistant>"
+    context = "<user>Rain?<end><assistant>Yes.<end><user>Add.\n1 2<end><assistant>"
     assert found == [(context, "3<end>"), (context, "4<end>")]
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from engine.config.schema.base import Count, CountOrZero, Name, NonNegative, Positive, Table
 from engine.config.schema.recipe import Recipe
 
-DATA_VERSION: Literal[4] = 4
+DATA_VERSION: Literal[5] = 5
 """How new runs read their rows (`RunSpec.data_version`)."""
 
 
@@ -160,8 +160,8 @@ class RunSpec(Table):
     recipe: Recipe
     provenance: Provenance = Provenance()
     limits: Limits = Limits()
-    data_version: Literal[1, 2, 3, 4] = DATA_VERSION
-    """How rows are read; 3: numbers are no text, and words such as "None" in a CSV file are empty cells; 2: besides,
+    data_version: Literal[1, 2, 3, 4, 5] = DATA_VERSION
+    """How rows are read; 4: an instruction and its input are separated by a blank line; 3: besides, numbers are no text, and words such as "None" in a CSV file are empty cells; 2: besides,
     Alpaca's history, and tools and system beside prompts and instructions, are ignored, a conversation whose system
     turn the template refuses is dropped, and sharegpt's function calls are text; 1, of a file without this key:
     besides, prompts and completions stay outside the chat template, and text files are read line by line."""
