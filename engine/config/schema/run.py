@@ -161,7 +161,8 @@ class RunSpec(Table):
     provenance: Provenance = Provenance()
     limits: Limits = Limits()
     data_version: Literal[1, 2, 3, 4, 5] = DATA_VERSION
-    """How rows are read; 4: an instruction and its input are separated by a blank line; 3: besides, numbers are no text, and words such as "None" in a CSV file are empty cells; 2: besides,
-    Alpaca's history, and tools and system beside prompts and instructions, are ignored, a conversation whose system
-    turn the template refuses is dropped, and sharegpt's function calls are text; 1, of a file without this key:
-    besides, prompts and completions stay outside the chat template, and text files are read line by line."""
+    """How rows are read; 4: a blank line separates an instruction and its input; 3: besides, numbers are no text, and
+    words such as "None" in a CSV file are empty cells; 2: besides, Alpaca's history, and tools and system beside
+    prompts and instructions, are ignored, a conversation whose system turn the template refuses is dropped, and
+    sharegpt's function calls are text; 1, of a file without this key: besides, prompts and completions stay outside the
+    chat template, and text files are read line by line."""
