@@ -36,8 +36,9 @@ def _in_utf8() -> None:
         encoding = None if "PYTHONIOENCODING" in os.environ else _locale_encoding()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            in_utf8 = (encoding or stream.encoding) == "utf-8"
-            stream.reconfigure(encoding=encoding, errors="backslashreplace" if in_utf8 else "replace")
+            errors = "backslashreplace" if (encoding or stream.encoding) == "utf-8" else "replace"
+            if encoding is not None or stream.errors != errors:
+                stream.reconfigure(encoding=encoding, errors=errors)
 
 
 def _locale_encoding() -> str:
