@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.errors import EnvironmentProblem
 from engine.handover.answers import NEW_TOKENS, Prompt
+from engine.handover.gguf import ending_with_us
 from engine.handover.result import INSTALL, PROGRAMS
 
 START_SECONDS = 1_800.0
@@ -133,9 +134,9 @@ def ask_ollama(modelfile: Path, prompts: Sequence[Prompt], *, chat: bool) -> lis
 
 @contextmanager
 def _process(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process and those that it starts, ended with the block."""
+    """A process and those that it starts, ended with the block; itself also when this process is killed."""
     with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(ending_with_us(words), stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
     finally:

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -77,10 +78,25 @@ def require_quantizer(kind: str) -> None:
         )
 
 
+WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_us(words: Sequence[str]) -> list[str]:
+    """Return words that start the program `words` so that it gets TERM when this process ends, killed or not: a
+    converter would go on writing, and a server would keep its memory. To be started by the main thread."""
+    return [sys.executable, "-I", "-S", "-c", WITH_PARENT, str(os.getpid()), *words]
+
+
 def _run(command: list[str]) -> None:
     # Not with this process's own packages: a converter has an environment of its own.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    ended = subprocess.run(ending_with_us(command), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         lines = (ended.stdout + ended.stderr).strip().splitlines()[-TAIL:]
         raise EnvironmentProblem(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ from transformers import AutoTokenizer
 
 from engine.errors import EnvironmentProblem, UsageError
 from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
+from engine.journal.liveness import identify
 from tests.handover.small_converter import gguf
+from tests.journal.waiting import until
 from tests.model.samples import write_model
 
 Metadata = dict[str, Any]
@@ -126,3 +132,31 @@ def test_types_of_few_bits_need_llama_quantize(tmp_path: Path, monkeypatch: pyte
     require_quantizer("Q4_K_M")
     convert([str(tmp_path / "converter")], tmp_path / "model", tmp_path / "out.gguf", "Q4_K_M")
     assert (tmp_path / "out.gguf").read_text() == "weights" and not list(tmp_path.glob(".*"))
+
+
+STARTS_A_SERVER = """
+import sys
+from pathlib import Path
+from engine.handover.consumers import _process
+
+with _process(["sleep", "1000"], Path(sys.argv[1])) as server:
+    sys.stdout.write(f"{server.pid}\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+def test_a_server_ends_with_a_handover_that_is_killed(tmp_path: Path) -> None:
+    words = [sys.executable, "-P", "-c", STARTS_A_SERVER, str(tmp_path / "log")]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    ) as handover:
+        assert handover.stdout is not None
+        server = identify(int(handover.stdout.readline()))
+        assert server is not None
+        # It becomes the program once it is tied to the handover.
+        until(lambda: Path(f"/proc/{server.pid}/cmdline").read_bytes() == b"sleep\x001000\x00")
+        handover.send_signal(signal.SIGKILL)
+        handover.communicate()
+    until(lambda: identify(server.pid) != server)
