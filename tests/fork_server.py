@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tunedeck.py")
-MODULES = ("torch.distributed.run", "benchmarks.gpu", "benchmarks.measured_run")
+MODULES = ("torch.distributed.run", "benchmarks.gpu", "benchmarks.measured_run", "tests.faults.impatient")
 
 READ_LATE = (
     "TUNEDECK_", "TORCHELASTIC_", "SLURM_", "PYTEST_", "MALLOC_", "GOMP_", "RANK", "LOCAL_RANK", "WORLD_SIZE",
@@ -325,11 +325,14 @@ def _take_signals(start: Start) -> None:
 
 
 def _take_streams(start: Start) -> None:
-    """Open standard input and output anew; standard error stays, because handlers of logging have kept it."""
+    """Open standard input and output anew. Standard error stays the same object, because handlers of logging have kept
+    it, but looks anew at what it writes to: a file and a pipe are not the same to it."""
     unbuffered = bool(start.environment.get("PYTHONUNBUFFERED")) or "-u" in start.arguments[:3]
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     input_bytes, output_bytes = io.FileIO(0, closefd=False), io.FileIO(1, "w", closefd=False)
     system: Any = sys  # its streams are declared final
+    errors_bytes = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    system.stderr.__init__(errors_bytes, encoding=sys.stderr.encoding, errors=sys.stderr.errors, line_buffering=True)
     system.stdin = system.__stdin__ = io.TextIOWrapper(io.BufferedReader(input_bytes), encoding=encoding, errors=errors)
     written: Any = output_bytes if unbuffered else io.BufferedWriter(output_bytes)
     system.stdout = system.__stdout__ = io.TextIOWrapper(

@@ -1,5 +1,6 @@
-"""Every request of `tunedeck push` fails once: the hub drops the connection, hangs, redirects, sends half an answer or
-garbage, from this request on; or the command is killed or stopped there.
+"""Every request of `tunedeck push` fails once: the hub drops the connection, hangs, redirects, sends half an answer,
+garbage or an error of its own, or its answer is lost after it did what it was asked for, from this request on; or the
+command is killed or stopped there.
 
 Then the repository has the whole result or nothing of it, and the same command again makes it whole. `every_write.py`
 runs this with the others, as the scenario "push".
@@ -63,6 +64,10 @@ def cut_requests(hub: Hub, folder: Path, seed: int, sample: int | None) -> int:
     return lost.total()
 
 
+IMPATIENT = ("-m", "tests.faults.impatient")
+"""Tunedeck with limits of seconds: a hub that hangs costs ten minutes of a user's time."""
+
+
 def push(place: Place) -> None:
     place.call("push", "last", REPOSITORY, "--yes")
 
@@ -76,7 +81,7 @@ def complaints(hub: Hub, place: Place, number: int, kind: str, whole: dict[str, 
         fault.call = lambda: stop_for_a_while(place.running.pid)
     place.ended, hub.requests, hub.fault, hub.strangers = [], 0, fault, []
     try:
-        push(place)
+        place.call("push", "last", REPOSITORY, "--yes", program=IMPATIENT)
     finally:
         hub.fault = None
         fault.over.set()

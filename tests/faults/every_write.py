@@ -56,6 +56,7 @@ from tests.faults.scenarios import (
     sweep,
     sync,
     train,
+    write_programs,
 )
 from tests.handover.hub_server import serving
 from tests.journal.waiting import until
@@ -245,7 +246,8 @@ def main() -> int:
     chosen = [scenario for scenario in SCENARIOS if asked.only is None or scenario.name in asked.only]
     with tempfile.TemporaryDirectory(prefix="tunedeck-writes-") as folder, serving() as hub:
         disk = preload(Path(folder))
-        os.environ["PYTHONPATH"] = f"{PACKAGES}:{PACKAGES.with_name('harness')}"
+        os.environ["PYTHONPATH"] = f"{PACKAGES}:{PACKAGES.with_name('harness')}:{fork_server.ROOT}"
+        os.environ["PATH"] = f"{write_programs(Path(folder))}:{os.environ['PATH']}"
         os.environ.update(environment(hub), HF_HOME=str(Path(folder, "hub")))
         fork_server.install()
         wrong = sum(cut(scenario, disk, Path(folder), asked) for scenario in chosen)
@@ -267,9 +269,7 @@ class Point:
 def points(
     scenario: Scenario, sites: dict[int, CallSite], asked: argparse.Namespace, draw: random.Random
 ) -> list[Point]:  # fmt: skip
-    """Which faults are tried: all, a sample, or of each call site and fault one, drawn by chance. A folder that is
-    moved right before the command first looks for it is another folder."""
-    sites = {number: each for number, each in sites.items() if (each.call, each.file) != ("mkdir", "runs")}
+    """Which faults are tried: all, a sample, or of each call site and fault one, drawn by chance."""
     if asked.call_sites:
         numbers = {site: [number for number, each in sites.items() if each == site] for site in sites.values()}
         return [Point(draw.choice(those), each, site) for site, those in numbers.items() for each in scenario.faults]
@@ -347,22 +347,35 @@ def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Po
         scenario.disturbed(place)
     wrong = list(seen)
     if moved is not None and moved[1].exists():
-        wrong += put_back(place, *moved)
+        is_other = point.fault == "runs moved" and disk.what == f"mkdir {place.runs}"
+        wrong += incomplete(place, scenario, reference) if is_other else []
+        wrong += put_back(place, *moved, is_other=is_other)
     if not scenario.profile:  # a launcher of ranks needs its time to start them again
         let_time_pass(place)
     let_drafts_age(place)
     return wrong + complaints(place, scenario, point.fault, reference)
 
 
-def put_back(place: Place, here: Path, there: Path) -> list[str]:
-    """Move the runs back to where they were; a deleted cache is gone. Returns what was made in their old place."""
+def incomplete(place: Place, scenario: Scenario, reference: Result) -> list[str]:
+    """What is wrong with a runs folder that was made anew: moved before the command first looked for it, the folder is
+    one that never was, and what the command was asked for is in the new one, whole, or nothing is."""
+    found = scenario.files(place) if scenario.files else {}
+    succeeded = place.ended[0].code == 0
+    if found != (reference.files if succeeded else {}):
+        return [f"ends with {place.ended[0].code}, and a new runs folder has {sorted(found)}"]
+    return []
+
+
+def put_back(place: Place, here: Path, there: Path, *, is_other: bool = False) -> list[str]:
+    """Move the runs back to where they were; a deleted cache is gone. Returns what was made in their old place, unless
+    the command made another folder there."""
     if here == place.cache:
         shutil.rmtree(there)
         return []
     made = [str(path.relative_to(place.folder)) for path in here.rglob("*")] if here.exists() else []
     shutil.rmtree(here, ignore_errors=True)
     there.rename(here)
-    return [f"made where the runs were before: {', '.join(made)}"] if made else []
+    return [f"made where the runs were before: {', '.join(made)}"] if made and not is_other else []
 
 
 @contextmanager

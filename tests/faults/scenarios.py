@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -59,9 +59,9 @@ class Place:
         self.ended: list[Ended] = []
         self.running: subprocess.Popen[str]
 
-    def call(self, *words: object, text: str = "") -> Ended:
-        """Run one command to its end; it reads `text`."""
-        command = [sys.executable, "-P", str(ENTRY_FILE), *map(str, words)]
+    def call(self, *words: object, text: str = "", program: Sequence[str] = (str(ENTRY_FILE),)) -> Ended:
+        """Run one command to its end; it reads `text`. `program`: what Python runs."""
+        command = [sys.executable, "-P", *program, *map(str, words)]
         with subprocess.Popen(
             command, cwd=self.input, env={**os.environ, **self.environment}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -80,9 +80,18 @@ def train(place: Place) -> None:
     place.call("train", "-p", place.profile, "-r", place.recipe)
 
 
-def queue(place: Place) -> None:
-    for name in {"one", "two"} - {stem(run) for run in place.found()}:
+def queue_up(place: Place) -> None:
+    for name in sorted({"one", "two"} - {stem(run) for run in place.found()}):
         place.call("queue", "add", "-p", place.profile, "-r", place.recipe, "--name", name)
+
+
+def queue(place: Place) -> None:
+    queue_up(place)
+    place.call("queue", "start")
+
+
+def look_at_queue(place: Place) -> None:
+    place.call("queue", "list")
     place.call("queue", "start")
 
 
@@ -204,17 +213,38 @@ def merged(place: Place) -> dict[str, str]:
 
 
 def hand_over(place: Place) -> None:
-    converter = place.input / "converter"
-    converter.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {CONVERTER} "$@"\n')
-    converter.chmod(0o755)
-    place.call("handover", "last", "--ollama", "--converter", converter, "--outtype", "f16")
+    place.call("handover", "last", "--ollama", "--converter", place.folder.parent / PROGRAMS / "converter")
 
 
-CONVERTER = Path(__file__).parents[1] / "handover" / "small_converter.py"
+def hand_over_checked(place: Place) -> None:
+    """Convert, quantize, and ask the server of llama.cpp."""
+    converter = place.folder.parent / PROGRAMS / "converter"
+    place.call("handover", "last", "--gguf", "--converter", converter, "--outtype", "Q4_K_M", "--check")
+
+
+PROGRAMS = "programs"
+"""The folder, beside those of places, of programs that a handover starts."""
+SMALL = Path(__file__).parents[1] / "handover"
+
+
+def write_programs(folder: Path) -> Path:
+    """Write small look-alikes of the programs that a handover starts; returns their folder, for $PATH."""
+    programs = folder / PROGRAMS
+    programs.mkdir()
+    for name, line in (
+        ("converter", f'{sys.executable} -I -S {SMALL / "small_converter.py"} "$@"'),
+        ("llama-server", f'{sys.executable} -I -S {SMALL / "small_server.py"} "$@"'),
+        ("llama-quantize", 'dd if="$1" of="$2" status=none'),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
+        (programs / name).chmod(0o755)
+    return programs
 
 
 def handed_over(place: Place) -> dict[str, str]:
-    return digests(place.found()[0].path, "handover/**/*")
+    """What a handover wrote, without the logs of servers."""
+    found = digests(place.found()[0].path, "handover/**/*")
+    return {name: digest for name, digest in found.items() if not name.endswith(".log")}
 
 
 def evaluate_tasks(place: Place) -> None:
@@ -277,6 +307,7 @@ SCENARIOS = (
     RUN("two ranks", train, profile="count = 2\n"),
     RUN("staged run", train, more=STAGES),
     RUN("queue", queue, runs=2),
+    RUN("queue worker", queue, before=queue_up, runs=2, faults=EVERY_FAULT, beside=look_at_queue),
     RUN("sweep", sweep, runs=2),
     RUN("evaluation", evaluate, before=train),
     RUN("tracked run", train, more=TRACKED),
@@ -288,5 +319,14 @@ SCENARIOS = (
     Scenario("import", import_archive, before=archive_alone, files=imported),
     Scenario("merge", merge, before=train, method=LORA, files=merged, beside=merge),
     Scenario("handover", hand_over, before=train, method=LORA, files=handed_over, whole=False, beside=hand_over),
+    Scenario(
+        "handover --check",
+        hand_over_checked,
+        before=train,
+        method=LORA,
+        files=handed_over,
+        whole=False,
+        beside=hand_over_checked,
+    ),
     Scenario("tasks", evaluate_tasks, before=train, files=scored, whole=False, beside=evaluate_tasks),
 )

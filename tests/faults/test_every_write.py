@@ -28,5 +28,6 @@ def test_two_failed_writes_of_a_run_lose_nothing() -> None:
 
 def test_two_faults_of_each_process_that_is_no_run_lose_nothing() -> None:
     names = [scenario.name for scenario in SCENARIOS if scenario.files is not None]
+    names.append("push")
     only = [word for name in names for word in ("--only", name)]
-    assert swept(*only, "--sample", "2").count("nothing lost") == len(names) > 7
+    assert swept(*only, "--sample", "2").count("nothing lost") == len(names) > 8

@@ -62,12 +62,12 @@ class Hub:
         return "lfs" if path.endswith((".safetensors", "tokenizer.json")) else "regular"
 
 
-FAULTS = ("dropped", "hangs", "redirected", "half an answer", "garbage")
+FAULTS = ("dropped", "hangs", "redirected", "half an answer", "garbage", "error 500", "answer lost")
 
 
 @dataclass
 class Fault:
-    """What the server does in place of an answer, from a request on."""
+    """What the server does in place of an answer, from a request on; with "answer lost" after what it was asked for."""
 
     kind: str
     """Of FAULTS, or empty: `call` alone."""
@@ -133,12 +133,17 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    lost = False
+    """Whether no answer is sent."""
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def answer(self, status: int, document: Any = None, headers: dict[str, str] | None = None) -> None:
+        if self.lost:
+            self.close_connection = True
+            return
         body = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
@@ -151,7 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(status, {"error": text}, {"X-Error-Code": code, "X-Error-Message": text})
 
     def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        content = self.rfile.read(size)
+        if len(content) < size:
+            raise ConnectionResetError("the client is gone")
+        return content
 
     def known(self) -> bool:
         if self.headers.get("Authorization") == f"Bearer {TOKEN}":
@@ -173,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         if hub.requests == fault.number:
             fault.call()
-        if not fault.kind:
+        self.lost = fault.kind == "answer lost"
+        if self.lost or not fault.kind:
             return False
         self.close_connection = True
         if fault.kind == "hangs":
@@ -184,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
                              + f"Location: {other}{self.path}\r\n\r\n".encode())  # fmt: skip
         elif fault.kind == "half an answer":
             self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"name": "me"')
+        elif fault.kind == "error 500":
+            self.wfile.write(b"HTTP/1.1 500 Broken\r\nContent-Length: 5\r\nConnection: close\r\n\r\nsorry")
         elif fault.kind == "garbage":
             self.wfile.write(b"\x00\xff\xfe no answer \x1b[31m\r\n\r\n")
         return True
