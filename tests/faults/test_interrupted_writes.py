@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import disk_problem
-from engine.journal.checkpoints_on_disk import damage
+from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.train.run.checkpoint_files import place_result, prune, write_checkpoint
 from engine.train.run.main import _forget_attempt
@@ -70,6 +70,25 @@ def test_what_is_complete_stays_complete_wherever_its_replacement_fails(
         assert (folder / "model" / "model.safetensors").read_bytes() == b"weights" or not failed, disk.what
         assert done.stdout in ("", f"{errno.EIO}\n"), disk.what
     assert number > 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_moved_while_a_checkpoint_is_written_leaves_nothing_at_its_old_place(tmp_path: Path, fails: bool) -> None:
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    folder = tmp_path / "runs" / "one" / "checkpoints"
+
+    def move(draft: Path) -> None:
+        fill(draft)
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+        (draft / "weights").mkdir(parents=True)  # as save_pretrained does
+        (draft / "weights" / "tokenizer.json").write_text("{}")
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(OSError, match="Input/output" if fails else "it was moved while a checkpoint was written"):
+        write_checkpoint(folder, 2, move)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert find_checkpoints(tmp_path / "elsewhere" / "one" / "checkpoints") == []
 
 
 def test_a_record_of_the_best_that_was_not_finished_is_removed(tmp_path: Path) -> None:

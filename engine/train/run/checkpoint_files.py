@@ -7,11 +7,13 @@ disk and renamed. `engine.journal.checkpoints_on_disk` finds and checks them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import as_os_error
@@ -31,18 +33,23 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
     """Make checkpoint `step`, replacing an existing one, from the files that `fill(path)` writes.
 
     `fill` returns the SHA-256, by path, of files that were hashed while written, and flushed; all others are read
-    again. OSError: a file cannot be written (a full disk, say); the incomplete checkpoint is removed then.
+    again. OSError: a file cannot be written (a full disk, say), or the folder was moved meanwhile; the incomplete
+    checkpoint is removed then, and what libraries made where the folder was before.
     """
     folder.mkdir(exist_ok=True)
+    before = {parent: parent.stat().st_ino for parent in (folder, *folder.parents)}
     final = folder / f"{PREFIX}{step:08d}"
     draft = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir()
-        _write_manifest(draft, step, fill(draft) or {})
+        hashes = fill(draft) or {}
+        _require_unmoved(folder, before)
+        _write_manifest(draft, step, hashes)
         replaced = _put_in_place(draft, final)
     except Exception as error:  # raised again: no error of a file writer may leave a draft behind
         shutil.rmtree(draft, ignore_errors=True)
+        _remove_new_parents(before)
         failed = as_os_error(error, draft)
         if failed is None:
             raise
@@ -51,6 +58,22 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)
     return Checkpoint(step, final)
+
+
+def _require_unmoved(folder: Path, before: Mapping[Path, int]) -> None:
+    """Raise FileNotFoundError if the folder is another now: a library that creates missing folders has then written the
+    rest of a checkpoint at the old place, and its first files are at the new one."""
+    if not folder.is_dir() or folder.stat().st_ino != before[folder]:
+        raise FileNotFoundError(errno.ENOENT, "it was moved while a checkpoint was written", str(folder))
+
+
+def _remove_new_parents(before: Mapping[Path, int]) -> None:
+    """Remove empty folders in place of those that were moved away; `before` has the inodes, innermost first."""
+    with suppress(OSError):  # one is not empty, or is gone: those above it stay
+        for parent, inode in before.items():
+            if parent.stat().st_ino == inode:
+                return
+            parent.rmdir()
 
 
 def prune(folder: Path, keep: int) -> None:
