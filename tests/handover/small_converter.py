@@ -51,7 +51,11 @@ def convert(model: Path, target: Path) -> None:
         metadata["tokenizer.chat_template"] = template.read_text()
     with (model / "model.safetensors").open("rb") as weights:
         header = json.loads(weights.read(int.from_bytes(weights.read(8), "little")))
-    shapes = {name: tuple(each["shape"]) for name, each in header.items() if name != "__metadata__"}
+    shapes = {
+        name.replace("model.layers.", "blk."): tuple(each["shape"])
+        for name, each in header.items()
+        if name != "__metadata__"
+    }
     target.write_bytes(gguf(metadata, shapes))
 
 
