@@ -166,6 +166,10 @@ def damaged_archives(run: RunDirectory, folder: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(folder / "names", "w") as opened:
         opened.write(run.run_toml, "r/run.toml")
         opened.writestr("r/\u00e9\u00e9", "x")
+    with zipfile.ZipFile(folder / "nameless", "w") as opened:
+        opened.write(run.run_toml, "r/run.toml")
+        opened.writestr("QQ", "x")
+    found["a member without a name"] = (folder / "nameless").read_bytes().replace(b"QQ", b"\0Q")  # it ends at the 0
     whole = (folder / "names").read_bytes()
     found["a name that is no text"] = whole.replace("\u00e9".encode(), b"\xff\xfe")
     end = whole.rindex(b"PK\x05\x06")
