@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.files.machine import install_command
 from engine.config.load import load_run_spec
 from engine.config.schema.data import Evaluate
 from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import offline_if_unreachable
-from engine.data.killable import KillableProcess, ProcessEnded, bounded
 from engine.data.prompts import was_trained_plain
 from engine.data.store import hash_text
-from engine.data.template_limits import RENDER_BYTES, RENDER_CPU_SECONDS, TEMPLATE_ERRORS
 from engine.device import open_device
 from engine.device.base import Device
-from engine.errors import DataError, EnvironmentProblem, UsageError
+from engine.errors import EnvironmentProblem, UsageError
 from engine.evaluate.answers import weights_identity
 from engine.evaluate.run import Notify, weights_to_score, with_overrides, with_trust
 from engine.evaluate.task_files import TaskFiles, refuse_untrusted_tasks
+from engine.evaluate.task_sandbox import tasks_in_sandbox
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now, scoring
 from engine.journal.score_groups import bootstrap, lower_is_better
@@ -98,7 +94,7 @@ def load_tasks(names: Sequence[str], include: str | None, *, trusted: bool = Fal
                 expected=f"such as {', '.join(near)}" if near else "a task, group or tag of it",
                 fix="for tasks of your own: --include-path DIR",
             )
-    with offline_if_unreachable(), templates_in_sandbox(include is not None and not trusted):
+    with offline_if_unreachable(), tasks_in_sandbox(include is not None and not trusted):
         for name in names:
             try:
                 manager.load([name])
@@ -124,50 +120,6 @@ def _refuse_unknown_metrics(files: TaskFiles) -> None:
             expected="one of its own metrics; others are code of the hub",
             fix="if you trust the author of the tasks, add --trust-remote-code",
         )
-
-
-@contextmanager
-def templates_in_sandbox(needed: bool) -> Iterator[None]:
-    """Inside the block, templates of tasks run in Jinja's sandbox and within the limits of chat templates if `needed`:
-    lm-evaluation-harness lets them call any Python function. Raises DataError for one that tries, or does not end."""
-    if not needed:
-        yield
-        return
-    from lm_eval import utils
-
-    sandbox = ImmutableSandboxedEnvironment(undefined=utils.env.undefined, keep_trailing_newline=True)
-    sandbox.filters.update(utils.env.filters)
-
-    def render(request: tuple[str, dict[str, Any]]) -> tuple[str | None, str]:
-        """Return the text, or None and what failed."""
-        template, sample = request
-        try:
-            with bounded(RENDER_CPU_SECONDS, RENDER_BYTES):
-                return sandbox.from_string(template).render(**sample), ""
-        except TEMPLATE_ERRORS as error:
-            return None, f"{type(error).__name__}: {error}"
-
-    process = KillableProcess(render)  # a pattern of regex_replace may take for ever, and nothing interrupts it
-
-    def apply_template(template: str, sample: dict[str, Any]) -> str:
-        try:
-            text, reason = process.ask((template, sample))
-        except ProcessEnded as error:
-            text, reason = None, f"its process {error}, after at most {RENDER_CPU_SECONDS:g} s of processor time"
-        if text is None:
-            raise DataError(
-                f"evaluate.harness_include: a task's template is stopped: {reason}",
-                expected="a template that only puts a sample's fields together",
-                fix="if you trust the author of the tasks, add --trust-remote-code",
-            )
-        return str(text)
-
-    before, utils.apply_template = utils.apply_template, apply_template
-    try:
-        yield
-    finally:
-        utils.apply_template = before
-        process.close()
 
 
 def score_run_on_tasks(
@@ -230,7 +182,7 @@ def evaluate_tasks(
     template = asked["apply_chat_template"]
     system = recipe.data.system_prompt if template else None
     untrusted = recipe.evaluate.harness_include is not None and not spec.limits.trust_remote_code
-    with templates_in_sandbox(untrusted):
+    with tasks_in_sandbox(untrusted):
         results = simple_evaluate(
             model=model, task_manager=manager, bootstrap_iters=0, system_instruction=system, **asked
         )

@@ -20,6 +20,7 @@ MOST_FILES, MOST_FILE_BYTES, MOST_NODES = 5_000, 1 << 20, 100_000
 PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in (
     "str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp"
 ))  # fmt: skip
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 LONGEST_NUMBER = 100
 NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxXoOeE_:.]*")
@@ -39,6 +40,10 @@ CODE_KEYS = {
     "use_prompt": "a prompt of another package or file",
     "unsafe_code": "a task that runs the answers as code",
 }
+MOST_REPEATS = 1_000
+"""Answers to one prompt, and examples before it, that a task may ask for."""
+COUNTS = ("repeats", "num_fewshot")
+
 SHOWN = 5
 """Lines named in a message."""
 
@@ -150,7 +155,8 @@ def _check(node: Any, path: Path, walk: _Walk, done: set[int]) -> None:
     if node.tag not in PLAIN_TAGS:
         walk.problems.append(f"{line}: the tag {visible(node.tag)[:60]}, which names code")
     if isinstance(node.value, str):
-        if node.style is None and len(node.value) > LONGEST_NUMBER and NUMBER.fullmatch(node.value):
+        is_number = node.tag in NUMBER_TAGS or (node.style is None and NUMBER.fullmatch(node.value))
+        if len(node.value) > LONGEST_NUMBER and is_number:
             raise UsageError(f"{line}: a number of {len(node.value)} characters", fix="correct it")
         return
     for child in node.value:
@@ -171,6 +177,9 @@ def _check_pair(key: str, value: Any, path: Path, walk: _Walk) -> None:
         walk.problems.append(f"{where}: {CODE_KEYS[key]}")
     elif key == "hf_evaluate":
         walk.problems.append(f"{where}: a metric that is code of the hub")
+    elif key in COUNTS and value.tag in NUMBER_TAGS and len(value.value) <= LONGEST_NUMBER:
+        if not _is_count(value):
+            walk.problems.append(f"{where}: {visible(value.value)} is not a number from 0 to {MOST_REPEATS:,}")
     elif key == "metric" and isinstance(value.value, str):
         walk.metrics.add(value.value)
     elif key == "include":
@@ -191,6 +200,17 @@ def _check_pair(key: str, value: Any, path: Path, walk: _Walk) -> None:
         walk.problems += [f"{where}: the option {visible(option)[:60]} of datasets" for option in odd]
         addresses = [text for text in _texts(value) if ADDRESS.search(text)]
         walk.problems += [f"{where}: {visible(text)[:100]} is an address" for text in addresses]
+
+
+def _is_count(node: Any) -> bool:
+    """Return whether a node that is a number is one of the counts that a task may have."""
+    from yaml.constructor import SafeConstructor
+
+    try:
+        count = SafeConstructor().construct_yaml_int(node)
+    except (ValueError, IndexError):
+        return False
+    return bool(0 <= count <= MOST_REPEATS)
 
 
 def _texts(node: Any) -> Iterator[str]:

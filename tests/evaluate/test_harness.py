@@ -23,7 +23,7 @@ from tests.budget.metered_step import GPT2, LLAMA, folder_of, run_spec
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
-from engine.evaluate import harness
+from engine.evaluate import harness, task_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -254,7 +254,7 @@ WITHOUT_END = "{{ ('a' * 60 + 'b') | regex_replace('(a+)+c', '') }}"
 def test_a_template_of_a_task_calls_no_function_and_ends(
     tmp_path: Path, tasks: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "RENDER_CPU_SECONDS", 1.0)
+    monkeypatch.setattr(task_sandbox, "RENDER_CPU_SECONDS", 1.0)
     mark, folder = tmp_path / "mark", tmp_path / "own"
     folder.mkdir()
     text = GENERATE.replace("FOLDER", str(tasks)).replace('"{{question}}"', f'"{template}"').replace("MARK", str(mark))
@@ -263,6 +263,35 @@ def test_a_template_of_a_task_calls_no_function_and_ends(
     with pytest.raises(DataError, match="a task's template is stopped"):
         harness.score_model_on_tasks(spec, lambda text: None)
     assert not mark.exists()
+
+
+ENDLESS = "(?:|){60}(?!)"
+"""A pattern that takes 2^60 steps on any text."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ("([^ ]+)", ENDLESS, "filter 'letters' is stopped"),
+        (
+            "{metric: exact_match}",
+            f"{{metric: exact_match, regexes_to_ignore: ['{ENDLESS}']}}",
+            "metric exact_match",
+        ),
+        ("([^ ]+)", "(", "filter 'letters' is stopped: error: missing"),
+    ],
+)
+def test_a_pattern_of_a_task_ends(
+    tmp_path: Path, tasks: Path, before: str, after: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_sandbox, "RENDER_CPU_SECONDS", 1.0)
+    folder = tmp_path / "own"
+    folder.mkdir()
+    text = GENERATE.replace("FOLDER", str(tasks)).replace(before, after)
+    (folder / "evil.yaml").write_text(text.replace("tiny_generate", "evil"))
+    spec = asked(spec_of(LLAMA, tmp_path, folder), harness=["evil"])
+    with pytest.raises(DataError, match=what):
+        harness.score_model_on_tasks(spec, lambda text: None)
 
 
 @pytest.mark.parametrize("line", ["doc_to_text: !function evilmod.text", "metric_list: [{metric: owner/code}]"])
