@@ -1,20 +1,25 @@
-"""Fuzzed files that people send each other: exported runs, configurations of other tools, globs and chats."""
+"""Fuzzed files that people send each other: exported runs, configurations of other tools, tasks, globs and chats."""
 
 from __future__ import annotations
 
 import io
+import re
 import stat
 import struct
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import yaml
 from hypothesis import strategies as st
 
 from engine.config.imports.convert import MAX_BYTES, draft_of, recipe_text
 from engine.config.load import check_text
 from engine.config.name_patterns import matches, matches_end, no_match
 from engine.errors import TunedeckError
+from engine.evaluate.task_files import refuse_untrusted_tasks
+from engine.evaluate.task_sandbox import TaskTemplates
 from engine.journal.archive import import_run
 from engine.journal.chats import ChatInbox, conversations, read_chat
 from engine.journal.event_text import describe_event
@@ -127,6 +132,116 @@ def other_tool(data: bytes, folder: Path) -> None:
         return
     assert len(made) < 20 * MAX_BYTES
     check_text("recipe", made, "mine", "mine.toml")
+
+
+# task files of lm-evaluation-harness
+
+TASK = b"""task: mine
+tag: [a]
+include: parts/other.yaml
+dataset_path: json
+dataset_kwargs: {data_files: {test: d.jsonl}}
+dataset_name: main
+output_type: generate_until
+doc_to_text: "{{q}}"
+doc_to_target: "{{ choices[0] }}"
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+filter_list:
+  - {name: x, filter: [{function: regex, regex_pattern: "(a+)"}]}
+repeats: 1
+metadata: {version: 1.0}
+"""
+TASK_KEYS = [line.partition(b":")[0].decode() for line in TASK.splitlines() if line[:1].isalpha()]
+CODE = [
+    "!function x.y", "!!python/name:os.system", "!!python/object/apply:os.system [id]",
+    "!<tag:yaml.org,2002:python/x> 1", "../../x", "/etc/passwd", "parts/../../x", "~/x", "http://169.254.169.254/",
+    "zip://x::file:///etc/passwd", "{trust_remote_code: true}", "{<<: {trust_remote_code: true}}",
+    "{data_files: 's3://b/k'}", "pandas", "./d", "owner/name", "[{metric: owner/code, hf_evaluate: true}]", "*shared",
+    "&shared {class: x.Y}", "{? class : x.Y}", '{"cl\\x61ss": x.Y}', "[{task: t, class: x.Y}]", "1e9",
+    "0x" + "f" * 60, "1:1:1", "!!int x", "!!int '" + "1:" * 3000 + "1'", "!!float -", "9999999",
+    "!!binary aWQ=", "!!set {class}", "!!omap [class: x]",
+]  # fmt: skip
+TEMPLATES = [
+    "{{ cycler.__init__.__globals__.os.system('id') }}", "{{ ''.__class__.__mro__ }}",
+    "{% for a in range(10**9) %}{% endfor %}", "{{ q.__class__ }}",
+    "{{ ('a' * 20 + 'b') | regex_replace('(a+)+c', '') }}", "{{ 10 ** 10 ** 10 }}", "{{ q * 10**10 }}",
+    "{{ choices | join(', ') }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{{ missing }}", "{{",
+    "{{ q", "{{ q.format(choices) }}", "{{ '{0.__class__}'.format(q) }}", "{% set x = namespace() %}{{ x }}",
+    "{{ self }}", "{{ lipsum.__globals__ }}", "{{ choices.append(1) }}", "{{ q[::-1] }}", "{{ dict(a=1) | tojson }}",
+    "{{ q | attr('x') }}",
+]  # fmt: skip
+_task_lines = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(
+                [*TASK_KEYS, "class", "use_prompt", "unsafe_code", "process_docs", "x: &shared {y", "custom"]
+            ),
+            st.one_of(st.sampled_from([*HARMFUL, *CODE]), texts, st.sampled_from(TEMPLATES).map(repr)),
+        ).map(lambda pair: f"{pair[0]}: {pair[1]}\n"),
+        st.sampled_from([*HARMFUL, *CODE]).map(lambda text: text + "\n"),
+    ),
+    max_size=6,
+).map("".join)
+task_texts = st.one_of(
+    spliced(TASK),
+    _task_lines.map(lambda text: TASK + text.encode("utf-8", "replace")),
+    _task_lines.map(lambda text: text.encode("utf-8", "replace")),
+)
+task_files = st.tuples(task_texts, task_texts, st.lists(st.one_of(st.sampled_from(TEMPLATES), texts), max_size=1))
+
+
+def task_file(given: tuple[bytes, bytes, list[str]], folder: Path) -> None:
+    """A folder of tasks that needs no trust is read by lm-evaluation-harness's reader without anything that is
+    constructed, opened or imported, and its templates are stopped, or write text."""
+    tasks = folder / "tasks"
+    (tasks / "parts").mkdir(parents=True, exist_ok=True)
+    (tasks / "mine.yaml").write_bytes(given[0])
+    (tasks / "parts" / "other.yaml").write_bytes(given[1])
+    try:
+        read = refuse_untrusted_tasks(tasks, trusted=False)
+    except TunedeckError as error:
+        refused(error)
+    else:
+        assert read is not None and not read.problems
+        for data in given[:2]:
+            _without_code(_plain_values(data), tasks)
+    for template in given[2]:
+        templates = TaskTemplates(
+            jinja2.StrictUndefined, {"regex_replace": lambda text, old, new: re.sub(old, new, text)}
+        )
+        try:
+            templates.render(template, {"q": "text", "choices": ["a", "b"]})
+        except TunedeckError as error:
+            refused(error)
+        finally:
+            templates.close()
+
+
+def _plain_values(data: bytes) -> Any:
+    """What lm-evaluation-harness makes of a file; a tag that names code is an error of yaml."""
+    try:
+        return yaml.load(data.decode(), yaml.SafeLoader)
+    except (yaml.constructor.ConstructorError, ValueError, TypeError, OverflowError) as error:
+        assert "!function" not in str(error) and "python/" not in str(error)
+        return None
+
+
+def _without_code(value: Any, tasks: Path) -> None:
+    """Assert that no key of the values, merged ones too, runs code or leaves the folder."""
+    if isinstance(value, dict):
+        assert not {"class", "use_prompt", "unsafe_code", "hf_evaluate"} & set(value)
+        options = value.get("dataset_kwargs")
+        assert not isinstance(options, dict) or "trust_remote_code" not in options
+        includes = value.get("include")
+        for name in includes if isinstance(includes, list) else [includes]:
+            assert not isinstance(name, str) or (tasks / name).resolve().is_relative_to(tasks.resolve())
+        for inner in value.values():
+            _without_code(inner, tasks)
+    elif isinstance(value, list):
+        for inner in value:
+            _without_code(inner, tasks)
 
 
 # globs

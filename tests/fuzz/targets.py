@@ -49,6 +49,7 @@ TARGETS = (
     Target("model folder, adapter", data.model_files, data.model_folder),
     Target("exported run", shared_files.archives(), shared_files.archive),
     Target("configuration of another tool", shared_files.yaml_files, shared_files.other_tool, share=0.5),
+    Target("task file", shared_files.task_files, shared_files.task_file, share=0.3),
     Target("glob", shared_files.globs, shared_files.glob),
     Target("chat", shared_files.chats, shared_files.chat),
 )
