@@ -244,7 +244,8 @@ class _ListText:
         self._place = place
 
     def _fill(self) -> bool:
-        block = self._stream.read(BLOCK_BYTES)
+        # At least as much again: a long element is parsed from its start after each block.
+        block = self._stream.read(max(BLOCK_BYTES, len(self._text) - self._place))
         self._text, self._place = self._text[self._place :] + self._decoder.decode(block, final=not block), 0
         return bool(block)
 

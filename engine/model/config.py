@@ -18,6 +18,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
@@ -49,6 +50,12 @@ def silence_libraries() -> None:
 
 HUB_ERRORS = (OSError, ValueError, ImportError, KeyError, HTTPError, SafetensorError)
 """What transformers raises for missing files, bad configs or network errors."""
+
+DAMAGE_ERRORS = (
+    *HUB_ERRORS, AttributeError, TypeError, ArithmeticError, LookupError, RuntimeError, StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises for a config.json with values of other kinds, out of range, or nested too deeply, besides
+HUB_ERRORS."""
 
 OWN_CODE_ERRORS = (AttributeError, TypeError, NameError, LookupError, RuntimeError, AssertionError)
 """What code written for another version of transformers raises, besides HUB_ERRORS."""
@@ -264,8 +271,12 @@ def load_config(start: StartingWeights, trust_remote_code: bool) -> PreTrainedCo
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             start.base, revision=start.revision or "main", trust_remote_code=trust_remote_code
         )
-    except HUB_ERRORS as error:
+    except DAMAGE_ERRORS as error:
         raise loading_error(error, start.base) from error
+    if not isinstance(config.architectures, list | tuple | None):
+        raise UsageError(
+            f"config.json of {start.base}: architectures is not a list", expected="names of classes", fix="correct it"
+        )
     if model_class(config) is None and not getattr(config, "auto_map", None):
         raise no_class(start.base, config.model_type)
     return config

@@ -164,6 +164,9 @@ def _described(processor: Any, config: PreTrainedConfig, tokenizer: PreTrainedTo
     return ImageProcessor(processor, "squares", int(facts.image_token_id), merge, side, tokens, written)
 
 
+LARGEST_ID = 2**31 - 1
+"""Of a token, as tokenizers holds it."""
+
 BUILTIN_BYTES = "builtin:bytes"
 
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -218,9 +221,10 @@ def _ends_of_model(model: Model) -> list[int]:
         named = None if file is None else json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
     except HUB_ERRORS as error:
         raise loading_error(error, start.base, name) from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{name} of {start.base} is not a JSON object: {error}", fix="restore the file") from error
-    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
+    named = named if isinstance(named, list) else [named]
+    return [token for token in named if isinstance(token, int) and 0 <= token <= LARGEST_ID]
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str], template: str | None) -> None:
@@ -297,7 +301,7 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
     opener = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
     try:
         return opener.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except HUB_ERRORS as error:
+    except Exception as error:  # the library of tokenizers raises plain ones for a damaged tokenizer.json
         raise loading_error(error, where, "tokenizer") from error
 
 
@@ -309,8 +313,8 @@ def _is_generic(folder: Path) -> bool:
         return False
     try:
         return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
-    except ValueError as error:
-        raise UsageError(f"{config} is not JSON: {error}", fix="restore the file") from error
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"{config} is not a JSON object: {error}", fix="restore the file") from error
 
 
 def _template_text(template: str) -> str:

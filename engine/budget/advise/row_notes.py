@@ -89,5 +89,5 @@ def _has_template(model: Model) -> bool | None:
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None

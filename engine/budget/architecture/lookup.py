@@ -285,7 +285,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Raises UsageError when the file is absent or not JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_hook=_or_float)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
             expected="the model's config.json",

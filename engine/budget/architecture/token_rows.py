@@ -62,6 +62,6 @@ def _read_vocabulary(file: Path, _changed: int) -> tuple[int, frozenset[str]] | 
         if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in the order of ids
             vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
         ids = {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # what is wrong with the file is said where the tokenizer is loaded
     return max(ids.values(), default=-1) + 1, frozenset(ids)

@@ -56,7 +56,7 @@ def has_weights(snapshot: Path) -> bool:
     if index.is_file():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False  # a damaged index: the hub has a whole one
         return all((snapshot / name).is_file() for name in named)
     return any(file.suffix in (".safetensors", ".bin") and file.is_file() for file in snapshot.iterdir())
