@@ -43,6 +43,7 @@ from engine.model.config import (
 )
 from engine.model.named_templates import NAMED, named_template
 from engine.model.reference import StartingWeights, find_run_weights, find_starting_weights
+from engine.model.tokenizer_patterns import require_bounded_expressions
 
 PREPROCESSOR, PROCESSOR, _ = PROCESSOR_FILES
 
@@ -300,9 +301,13 @@ def _pretrained(source: str, revision: str | None, trust_remote_code: bool) -> P
     require_reachable(where, "tokenizer", revision)
     opener = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
     try:
-        return opener.from_pretrained(where, revision=revision or "main", trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = opener.from_pretrained(
+            where, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the library of tokenizers raises plain ones for a damaged tokenizer.json
         raise loading_error(error, where, "tokenizer") from error
+    require_bounded_expressions(tokenizer, where)
+    return tokenizer
 
 
 def _is_generic(folder: Path) -> bool:
