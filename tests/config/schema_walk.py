@@ -69,8 +69,6 @@ LORA, CUDA, TWO = ("method.kind=lora",), ("device.kind=cuda", "device.memory_gib
 BF16 = ("model.dtype=bfloat16",)
 YARN = ("model.rope_scaling.type=yarn", "model.rope_scaling.factor=4.0")
 STEPS = ("train.max_steps=4",)
-PLAIN = ("data.sources.main.template=none", "data.sources.second.enabled=false")
-"""Without a chat template, which is rendered in a process that can be ended."""
 PAIRED = ("method.objective=dpo", "data.sources.main.path=PAIRS", "data.sources.second.enabled=false")
 BRIEF = (
     "{% for m in messages %}{{ '<user>' + m['content'] + ('<end>' if brief is defined else '<end>\n') }}{% endfor %}"
@@ -179,7 +177,7 @@ CASES: dict[str, Case] = {
     "data.template_args": Case(
         data, "{}", "{brief = true}", (f"model.chat_template={BRIEF}", "data.sources.main.template=chat")
     ),
-    "data.workers": Case(children, "0", "1", PLAIN),
+    "data.workers": Case(children, "0", "1"),
     "data.system_prompt": Case(data, "", "be brief"),
     "data.image_min_pixels": Case(data, "", "12000", IMAGES),
     "data.image_max_pixels": Case(data, "", "4000", IMAGES),
