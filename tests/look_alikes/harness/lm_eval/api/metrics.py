@@ -1,0 +1,1 @@
+"""Metrics, which register themselves."""

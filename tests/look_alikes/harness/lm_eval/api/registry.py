@@ -1,0 +1,3 @@
+"""Names of metrics."""
+
+metric_registry: dict[str, object] = {}
