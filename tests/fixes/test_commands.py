@@ -84,6 +84,10 @@ def report_taken(folder: Path) -> None:
 
 
 ROWS = {
+    "commands/library:import_recipe: give one of them": Row(
+        own_files, "recipes import r.toml --name other --to other.toml", "recipes import r.toml --to other.toml",
+        answer="imported other",
+    ),
     "commands/launch:_launcher: leave one out": Row(
         own_files, f"{LAUNCH} --target modal --slurm", f"{LAUNCH} --slurm", answer="sbatch"
     ),

@@ -65,9 +65,10 @@ def null_among_rows(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\nnull\n')
 
 
-def number_in_list(folder: Path) -> None:
+def unknown_token(folder: Path) -> None:
     own_files(folder)
-    (folder / "rows.json").write_text('[{"prompt": "1", "completion": {"a": 1}}, {"prompt": "1", "completion": 2}, 5]')
+    rows = [{"input_ids": [65, 66]}, {"input_ids": [65, 999_999]}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def two_tables_of_images(folder: Path) -> None:
@@ -124,10 +125,12 @@ ROWS = {
         answer="does not fit", code=3,
     ),
     "commands/train:engine_process": Row(own_files, "_engine ./d", "train -p mine -r r.toml"),
-    "data/dataset_files:_rows_of": Row(null_among_rows, DATA + ROWS_PATH, DATA + ROWS_PATH + SKIP),
-    "data/json_rows:__init__": Row(
-        number_in_list, DATA + at("data.sources.main.path", "rows.json"),
-        DATA + at("data.sources.main.path", "rows.json") + SKIP,
+    "data/file_rows:_refusal": Row(null_among_rows, DATA + ROWS_PATH, DATA + ROWS_PATH + SKIP),
+    "data/tokenise:_tokens": Row(
+        unknown_token, DATA + ROWS_PATH, DATA + ROWS_PATH + SKIP, answer="1 sequence",
+    ),
+    "data/dataset_files:_no_such_split: add --set": Row(
+        own_files, DATA + at("data.sources.main.split", "test"), DATA + at("data.sources.main.split", "train"),
     ),
     "data/folders:csv_of_images": Row(
         two_tables_of_images, DATA + at("data.sources.main.path", "pictures"),

@@ -79,11 +79,6 @@ def two_machines(folder: Path) -> None:
     )
 
 
-def unreadable(folder: Path) -> None:
-    own_files(folder)
-    (folder / "rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\nno json\n')
-
-
 def mend(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
 
@@ -185,9 +180,6 @@ ROWS = {
     ),
     "data/folders:data_of_folder": Row(
         two_formats, DATA + at("data.sources.main.path", "t"), DATA + at("data.sources.main.path", "'t/**/*.csv'")
-    ),
-    "data/dataset_files:_unreadable: {SKIP_FIX}": Row(
-        unreadable, DATA + ROWS_PATH, DATA + ROWS_PATH + at("data.broken", "skip"), answer="1 sequence"
     ),
     "data/recognise:_unclear: say which": Row(
         rows_of({"prompt": "1", "completion": "2", "text": "3"}), DATA + ROWS_PATH,
