@@ -153,7 +153,7 @@ def merge(
                 (draft / name).write_text(text, "utf-8")
             draft.rename(target)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
             raise UsageError(f"{target} exists already: another process wrote it", fix="use it as it is") from error
         raise EnvironmentProblem(
             f"the merged model cannot be written to {target}: {error.strerror or error}",

@@ -133,7 +133,7 @@ def resolve_run(text: str, runs_dir: Path | None, *, only_there: bool = False) -
         return _require_there(found, folder) if only_there else found
     if not only_there and RunDirectory(path_of(text)).exists():
         return _at_path(path_of(text))
-    raise _not_found(text, folder)
+    raise _not_found(text, folder, only_there)
 
 
 def _require_there(run: RunDirectory, folder: Path) -> RunDirectory:
@@ -165,7 +165,7 @@ def _find(text: str, runs_dir: Path, only_there: bool = False) -> RunDirectory |
     return _require_one(text, named) if named else None
 
 
-def _not_found(text: str, runs_dir: Path) -> UsageError:
+def _not_found(text: str, runs_dir: Path, only_there: bool) -> UsageError:
     elsewhere = _matching(text, recorded_runs())
     if not elsewhere:
         return UsageError(
@@ -174,8 +174,10 @@ def _not_found(text: str, runs_dir: Path) -> UsageError:
     return UsageError(
         f"no run matches {text!r} in {runs_dir}; it is not taken from another folder:\n"
         + "\n".join(f"  {run.path}" for run in elsewhere[:10]),
-        expected="a run of this folder, or the path or the full directory name of any run",
-        fix=f"give its full name: {elsewhere[0].name}" if DIRECTORY_NAME.match(elsewhere[0].name) else "give its path",
+        expected="a run of this folder" + ("" if only_there else ", or the path or the full directory name of any run"),
+        fix=f"{'leave out --runs, and ' * only_there}give its full name: {elsewhere[0].name}"
+        if DIRECTORY_NAME.match(elsewhere[0].name)
+        else f"{'leave out --runs, and ' * only_there}give its path",
     )
 
 

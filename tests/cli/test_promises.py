@@ -32,6 +32,8 @@ LIMITS = {
     "Wait up to this many seconds": "what the user sets",
     "Wait this long for a busy device": "what the user sets",
     "a pass of X tokens takes X s": "what the run that says it has measured",
+    "within X minutes": "a limit that the program keeps, told when it is reached",
+    "more than X s": "a limit that the program keeps, told when it is reached",
     "within X s": "a limit that the program keeps, told when it is reached",
 }
 """Not promises: a time that is set, or kept."""

@@ -32,7 +32,7 @@ BROKEN = """import sys
 class Broken:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "engine.data.csv_files":
+        if name == "engine.data.dataset_files":
             raise ZeroDivisionError("as a defect would")
 
 sys.meta_path.insert(0, Broken)
