@@ -237,7 +237,7 @@ def _stage_of(text: str, runs_dir: Path, only_there: bool) -> RunDirectory | Non
     run = _find(name, runs_dir, only_there)
     if run is None:
         if _matching(name, recorded_runs()):
-            raise _not_found(name, runs_dir, only_there=False)
+            raise _not_found(name, runs_dir, only_there)
         return None
     found = find_stage(run, stage)
     if found is None:
