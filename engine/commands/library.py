@@ -102,7 +102,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
 def _add_import(group: typer.Typer, kind: SpecKind) -> None:
     if kind == "recipe":
 
-        @group.command("import", help="Check and copy someone's recipe, or convert another tool's YAML or script.")
+        @group.command("import", help="Check and copy a recipe, or convert one of another tool.")
         def import_recipe(
             file: FileArgument,
             devices: DevicesOption = None,

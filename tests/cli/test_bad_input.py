@@ -188,7 +188,7 @@ def test_bad_data_is_exit_5(
 
 
 FILES: dict[str, tuple[str, bytes, str]] = {
-    "truncated csv": ("x.csv", b'a,b\n"unclosed\n', "cannot be read"),
+    "truncated csv": ("x.csv", b'a,b\n"unclosed\n', "nothing closes it"),
     "parquet that is none": ("x.parquet", b"text", "cannot be read"),
     "arrow that is none": ("x.arrow", b"text", "cannot be read"),
     "unknown suffix": ("x.what", b"text", "rename the file"),

@@ -79,15 +79,19 @@ def events(place: RunDirectory) -> list[dict[str, Any]]:
 
 
 def rank_process(place: RunDirectory, rank: int) -> psutil.Process:
-    """The newest process that works on the run as this rank."""
+    """The newest process that works on the run as this rank, not one that it has started itself."""
     for process in sorted(psutil.process_iter(), key=lambda each: -each.create_time()):
-        try:
-            environment = process.environ()
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        if environment.get("TORCHELASTIC_RUN_ID") == place.name and environment.get("RANK") == str(rank):
+        if _is_rank(process, place, rank) and not _is_rank(process.parent(), place, rank):
             return process
     raise AssertionError(f"no process is rank {rank} of {place.name}")
+
+
+def _is_rank(process: psutil.Process | None, place: RunDirectory, rank: int) -> bool:
+    try:
+        environment = process.environ() if process else {}
+    except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+    return environment.get("TORCHELASTIC_RUN_ID") == place.name and environment.get("RANK") == str(rank)
 
 
 def first_process(place: RunDirectory, rank: int) -> psutil.Process:

@@ -147,7 +147,7 @@ async def test_help_shows_the_keys_of_the_screen_it_was_asked_on_first(
         await pilot.until(lambda: pilot.screen.screen_name == "help", "help")
         lines = [line.strip() for line in pilot.text.splitlines()]
         assert lines[1] == "Queue"
-        await pilot.sees("start no further run")
+        await pilot.sees("start no more runs")
         await pilot.press("escape")
         assert pilot.screen.screen_name == "queue"
 
@@ -216,7 +216,7 @@ async def test_with_ascii_no_screen_draws_anything_else(console: Opener, runs: P
 async def test_the_palette_offers_the_keys_of_the_screen_by_name(console: Opener) -> None:
     async with console() as pilot:
         await pilot.press("1", "colon", *"delete")
-        await pilot.sees("delete (x)", "asks first")
+        await pilot.sees("delete (x)", "asks for confirmation")
         await pilot.press("escape")
 
 

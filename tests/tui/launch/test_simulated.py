@@ -25,7 +25,7 @@ async def test_the_plan_comes_when_it_is_simulated(console: Opener, tmp_path: Pa
         pilot.app.open_screen("launch", settings)
         await pilot.sees("simulating")
         refusal = pilot.screen.state.evaluated.start_refusal("start")
-        assert "simulated" in refusal
+        assert "simulating its memory" in refusal
         await pilot.until(lambda: pilot.screen.state.evaluated.plan is not None, "the plan")
         assert pilot.screen.state.evaluated.plan.predictor == "simulated"
         await pilot.until(lambda: pilot.screen.state.advice() is not None, "advice")

@@ -58,7 +58,7 @@ async def test_d_opens_the_tab_that_it_fills(console: Opener) -> None:
     """Regression: the samples were read behind another tab."""
     async with console(120, 36, **DEMO) as pilot:
         await pilot.press("d")
-        await pilot.sees("reading the data: a process with the tokenizer starts")
+        await pilot.sees("reading the data: a process with the tokenizer is starting")
 
 
 async def test_the_name_of_a_setting_is_whole_where_there_is_room(console: Opener) -> None:
@@ -281,7 +281,7 @@ async def test_one_key_applies_the_first_fix(console: Opener) -> None:
 
 async def test_the_next_step_names_the_fix_that_a_applies(console: Opener) -> None:
     async with console(140, 36, **DEMO) as pilot:
-        await pilot.sees("is survived; a applies fix 1: train.micro_batch = auto")
+        await pilot.sees("to show recovery from an out-of-memory error; a applies fix 1: train.micro_batch = auto")
         await pilot.press("tab", "G")
         count = len(pilot.screen.state.advice().suggestions)
         await pilot.until(lambda: f"a applies fix {count}" in budget(pilot), "the fix under the cursor")
