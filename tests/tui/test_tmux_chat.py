@@ -67,7 +67,7 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     (demo,) = list_runs(runs)
     until(lambda: any(demo.checkpoints.glob("step-*")), lambda: f"a checkpoint: {summarise(demo)}")
     terminal.press("A")
-    terminal.sees("ready", demo.name, "a text as in the data", "enter send")
+    terminal.sees("ready", demo.name, "plain text as in the training data", "enter send")
     ask(terminal, "3 May 2021 ->")
     assert summarise(demo).status == "running"
     send_request(demo, "stop")
@@ -96,7 +96,7 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     terminal.press("x")
     terminal.sees("the chat has ended", "enter open")
     terminal.press("Enter")
-    terminal.sees("a question starts it again")
+    terminal.sees("a question restarts it with the conversation")
     ask(terminal, "6 June 2004 ->")
     assert any(map(is_answering, list_chats(runs)))
     terminal.press("Escape")

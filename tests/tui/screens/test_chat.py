@@ -57,7 +57,7 @@ async def test_a_model_is_asked_answers_are_rated_saved_and_taken_up_after_a_kil
         await seen.sees("the base is not available in this chat")
         (chat,) = list_chats(runs)
         os.kill(present(running_engine(chat)).pid, signal.SIGKILL)
-        await seen.sees("a question starts it again")
+        await seen.sees("a question restarts it with the conversation")
         await seen.press("enter", *"more", "enter")
         await seen.until(lambda: len(seen.screen.state.exchanges) == 2 and seen.screen.state.status == "ready")
         assert "hello" in seen.screen.state.exchanges[1].replies["builtin:tiny"].prompt
@@ -74,4 +74,4 @@ async def test_a_model_that_is_not_there_says_so(console: Opener, runs: Path) ->
         await seen.press("b")
         await seen.sees("no chat is open")
         seen.app.open_screen("chat", ChatTargets(("nothing-here",)))
-        await seen.sees("nothing-here", "a question starts it again", "fix:")
+        await seen.sees("nothing-here", "a question restarts it with the conversation", "fix:")

@@ -187,7 +187,7 @@ async def test_runs_are_marked_on_the_list_and_compared_by_keys(console: Opener,
     async with console(120, 36) as pilot:
         await pilot.sees(b.name)
         await pilot.press("c")
-        await pilot.sees("mark two runs or more")
+        await pilot.sees("mark two or more runs")
         await pilot.press("space", "space")
         await pilot.sees("2 marked", "◆")
         await pilot.press("c")

@@ -102,7 +102,7 @@ async def test_saving_asks_for_a_name_and_esc_takes_the_question_back(
     monkeypatch.chdir(tmp_path)
     async with console(**DEMO) as pilot:
         await pilot.press("w")
-        await pilot.sees("nothing was changed")
+        await pilot.sees("no changes to save")
         await pilot.press("a", "w")
         await pilot.sees("save as a new recipe, named: demo-2")
         await pilot.press("escape")

@@ -204,7 +204,7 @@ async def test_a_run_is_merged_in_a_process_of_its_own(console: Opener, runs: Pa
     async with console(120, 36) as pilot:
         await listed(pilot, 1)
         await pilot.press("W")
-        await pilot.sees("only a run with an adapter is merged")
+        await pilot.sees("the run has no adapter to merge")
         run.adapter.mkdir()
         await pilot.press("W")
         await pilot.sees("tunedeck merge ended with exit code")
@@ -222,7 +222,7 @@ async def test_a_result_is_sent_to_the_repository_that_was_typed(
         await pilot.sees("no result to push")
         run.adapter.mkdir()
         await pilot.press("U")
-        await pilot.sees("send to the hub as OWNER/NAME", "enter send  esc discard")
+        await pilot.sees("push to the hub as OWNER/NAME", "enter send  esc discard")
         assert "r resume" not in pilot.text, "letters are no keys while text is typed"
         await pilot.press("enter")
         assert not (run.path / "push.log").exists(), "nothing was typed"
