@@ -171,7 +171,7 @@ class _Source:
 
     @property
     def config_at(self) -> str:
-        """An adapter trained with scaled positions lies beside the config that its base needs."""
+        """An adapter trained with scaled positions is in one folder with the config that its base needs."""
         return str(self.adapter) if (self.adapter / "config.json").is_file() else self.base
 
     def merged(
