@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -289,13 +290,13 @@ def _builder(source: Source, folder: Path, read_from: Path) -> Any:
     if source.config is None and len(configs) > 1 and "default" not in configs:
         raise DataError(
             f"source {source.name}: the folder {folder} has {len(configs)} configurations ({_listed(configs)})",
-            fix=f"add --set data.sources.{source.name}.config={configs[0]}",
+            fix=f"add --set {shlex.quote(f'data.sources.{source.name}.config={configs[0]}')}",
         )
     if source.config is not None and source.config not in configs:
         raise DataError(
             f"source {source.name}: the folder {folder} has no configuration {source.config}",
             expected=f"one of {', '.join(configs)}",
-            fix=f"add --set data.sources.{source.name}.config={configs[0]}",
+            fix=f"add --set {shlex.quote(f'data.sources.{source.name}.config={configs[0]}')}",
         )
     return datasets.load_dataset_builder(str(read_from), source.config, cache_dir=str(cache_folder() / "datasets"))
 
@@ -310,7 +311,9 @@ def _no_such_split(source: Source, splits: Sequence[str]) -> DataError:
     return DataError(
         f"source {source.name}: {source.path or source.hub} has no split {split_name(source)}",
         expected=f"one of {', '.join(splits)}",
-        fix=f"add --set data.sources.{source.name}.split={splits[0]}" if splits else "check the folder",
+        fix=f"add --set {shlex.quote(f'data.sources.{source.name}.split={splits[0]}')}"
+        if splits
+        else "check the folder",
     )
 
 
