@@ -1,4 +1,4 @@
-"""What a twin changes of the recipe that ships: model, files, lengths and sizes of images, steps and cadences, and
+"""What a twin changes of the recipe that ships: model, files, splits, lengths and sizes of images, steps and cadences, and
 nothing else."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.twins.twin import SETS, listed
 
 ALLOWED = re.compile(
     r"model\.id"
-    r"|(data|evaluate)\.(sources|validation)\.[\w-]+\.path"
+    r"|(data|evaluate)\.(sources|validation)\.[\w-]+\.(path|split)"
     r"|data\.(max_length|image_(min|max)_pixels)"
     r"|train\.(max_steps|log_every_steps)"
     r"|(checkpoint|eval)\.every_steps|stages\.[\w-]+\.checkpoint\.keep"
