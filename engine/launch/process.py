@@ -183,7 +183,7 @@ def follow_engine(
     on_notice: Callable[[str], None] = lambda text: None,
     start: FileOffsets = FileOffsets(),
 ) -> int:
-    """Follow an engine to its end and return its exit code.
+    """Follow an engine to its end and return its exit code, the recorded one if a signal ended it after its record.
 
     `on_event` gets each event after `start`, `on_tick` is called about four times a second, `on_notice` gets sentences
     for the user. Ctrl-C and TERM ask the engine to stop; a second signal kills it, and KILLED_CODE is returned. HUP, or
@@ -192,17 +192,20 @@ def follow_engine(
     """
     directory = HeldRunDirectory(directory.path)
     tail = EventTail(directory.events, offset=start.events)
-    finished = False
+    recorded: int | None = None
     stops = 0
 
     def relay() -> bool:
         """Returns True once the process has ended."""
-        nonlocal finished
+        nonlocal recorded
         ended = process.poll() is not None  # before reading, so that no event written before the end is missed
         with suppress(EnvironmentProblem):  # the folder was removed: the engine ends by itself
             tail.path = directory.events
         for event in tail.poll():
-            finished = event["kind"] == "run_finished" or (finished and event["kind"] not in ("resumed", "run_started"))
+            if event["kind"] == "run_finished":
+                recorded = event["exit_code"]
+            elif event["kind"] in ("resumed", "run_started"):
+                recorded = None
             on_event(event)
         on_tick()
         return ended
@@ -224,9 +227,9 @@ def follow_engine(
                 raise
             return DETACHED_CODE
     code = process.returncode
-    if not finished:
+    if recorded is None:
         raise engine_died(directory, code, log_start=start.log)
-    return code if code >= 0 else KILLED_CODE
+    return code if code >= 0 else recorded  # a signal after the last record, as on a full host, changes nothing
 
 
 def _ask_to_stop(directory: RunDirectory, process: subprocess.Popen[bytes], on_notice: Callable[[str], None]) -> None:

@@ -1,11 +1,12 @@
 """A small engine process for the tests of following, stopping and killing: real events, a real claim, no model.
 
-Run as `python child_engine.py DIR MODE`. MODE finish writes five steps and ends with 0; fail ends with 5; vanish ends
-with 3 and records no end. MODE obey writes a step every hundredth of a second until a pause or stop is requested; any
-other MODE does the same, and ignores requests.
+Run as `python child_engine.py DIR MODE`. MODE finish writes five steps and ends with 0; late does the same and is
+killed before its process ends; fail ends with 5; vanish ends with 3 and records no end. MODE obey writes a step every
+hundredth of a second until a pause or stop is requested; any other MODE does the same, and ignores requests.
 """
 
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,10 +25,12 @@ def main(path: str, mode: str) -> int:
     with claim(directory), EventWriter(directory) as writer, heartbeats(writer):
         writer.write("run_started", run=directory.name, pid=os.getpid(), world_size=1, versions={})
         writer.write("stage_started", max_steps=5)
-        if mode == "finish":
+        if mode in ("finish", "late"):
             for step in range(1, 6):
                 writer.write("step", **step_fields(step))
             writer.write("run_finished", status="done", exit_code=0, result="adapter", samples_lost=0)
+            if mode == "late":
+                os.kill(os.getpid(), signal.SIGKILL)
             return 0
         if mode == "fail":
             writer.write("run_finished", status="failed", exit_code=5, result=None, error="nothing to train on")

@@ -63,6 +63,12 @@ def test_every_event_is_relayed_and_the_engines_code_returned(run: RunDirectory,
     assert seen == ["run_started", "stage_started", *["step"] * 5, "run_finished"]
 
 
+def test_an_engine_that_is_killed_after_it_recorded_its_end_gives_the_recorded_code(
+    run: RunDirectory, spawn: Spawn
+) -> None:
+    assert follow_engine(run, spawn(run, "late"), on_event=lambda event: None) == 0
+
+
 def test_an_engine_that_failed_gives_its_code(run: RunDirectory, spawn: Spawn) -> None:
     assert follow_engine(run, spawn(run, "fail"), on_event=lambda event: None) == 5
     assert summarise(run).last_error == "nothing to train on"

@@ -1,5 +1,5 @@
-"""What a twin changes of the recipe that ships: model, files, splits, lengths and sizes of images, steps and cadences, and
-nothing else."""
+"""What a twin changes of the recipe that ships: model, files, splits, lengths and sizes of images, steps and cadences,
+and nothing else."""
 
 from __future__ import annotations
 
