@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.config.schema.run import RunSpec
+from engine.extras.simulate.step import simulate_step
 from engine.model.config import silence_libraries
-from engine.simulate.step import simulate_step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "budget.json"

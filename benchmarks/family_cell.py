@@ -20,7 +20,7 @@ from engine.budget.predict.simulated import keep_simulation
 from engine.commands.background import simulation
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, TunedeckError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.journal.directory import RunDirectory
 from engine.launch.create_run import create_run
 from engine.model.config import silence_libraries

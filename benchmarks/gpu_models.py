@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.budget.architecture.lookup import find_config
+from engine.architecture.lookup import find_config
 
 if TYPE_CHECKING:  # torch is imported where weights are written: most measurements leave it to their engines
     import torch

@@ -32,11 +32,11 @@ from engine.device import open_device
 from engine.device.oom import frozen_gc
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
-from engine.train.proofs.prove import prove
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
+from engine.verify.verify import prove
 
 if TYPE_CHECKING:  # torch is imported where it is used: the process of a suite holds no CUDA context
     from benchmarks.in_turn import StepDone

@@ -31,14 +31,14 @@ from pathlib import Path
 
 from benchmarks.type_configs import tiny_config
 from engine.budget.advise.gate import problems_of_run
-from engine.budget.advise.import_names import keep_matching_names
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import find_run_facts
-from engine.config.imports.convert import draft_of, name_for, recipe_text
-from engine.config.imports.tools import RECOGNISED
 from engine.config.load import resolve
 from engine.errors import SpecError, TunedeckError
+from engine.extras.imports.convert import draft_of, name_for, recipe_text
+from engine.extras.imports.import_names import keep_matching_names
+from engine.extras.imports.tools import RECOGNISED
 
 NONE = (RECOGNISED, "no training", "no command line of a training")
 ENDINGS = (".yml", ".yaml", ".sh")

@@ -21,7 +21,6 @@ from engine.errors import TunedeckError
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
-from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training
 from engine.train.run.main import log_to_stderr
@@ -29,6 +28,7 @@ from engine.train.run.measured import calibrate
 from engine.train.run.run_context import RunContext, Watchdog
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import OomReports, oom_reporter
+from engine.verify.verify import prove
 
 
 def measure(place: RunDirectory) -> int:

@@ -27,7 +27,7 @@ from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.data.tokens import IGNORED
 from engine.errors import TunedeckError, UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.journal.directory import RunDirectory
 from engine.model.config import auto_class, silence_libraries
 from engine.model.decoder import eval_mode

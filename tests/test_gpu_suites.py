@@ -21,7 +21,7 @@ from benchmarks import gpu_kit
 from benchmarks.gpu import _own_folder
 from benchmarks.gpu_runs import DriverMemory, Measurement, SuiteDevice, engines_in
 from benchmarks.gpu_suites import SUITES, measurements_of
-from engine.budget.architecture.lookup import find_config
+from engine.architecture.lookup import find_config
 from engine.device.base import GpuProcess, GpuReading
 from engine.model.config import load_config
 from engine.model.reference import StartingWeights

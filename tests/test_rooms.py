@@ -4,6 +4,7 @@ docstring names exists."""
 from __future__ import annotations
 
 import re
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -49,6 +50,22 @@ def test_everything_defined_is_used_outside_tests() -> None:
     search.scavenge([ROOT / name for name in ("engine", "tui", "benchmarks", "profiles", "tunedeck.py")])
     unused = [item for item in search.get_unused_code() if item.typ in ("function", "method", "class", "property")]
     assert [f"{item.filename}:{item.first_lineno} {item.name}" for item in unused] == []
+
+
+def test_the_order_of_packages_names_every_package_and_every_extra() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if "engine.cli" in contract.get("layers", ()))
+    (extras,) = (contract["modules"] for contract in contracts if contract["type"] == "independence")
+    named = {name for layer in layers for name in layer.split(" | ")}
+    assert {".".join(name.split(".")[:2]) for name in named} == _children(ROOT / "engine")
+    assert {name for name in named if name.startswith("engine.train.")} == _children(ROOT / "engine" / "train")
+    assert set(extras) == _children(ROOT / "engine" / "extras")
+
+
+def _children(package: Path) -> set[str]:
+    name = ".".join(package.relative_to(ROOT).parts)
+    children = [path.stem for path in package.iterdir() if (path / "__init__.py").is_file() or path.suffix == ".py"]
+    return {f"{name}.{child}" for child in children if child != "__init__"}
 
 
 def test_files_that_the_order_of_tests_names_exist() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engine.architecture.facts import from_config
 from engine.batching.micro_batches import LAUNCH_TOKENS, Cost
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.architecture.facts import from_config
 from engine.budget.predict.parallel_layout import layout_of, on_one_device
 from engine.budget.predict.prediction import batch_of_a_rank, cost_model, in_whole_samples
 from engine.budget.predict.simulated import simulated_predictor

@@ -42,8 +42,8 @@ def simulation(spec: RunSpec) -> dict[str, Any]:
     from engine.errors import AdapterError, EnvironmentProblem, TunedeckError
 
     with importing():
+        from engine.extras.simulate.curves import simulate_curves
         from engine.model.config import silence_libraries
-        from engine.simulate.curves import simulate_curves
 
     silence_libraries()
     try:
@@ -73,8 +73,8 @@ ToOption = Annotated[
 
 def sync(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None:
     """Send an experiment tracker what it does not have of a run yet. While a run trains this is done by itself."""
+    from engine.extras.trackers.follow import forward_all
     from engine.journal.stages import stage_directories
-    from engine.trackers.follow import forward_all
 
     directory = find_run(run, runs)
     names = to or _trackers_of(directory)
@@ -125,8 +125,8 @@ def tracker_process(
     after: Annotated[int, typer.Option("--after")],
 ) -> None:
     """Forward a run to a tracker while its engine lives: started by the engine, never by hand."""
+    from engine.extras.trackers.follow import follow_engine
     from engine.journal.directory import HeldRunDirectory
-    from engine.trackers.follow import follow_engine
 
     _ignore_signals()
     os.nice(NICENESS)

@@ -29,7 +29,7 @@ from engine.commands.shared import (
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from engine.chat.answer import Speaker
+    from engine.extras.chat.answer import Speaker
 
 
 TargetsArgument = Annotated[
@@ -148,7 +148,7 @@ def chat_process(
     place = RunDirectory(directory.absolute())
     asked = Asked.of(read_asked(place))
     with importing():
-        from engine.chat.server import serve
+        from engine.extras.chat.server import serve
     load = partial(load_chat, asked, trust_remote_code=trust_remote_code)
     raise typer.Exit(serve(place, list(asked.targets), load))
 
@@ -163,8 +163,8 @@ def _answer_all(speakers: list[Speaker], prompts: list[str], system: str | None,
     """Each prompt in a conversation of its own, by each model."""
     from rich.text import Text
 
-    from engine.chat.answer import Conversation
     from engine.config.files.text import visible
+    from engine.extras.chat.answer import Conversation
 
     found: list[dict[str, Any]] = []
     console = make_console(soft_wrap=True)

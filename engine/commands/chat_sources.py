@@ -14,11 +14,11 @@ from engine.errors import EnvironmentProblem, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.chat.answer import Speaker
-    from engine.chat.server import LoadedChat
-    from engine.chat.sources import ChatModel, ChatSource
     from engine.config.schema.run import RunSpec
     from engine.data.images import ImageProcessor
+    from engine.extras.chat.answer import Speaker
+    from engine.extras.chat.server import LoadedChat
+    from engine.extras.chat.sources import ChatModel, ChatSource
     from engine.journal.directory import RunDirectory
 
 CHAT_KEYS = ("generate.",)
@@ -62,9 +62,9 @@ def load_chat(
         for source in _sources(target, asked, notify, trust_remote_code)
     ]
     with importing():
-        from engine.chat.server import LoadedChat
-        from engine.chat.sources import ChatModel, load_sources, without_repeated_bases
         from engine.device import open_device
+        from engine.extras.chat.server import LoadedChat
+        from engine.extras.chat.sources import ChatModel, load_sources, without_repeated_bases
     sources = without_repeated_bases(sources)
     device = open_device(sources[0].spec, beside=True)
     for notice in device.notices:
@@ -92,7 +92,7 @@ def _sources(target: str, asked: Asked, notify: Callable[[str], None], trust_rem
     spec = _run_spec(place, asked)
     prepare_libraries(spec)
     with importing():
-        from engine.chat.sources import ChatSource, weights_of_run
+        from engine.extras.chat.sources import ChatSource, weights_of_run
     weights = weights_of_run(place, which, notify)
     found = [ChatSource(target, spec, weights)]
     return [ChatSource(f"{target}'s base", spec, None, base=True), *found] if asked.base else found
@@ -156,7 +156,7 @@ def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSo
         refuse_model(spec)
         prepare_libraries(spec)
     with importing():
-        from engine.chat.sources import ChatSource
+        from engine.extras.chat.sources import ChatSource
     return [ChatSource(name, spec, None) for name, spec in specs.items()]
 
 
@@ -172,8 +172,8 @@ def _profile_of_this_machine(folder: Path) -> str:
 
 
 def _speaker(model: ChatModel, asked: Asked, notify: Callable[[str], None]) -> Speaker:
-    from engine.chat.answer import Speaker
     from engine.data.prompts import PromptTokens, was_trained_plain
+    from engine.extras.chat.answer import Speaker
 
     plain = asked.plain
     if not plain and was_trained_plain(model.spec):

@@ -28,7 +28,7 @@ from engine.journal.checkpoints_on_disk import best_step, find_checkpoints
 from engine.journal.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from engine.handover.prepare import Handover
+    from engine.extras.handover.prepare import Handover
     from engine.journal.directory import RunDirectory
 
 import sys
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from engine.errors import StoppedError
 
 if TYPE_CHECKING:
-    from engine.handover.hub import Parcel, Place
+    from engine.extras.handover.hub import Parcel, Place
 
 
 MergeOut = Annotated[
@@ -65,8 +65,8 @@ def merge(
     from engine.journal.event_text import format_bytes
 
     with importing():
-        from engine.export.merge import Bases
-        from engine.export.merge import merge as merge_adapter
+        from engine.extras.handover.merge import Bases
+        from engine.extras.handover.merge import merge as merge_adapter
         from engine.model.config import silence_libraries
         from engine.model.reference import find_run_weights
 
@@ -149,8 +149,8 @@ def handover(
     which = checkpoint or best_of_failed(directory)
     require_weights(directory, which, ["tunedeck", "handover", run, f"--{chosen[0]}"])
     with importing():
-        from engine.handover.prepare import Order, prepare
-        from engine.handover.result import read_result
+        from engine.extras.handover.prepare import Order, prepare
+        from engine.extras.handover.result import read_result
         from engine.model.config import silence_libraries
         from engine.model.reference import find_run_weights
 
@@ -191,7 +191,7 @@ FORMS = {
 
 
 def _print_handover(done: Handover) -> None:
-    from engine.handover.result import PROGRAMS
+    from engine.extras.handover.result import PROGRAMS
 
     title = PROGRAMS[done.consumer]
     rows = [(title, FORMS[done.form])]
@@ -232,7 +232,7 @@ def push(
     which = checkpoint or best_of_failed(directory)
     require_weights(directory, which, words)
     with importing():
-        from engine.handover.hub import prepare_push, send
+        from engine.extras.handover.hub import prepare_push, send
 
     api, place, parcel = prepare_push(
         directory, spec, repo, which, print_progress, public=public, merged=merged, trust_remote_code=trust_remote_code

@@ -12,7 +12,7 @@ from engine.config.files.text import visible
 
 if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
-    from engine.evaluate.harness import HarnessResult
+    from engine.extras.harness.harness import HarnessResult
     from engine.journal.directory import RunDirectory
 
 TaskResults = list[tuple[str, Any]]
@@ -31,7 +31,7 @@ def score_on_tasks(
     first = targets[0]
     prepare_libraries(load_run_spec(first.run_toml, own=True) if isinstance(first, RunDirectory) else first[1])
     with importing():
-        from engine.evaluate.harness import require_harness, score_model_on_tasks, score_run_on_tasks
+        from engine.extras.harness.harness import require_harness, score_model_on_tasks, score_run_on_tasks
     require_harness()
     found: TaskResults = []
     for target in targets:
@@ -48,7 +48,7 @@ def refuse_code_of_tasks(
 ) -> None:
     """Raise UsageError, before anything is scored, for code in task files that the command line does not allow."""
     from engine.config.load import load_run_spec
-    from engine.evaluate.task_files import refuse_untrusted_tasks
+    from engine.extras.harness.task_files import refuse_untrusted_tasks
     from engine.journal.directory import RunDirectory
 
     with importing():
@@ -95,7 +95,7 @@ def _label(name: str, result: HarnessResult, found: TaskResults) -> str:
 
 def _last_changes(found: TaskResults) -> list[Any]:
     """Of the last result over the base of the same run; empty for models."""
-    from engine.evaluate.harness import changes
+    from engine.extras.harness.harness import changes
 
     name, last = found[-1]
     base = next((result for each, result in found if each == name and result.step == 0), None)

@@ -10,7 +10,7 @@ from engine.commands.shared import print_line
 from engine.config.files.text import quoted, visible
 
 if TYPE_CHECKING:
-    from engine.config.imports.draft import Draft
+    from engine.extras.imports.draft import Draft
 
 USUAL_PROFILE = "24gb"
 """For a plan by a user who has described no hardware of his own."""
@@ -19,8 +19,8 @@ USUAL_PROFILE = "24gb"
 def import_configuration_file(
     file: Path, *, devices: int | None, name: str | None, to: Path | None, force: bool
 ) -> None:
-    from engine.budget.advise.import_names import keep_matching_names
-    from engine.config.imports.convert import draft_of, write_recipe
+    from engine.extras.imports.convert import draft_of, write_recipe
+    from engine.extras.imports.import_names import keep_matching_names
     from engine.launch.requirements import own_profile
 
     draft = draft_of(file, devices=devices or 1)

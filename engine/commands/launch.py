@@ -1,5 +1,5 @@
-"""`tunedeck launch`: writes the job that trains a recipe elsewhere, on a cluster (`engine.launch.cluster_scripts`) or
-in a container (`engine.launch.container_jobs`).
+"""`tunedeck launch`: writes the job that trains a recipe elsewhere, on a cluster (`engine.extras.jobs.cluster_scripts`)
+or in a container (`engine.extras.jobs.container_jobs`).
 
 Try: `tunedeck launch -p my-cluster -r my-recipe --slurm`, then read the script, then `sbatch` it
 """
@@ -25,7 +25,7 @@ from engine.launch.start_options import StartOptions
 
 if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
-    from engine.launch.cluster_scripts import Job
+    from engine.extras.jobs.cluster_scripts import Job
 
 TARGETS = ("slurm", "skypilot", "kubernetes", "jobset", "hf-jobs", "modal", "runpod", "dstack")
 
@@ -71,8 +71,8 @@ def launch(
     """Write a job script for a cluster, or a file for a service. Nothing is submitted; the resolved run spec is written
     beside it."""
     from engine.budget.advise.gate import admit
-    from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
-    from engine.launch.container_jobs import CONTAINER_TARGETS, Container
+    from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
+    from engine.extras.jobs.container_jobs import CONTAINER_TARGETS, Container
     from engine.launch.create_run import plan_admitted, resolve_start
     from engine.launch.environment import refuse_stages
     from engine.launch.process import ENTRY_FILE
@@ -120,7 +120,7 @@ def _launcher(spec: RunSpec, target: str | None, slurm: bool, skypilot: bool) ->
 
 
 def _refuse_what_target_ignores(launcher: str, image: str | None, gpu: str | None) -> None:
-    from engine.launch.container_jobs import CONTAINER_TARGETS
+    from engine.extras.jobs.container_jobs import CONTAINER_TARGETS
 
     container = CONTAINER_TARGETS.get(launcher)
     if image is not None and container is None:
@@ -135,7 +135,7 @@ def _refuse_what_target_ignores(launcher: str, image: str | None, gpu: str | Non
 
 
 def _require_what_target_needs(spec: RunSpec, launcher: str, image: str | None, gpu: str | None) -> None:
-    from engine.launch.container_jobs import CONTAINER_TARGETS
+    from engine.extras.jobs.container_jobs import CONTAINER_TARGETS
 
     is_cuda, container = spec.profile.device.kind == "cuda", CONTAINER_TARGETS.get(launcher)
     if launcher == "skypilot" and is_cuda and gpu is None:

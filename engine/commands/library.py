@@ -299,7 +299,7 @@ def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     from engine.config.load import load_recipe, resolve
     from engine.config.schema.run import RunSpec
     from engine.config.stages import stage_specs
-    from engine.evaluate.task_files import notes_on_tasks
+    from engine.extras.harness.task_files import notes_on_tasks
 
     recipe = load_recipe(file)
     spec = RunSpec(schema=1, name=recipe.name, profile=ANY_PROFILE, recipe=recipe)
@@ -326,7 +326,7 @@ def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
     """A note for trackers that are not installed: the file is valid, but `train` would refuse it."""
     from engine.config.files.machine import install_packages
     from engine.config.load import load_recipe
-    from engine.trackers.tracker import missing_trackers
+    from engine.launch.requirements import missing_trackers
 
     missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
     if not missing:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+from engine.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec

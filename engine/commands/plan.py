@@ -26,12 +26,12 @@ from engine.commands.shared import (
 from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
+    from engine.architecture.lookup import ModelFacts
     from engine.budget.advise.auto_settings import Choice
     from engine.budget.advise.gate import Admitted
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.search import Advice, Suggestion
     from engine.budget.advise.staged_plan import StagedPlan
-    from engine.budget.architecture.lookup import ModelFacts
     from engine.config.schema.run import RunSpec
 
 ExactOption = Annotated[
@@ -238,8 +238,8 @@ def _exactly(spec: RunSpec, as_json: bool) -> None:
     from engine.commands.plan_text import exact_lines
 
     with importing():
+        from engine.extras.simulate.step import exact_plan
         from engine.model.config import silence_libraries
-        from engine.simulate.step import exact_plan
 
     silence_libraries()
     found = exact_plan(spec)
@@ -295,8 +295,8 @@ def fit(**options: Any) -> None:
 def _admitted(profile: str, recipe: str, overrides: Sequence[str]) -> list[Admitted]:
     """Resolve profile, recipe and overrides, and ask the gate; returns the run, or every point of a sweep. Refuses what
     `train` refuses."""
+    from engine.architecture.lookup import bring_config
     from engine.budget.advise.gate import admit
-    from engine.budget.architecture.lookup import bring_config
     from engine.config.load import resolve
     from engine.config.sweep import sweep_points
 

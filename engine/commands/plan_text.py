@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.budget.advise.staged_plan import StagedPlan, StagePlan
     from engine.budget.predict.parallel_layout import NetworkTraffic
     from engine.config.schema.run import RunSpec
-    from engine.simulate.step import ExactPlan
+    from engine.extras.simulate.step import ExactPlan
 
 
 MIB, GIB = 2**20, 2**30

@@ -180,7 +180,7 @@ def finish_run(directory: Path) -> None:
 
 def _merge(run: RunDirectory, writer: EventWriter) -> None:
     from engine.config.load import load_run_spec
-    from engine.export.merge import Bases, merge
+    from engine.extras.handover.merge import Bases, merge
 
     spec = load_run_spec(run.run_toml, own=True)
     shutil.rmtree(run.merged, ignore_errors=True)  # of an earlier, shorter training of this run
@@ -201,7 +201,7 @@ def _push(run: RunDirectory, writer: EventWriter) -> None:
     options = (" --public" if finish.push_public else "") + (" --merged" if finish.merge else "")
     try:
         with importing():
-            from engine.handover.hub import prepare_push, send
+            from engine.extras.handover.hub import prepare_push, send
         result = result_run(run)
         spec = load_run_spec(result.run_toml, own=True)
         writer.write("phase", name=f"sending the result to {repo}")
@@ -225,7 +225,7 @@ def assembler_process(
 ) -> None:
     """Be the process of a stage that assembles a mixture: started by the conductor, never by hand."""
     with importing():
-        from engine.export.assembly_process import assemble_stage
+        from engine.extras.stages.assembly_process import assemble_stage
 
     del resume  # an assembly that was interrupted is done again from its start
     raise typer.Exit(assemble_stage(directory.absolute()))
@@ -235,7 +235,7 @@ def conductor_process(
     directory: Annotated[Path, typer.Argument()], resume: Annotated[bool, typer.Option("--resume")] = False
 ) -> None:
     """Be the conductor of a staged run: started by `train` and `resume`, never by hand."""
-    from engine.stages.conductor import conduct
+    from engine.extras.stages.conductor import conduct
 
     code = conduct(directory.absolute(), resume=resume)
     if code == 0:

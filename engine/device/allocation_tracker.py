@@ -77,9 +77,9 @@ class AllocationTracker:
         self._fail_at, self._host_fail_at = _NEVER, _NEVER
         self._then: tuple[int, ...] = ()
         self.counts_fake_tensors = False
-        """Whether fake tensors count as if they had memory (`engine.simulate`)."""
+        """Whether fake tensors count as if they had memory (`engine.extras.simulate`)."""
         self.log: list[int] | None = None
-        """Bytes of each allocation and (negative) release, appended while this is a list (`engine.simulate`)."""
+        """Bytes of each allocation and (negative) release, appended while this is a list (`engine.extras.simulate`)."""
         self.sums_gradients_in_place = False
         """Whether the sum of two gradients counts as written into the first one, as happens on a card."""
         # Re-entrant: garbage collection may run the release callback while this thread holds the lock.

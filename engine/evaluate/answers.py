@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.positions import table_of_positions
+from engine.architecture.facts import from_config
+from engine.architecture.positions import table_of_positions
 from engine.budget.predict.inference import GENERATION_ROWS, generation_bytes
 from engine.budget.predict.parallel_layout import on_one_device
 from engine.budget.trace.memory_config import memory_config_of

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.budget.architecture.positions import table_of_positions
+from engine.architecture.positions import table_of_positions
 from engine.config.attention import FLASH_KERNELS
 from engine.config.schema.recipe import Generate
 from engine.data.tokens import TokenData

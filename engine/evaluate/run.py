@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from engine.architecture.positions import refuse_long_sequences, table_of_positions
 from engine.batching.budget import micro_batch_cost, with_largest_image
-from engine.budget.architecture.positions import refuse_long_sequences, table_of_positions
 from engine.budget.predict.parallel_layout import on_one_device
 from engine.config.files.caches import SequenceBounds
 from engine.config.load import load_run_spec, override

@@ -1,5 +1,5 @@
 """The run directories of a staged run's stages, `RUN/stages/01-NAME/`, and how their events are copied into the run's
-own journal: each once, also when the conductor (`engine.stages.conductor`) was killed in between."""
+own journal: each once, also when the conductor (`engine.extras.stages.conductor`) was killed in between."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.architecture.model_folder import refuse_no_weights
 from engine.budget.advise.gate import Admitted, admit
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, notes_on_model, warnings_of
 from engine.budget.advise.row_notes import notes_on_rows
 from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, make_staged_plan, planning_specs
-from engine.budget.architecture.model_folder import refuse_no_weights
 from engine.budget.predict.shards import require_shards
 from engine.config.check.hardware_rules import require_launcher, require_matching_devices
 from engine.config.files.data_files import require_data_files
@@ -31,9 +31,15 @@ from engine.journal.index import record_start, resolve_run
 from engine.journal.queue import Queue, QueueState
 from engine.launch.destinations import allow_typed, notes_on_destinations
 from engine.launch.other_processes import with_simulations
-from engine.launch.requirements import own_profile, own_recipe, require_device, require_hub, require_training_packages
+from engine.launch.requirements import (
+    own_profile,
+    own_recipe,
+    require_device,
+    require_hub,
+    require_trackers,
+    require_training_packages,
+)
 from engine.launch.start_options import StartOptions
-from engine.trackers.tracker import require_trackers
 
 
 def resolve_start(options: StartOptions) -> Resolved:
@@ -70,7 +76,7 @@ def _own_files(options: StartOptions) -> list[str]:
 def fetch_config(spec: RunSpec) -> tuple[list[str], bool]:
     """Fetch the model's config, which the plan needs, unless it is here; returns notices, and whether the hub was asked
     and did not answer. Raises TunedeckError if the hub answers and refuses."""
-    from engine.budget.architecture.lookup import bring_config
+    from engine.architecture.lookup import bring_config
 
     try:
         return bring_config(spec), False

@@ -32,10 +32,10 @@ from engine.journal.directory import RunDirectory
 from engine.journal.event_text import clean, format_duration, format_number
 from engine.journal.events import Event, EventTail, EventWriter, end_of_events
 from engine.journal.files import locked
+from engine.journal.forwarding import Record, read_record, write_record
 from engine.journal.liveness import identify, is_alive
 from engine.journal.summary import summarise
 from engine.launch.process import ENTRY_FILE, engine_environment
-from engine.trackers.tracker import Record, read_record, write_record
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
+from engine.journal.forwarding import read_record
 from engine.launch.process import ENTRY_FILE, engine_environment
-from engine.trackers.tracker import read_record
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from engine.config.files.caches import (
 )
 from engine.config.files.document import read_document
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, list_spec_files, split_run_reference
-from engine.config.files.machine import install_command, working_directory
+from engine.config.files.machine import install_command, install_packages, working_directory
 from engine.config.load import load_run_spec, load_spec_file
 from engine.config.schema.data import Source
 from engine.config.schema.recipe import Model, Recipe
@@ -96,6 +96,19 @@ def own_recipe() -> str | None:
         except SpecError:
             continue
     return here[0] if len(here) == 1 else None
+
+
+def missing_trackers(recipe: Recipe) -> list[str]:
+    """Return the trackers of `trackers.use` whose packages are not installed."""
+    return [name for name in recipe.trackers.use if find_spec(name) is None]
+
+
+def require_trackers(recipe: Recipe) -> None:
+    if missing := missing_trackers(recipe):
+        raise EnvironmentProblem(
+            f"trackers.use: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            fix=f"{install_packages(*missing)}; or train without: --set trackers.use=[]",
+        )
 
 
 def count_gpus() -> int | None:

@@ -37,7 +37,7 @@ from engine.launch.changed_keys import (
 )
 from engine.launch.create_run import drop_untrusted_limits
 from engine.launch.destinations import allow_typed, notes_on_destinations
-from engine.trackers.tracker import require_trackers
+from engine.launch.requirements import require_trackers
 
 
 def prepare_resume(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.budget.architecture.families import (
+from engine.architecture.families import (
     SCAN_WEIGHTS,
     expert_reason,
     no_adapter_on,

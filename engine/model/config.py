@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engine.budget.architecture.classes import no_class
-from engine.budget.architecture.families import own_code
-from engine.budget.architecture.lookup import builtin_config, with_added_tokens
-from engine.budget.architecture.support import refuse_unsafe_packing
+from engine.architecture.classes import no_class
+from engine.architecture.families import own_code
+from engine.architecture.lookup import builtin_config, with_added_tokens
+from engine.architecture.support import refuse_unsafe_packing
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import ask_hub

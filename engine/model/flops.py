@@ -19,8 +19,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedConfig
 
-from engine.budget.architecture.families import EXPERT_COUNTS
-from engine.budget.architecture.parameters import in_vision_encoder
+from engine.architecture.families import EXPERT_COUNTS
+from engine.architecture.parameters import in_vision_encoder
 from engine.model.config import layer_config
 from engine.model.loaded import LoadedModel, plain_name
 

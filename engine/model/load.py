@@ -16,9 +16,9 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils.import_utils import is_flash_linear_attention_available
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.lookup import added_tokens
-from engine.budget.architecture.model_folder import refuse_quantised, stored_quantisation
+from engine.architecture.facts import from_config
+from engine.architecture.lookup import added_tokens
+from engine.architecture.model_folder import refuse_quantised, stored_quantisation
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels
 from engine.config.check.data_rules import image_key

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.budget.architecture.positions import scaled_config, text_of
+from engine.architecture.positions import scaled_config, text_of
 from engine.config.attention import FLASH_KERNELS
 from engine.config.schema.recipe import RopeScaling
 from engine.data.batch import Documents

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+from engine.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.files.machine import path_of
 from engine.config.load import load_run_spec

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+from engine.architecture.model_folder import ADAPTER_CONFIG
 from engine.data.chat_template import special_ids
 from engine.data.end_tokens import model_ends, template_ends
 from engine.model.tensor_file import FileTensor

@@ -22,7 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.budget.architecture.model_folder import ADAPTER_CONFIG
+from engine.architecture.model_folder import ADAPTER_CONFIG
 from engine.device.oom import classify
 from engine.errors import AdapterError
 from engine.model.adapter_patterns import require_bounded_patterns

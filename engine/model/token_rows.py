@@ -20,7 +20,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.budget.architecture.token_rows import grown_rows
+from engine.architecture.token_rows import grown_rows
 from engine.errors import UsageError
 from engine.model.adapted_linear import weight_gradient
 from engine.model.tensor_file import saved_shapes

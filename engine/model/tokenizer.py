@@ -21,8 +21,8 @@ from transformers.models.auto import processing_auto
 from transformers.utils import GENERATION_CONFIG_NAME as GENERATION_CONFIG
 from transformers.utils.hub import cached_file
 
-from engine.budget.architecture.lookup import added_tokens
-from engine.budget.architecture.token_rows import BYTE_SPECIALS
+from engine.architecture.lookup import added_tokens
+from engine.architecture.token_rows import BYTE_SPECIALS
 from engine.config.check.data_rules import image_key
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.machine import install_command, path_of

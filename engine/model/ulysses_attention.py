@@ -3,7 +3,7 @@
 While it is installed, every rank runs the model on its slice of a micro-batch (`engine.data.batch`). In attention,
 `engine.distributed.sequence_parallel` exchanges tensors so that each rank gets all positions of some heads, and the
 model's usual kernel runs on these, causal and without a mask. Evaluation and generation run the usual kernel.
-`engine.budget.architecture.support` says which models and recipes may use it;
+`engine.architecture.support` says which models and recipes may use it;
 `verify_ulysses_attention` tries.
 """
 

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from engine.budget.architecture.families import FAMILIES
+from engine.architecture.families import FAMILIES
 from engine.data.batch import Batch, Documents
 from engine.data.tokens import IGNORED
 from engine.device.base import Device

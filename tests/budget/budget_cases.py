@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.config.files.machine import installed, older
 from engine.config.schema.run import RunSpec

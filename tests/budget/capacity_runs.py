@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
 from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec

@@ -317,10 +317,10 @@ class LoadedStep:
     def images(self, ids: Any) -> dict[str, Any]:
         """Image inputs of a batch, empty without images: one image of the largest size per row, whose tokens are
         written to the end of each row of `ids`."""
-        from engine.budget.architecture.lookup import find_architecture
+        from engine.architecture.lookup import find_architecture
         from engine.budget.trace.memory_config import image_patches
         from engine.config.check.data_rules import image_key
-        from engine.simulate.batch import images_of
+        from engine.extras.simulate.batch import images_of
 
         if image_key(self.spec.recipe) is None:
             return {}

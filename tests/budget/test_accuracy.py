@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from tests.budget.budget_cases import EXPERTS, FAMILIES, FULL, LORA, WAYS, applies, error
 from tests.budget.metered_step import PHI3, QWEN2, folder_of, measured_step, run_spec

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine.architecture.lookup import find_architecture
 from engine.budget import calibration
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.calibration import RUNS_KEPT, CalibrationKey, Residuals, calibration_file, record, residuals_for
 from engine.budget.predict.non_torch_memory import FRAGMENTED_SHARE, non_torch_memory
 from engine.budget.predict.prediction import Prediction, predict

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.gate import admit
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.config.load import dump_run_spec, load_run_spec, resolve

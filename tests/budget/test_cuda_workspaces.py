@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.prediction import predict
 from engine.budget.trace.attention import scratch_per_token
 from engine.config.schema.run import RunSpec
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from tests.budget.metered_step import QWEN2, folder_of, run_spec
 
 MIB = 2**20

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.gate import refuse_unsafe
-from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, run_spec
@@ -47,7 +47,7 @@ def test_adapters_that_would_land_on_the_experts_instead_are_refused_where_named
 
 
 def test_every_so_many_layers_may_have_experts() -> None:
-    from engine.budget.architecture.facts import from_config
+    from engine.architecture.facts import from_config
 
     sparse = from_config({**QWEN3_MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2})
     assert [sparse.is_dense(layer) for layer in range(5)] == [True, False, True, False, True]

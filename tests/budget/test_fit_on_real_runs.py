@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.search import Advice, advise
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, FULL, KEEPING, LORA, SAVING

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import MicroBatchShape, Predictor
 from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, WAYS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.non_torch_memory import CONTEXT_BYTES, host_bytes
 from engine.budget.predict.prediction import Prediction, predict
 from engine.budget.trace.memory_config import memory_config_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.facts import Architecture, from_config
+from engine.architecture.lookup import builtin_config, find_architecture
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.plan_evaluation import plan_evaluation
-from engine.budget.architecture.facts import Architecture, from_config
-from engine.budget.architecture.lookup import builtin_config, find_architecture
 from engine.budget.predict import inference
 from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, generation_bytes
 from engine.budget.predict.prediction import predict

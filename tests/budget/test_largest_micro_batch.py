@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec

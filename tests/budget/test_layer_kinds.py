@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.budget.architecture.facts import Architecture, from_config
-from engine.budget.architecture.lookup import builtin_config
+from engine.architecture.facts import Architecture, from_config
+from engine.architecture.lookup import builtin_config
 from engine.budget.trace.layer import LayerKind, LayerStack, layer_stack
 from engine.budget.trace.memory_config import memory_config_of
 from tests.budget.metered_step import GEMMA2, GEMMA3, GPT_OSS, MISTRAL, QWEN2, run_spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.budget.trace.memory_config import resolved_attention
 from engine.config.schema.run import RunSpec

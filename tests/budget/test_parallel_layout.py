@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.parallel_layout import BUCKET_BYTES, bucket_bytes, layout_of, static_of_a_rank
 from engine.budget.predict.prediction import cost_model, predict
 from engine.budget.trace.memory_config import memory_config_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.lookup import shipped_entries
-from engine.budget.architecture.parameters import (
+from engine.architecture.facts import from_config
+from engine.architecture.lookup import shipped_entries
+from engine.architecture.parameters import (
     layer_parameters,
     layer_prefix,
     outer_parameters,

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.auto_settings import SPARE_SHARE
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor, predict
 from engine.budget.predict.recompute import recompute_order
 from engine.budget.trace.memory_config import memory_config_of
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from tests.budget.metered_step import GEMMA2, GEMMA3, GPT2, LLAMA, QWEN3_MOE, folder_of, measured_step, run_spec
 
 LORA: dict[str, Any] = {"rank": 8}

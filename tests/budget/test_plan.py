@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine.architecture.lookup import find_architecture, find_config
 from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.levers import lever_of, with_changes
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import advise
-from engine.budget.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import Predictor, cost_model, predict
 from engine.cli import app
 from engine.commands import plan_text
@@ -224,7 +224,7 @@ def test_longer_sequences_are_offered_only_where_some_are_cut_and_auto_only_wher
 
 
 def test_an_unknown_architecture_is_refused_with_what_is_known() -> None:
-    from engine.budget.architecture.facts import from_config
+    from engine.architecture.facts import from_config
 
     with pytest.raises(UsageError, match="mamba"):
         from_config({"model_type": "mamba"})

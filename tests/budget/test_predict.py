@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.facts import Architecture, from_config
-from engine.budget.architecture.lookup import builtin_config, find_architecture, find_config
-from engine.budget.architecture.parameters import layer_parameters
+from engine.architecture.facts import Architecture, from_config
+from engine.architecture.lookup import builtin_config, find_architecture, find_config
+from engine.architecture.parameters import layer_parameters
 from engine.budget.predict.layer_traces import layer_backward
 from engine.budget.predict.prediction import COMPONENTS, cost_model, predict
 from engine.budget.trace.layer import layer_stack

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.preflight import checkpoints_bytes, notes_on_kernels, warnings_of
-from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict import shards
 from engine.budget.trace import memory_config
 from engine.cli import app

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from tests.budget.budget_cases import FAMILIES
 from tests.budget.metered_step import folder_of, run_spec
 

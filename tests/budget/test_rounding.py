@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.advise.search import advise
-from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import Prediction, Predictor, predict
 from engine.config.check.rules import problems_of_recipe
 from engine.config.schema.run import RunSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.facts import from_config
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.step import router_statistics
 from engine.budget.trace.memory_config import memory_config_of

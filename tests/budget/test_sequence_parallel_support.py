@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.support import can_be_dealt, refuse_sequence_parallel
+from engine.architecture.lookup import find_config
+from engine.architecture.support import can_be_dealt, refuse_sequence_parallel
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
 

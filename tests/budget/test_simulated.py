@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.type_configs import tiny_config
+from engine.architecture.facts import from_config
 from engine.batching.budget import micro_batch_cost
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
-from engine.budget.architecture.facts import from_config
 from engine.budget.predict.prediction import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation, simulation_key
 from engine.cli import app, run
@@ -25,12 +25,12 @@ from engine.config.files.caches import SequenceBounds
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError, UnknownArchitectureError, UsageError
-from engine.simulate.curves import _document, simulate_curves
-from engine.simulate.device import SimulatedDevice
-from engine.simulate.driver import on_meta, simulated_run
-from engine.simulate.layers import LayerStack
-from engine.simulate.recorders import PhaseLog
-from engine.simulate.step import exact_plan, simulate_step
+from engine.extras.simulate.curves import _document, simulate_curves
+from engine.extras.simulate.device import SimulatedDevice
+from engine.extras.simulate.driver import on_meta, simulated_run
+from engine.extras.simulate.layers import LayerStack
+from engine.extras.simulate.recorders import PhaseLog
+from engine.extras.simulate.step import exact_plan, simulate_step
 from tests.budget.metered_step import MISTRAL, folder_of, measured_step, run_spec
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 

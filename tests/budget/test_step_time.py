@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, considered, make_plan
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.pace import LEAST_MODELS, pace_file, record_pace
 from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.step_time import StepTime

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.budget.architecture.model_folder import quantisation_of
+from engine.architecture.model_folder import quantisation_of
 
 STEM = "model.layers.0.mlp.up_proj."
 INT32, BYTES, HALF = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.architecture.facts import from_config
+from engine.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.inference import evaluation, generation_bytes
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes, vision_end_gradients, vision_layer_tensors
@@ -18,7 +18,7 @@ from engine.budget.trace.polynomial import shape_of
 from engine.budget.trace.trainable import vision_trainable_by_layer
 from engine.config.schema.recipe import Generate
 from engine.config.schema.run import RunSpec
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from tests.budget.metered_step import (
     WITH_VISION_ENCODER,
     folder_of,

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.chat.answer import Conversation, Speaker, TextStream, decode
-from engine.chat.server import ChatProcess
-from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
@@ -19,6 +16,9 @@ from engine.device.base import GpuProcess, GpuReading
 from engine.device.metered import MeteredDevice
 from engine.errors import DataError, DeviceBusyError, DoesNotFitError
 from engine.evaluate.generation import end_tokens
+from engine.extras.chat.answer import Conversation, Speaker, TextStream, decode
+from engine.extras.chat.server import ChatProcess
+from engine.extras.chat.sources import ChatModel, ChatSource, load_sources
 from engine.journal.chats import ChatInbox, ChatState, create_chat
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter, Journal

@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engine.chat.answer import Answer, Conversation, Listener, Speaker
-from engine.chat.sources import ChatModel, ChatSource, load_sources
 from engine.config.schema.recipe import Generate
 from engine.data.chat_template import Message
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
 from engine.evaluate.generation import end_tokens, generate
+from engine.extras.chat.answer import Answer, Conversation, Listener, Speaker
+from engine.extras.chat.sources import ChatModel, ChatSource, load_sources
 from engine.model.loaded import LoadedModel
 from engine.model.saved_adapter import ADAPTER
 from engine.model.tokenizer import load_chat_processor

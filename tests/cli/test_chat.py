@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.chat.answer import Conversation
-from engine.chat.sources import ChatSource, load_sources
 from engine.config.load import load_run_spec, resolve
 from engine.data.prompts import PromptTokens
 from engine.device import open_device
+from engine.extras.chat.answer import Conversation
+from engine.extras.chat.sources import ChatSource, load_sources
 from tests.cli.conftest import Tunedeck
 from tests.train.run_helpers import new_run, train
 

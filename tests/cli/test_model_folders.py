@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.errors import UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.model.load import load_model
 from engine.model.tokenizer import byte_tokenizer
 from tests.cli.conftest import Tunedeck
@@ -206,7 +206,7 @@ def test_sentencepiece_alone_needs_what_reads_it(
     tunedeck: Tunedeck, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sentencepiece_only(model)
-    monkeypatch.setattr("engine.budget.architecture.model_folder.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.architecture.model_folder.find_spec", lambda name: None)
     for who, words, code in said(tunedeck, tmp_path):
         assert "sentencepiece, which reads it, is not installed" in words, who
         assert code == 2

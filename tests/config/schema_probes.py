@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from engine.architecture.lookup import find_config, find_facts
+from engine.architecture.positions import scaled_config
 from engine.batching.budget import CLEAN_STEPS_TO_GROW
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import warnings_of
-from engine.budget.architecture.lookup import find_config, find_facts
-from engine.budget.architecture.positions import scaled_config
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
 from engine.config.sweep import sweep_points
 from engine.data.prepare import PreparedData, prepare_data
-from engine.evaluate.harness import load_tasks, task_options
 from engine.evaluate.run import score_model
+from engine.extras.harness.harness import load_tasks, task_options
+from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
+from engine.extras.trackers import tracker
+from engine.extras.trackers.follow import tracked_run
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter, Journal
-from engine.launch.cluster_scripts import Job, skypilot_task, slurm_script
 from engine.launch.destinations import notes_on_destinations
 from engine.launch.environment import device_environment
+from engine.launch.requirements import missing_trackers
 from engine.model.tokenizer import load_image_processor, load_tokenizer
-from engine.trackers import tracker
-from engine.trackers.follow import tracked_run
-from engine.trackers.tracker import missing_trackers
-from engine.train.proofs.prove import PROOFS
 from engine.train.run.main import run as train
 from engine.train.run.setup import make_order
 from engine.train.step.budget_growth import BudgetGrowth
+from engine.verify.verify import PROOFS
 from tests.events import read_events
 from tests.train.run_helpers import Workshop
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.config.files.document import parse_document
-from engine.config.imports import convert
-from engine.config.imports.convert import draft_of, parse_yaml, recipe_text
 from engine.errors import SpecError
+from engine.extras.imports import convert
+from engine.extras.imports.convert import draft_of, parse_yaml, recipe_text
 
 HEAD = "base_model: Qwen/Qwen3-0.6B\nadapter: lora\nlora_r: 8\nsequence_len: 512\n"
 DATA = "datasets:\n- {path: data/a.jsonl, type: alpaca}\n"

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from engine.cli import app
 from engine.config.check.aliases import KEY_ALIASES
 from engine.config.check.no_counterpart import NEUTRAL, WITH_EFFECT, WITHOUT_EFFECT
-from engine.config.imports.convert import draft_of, recipe_text
-from engine.config.imports.draft import globs_of
 from engine.errors import SpecError, TunedeckError
+from engine.extras.imports.convert import draft_of, recipe_text
+from engine.extras.imports.draft import globs_of
 
 AXOLOTL = """\
 base_model: org/base

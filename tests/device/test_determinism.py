@@ -13,8 +13,8 @@ import torch
 
 from engine.device.determinism import deterministic_kernels, unfilled_memory
 from engine.errors import EnvironmentProblem, UsageError
-from engine.train.proofs import state
 from engine.train.step.computation import StepComputation
+from engine.verify import state
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 deterministic: Any = torch.utils.deterministic  # its types do not know all of its properties

@@ -13,8 +13,8 @@ import pytest
 from engine.config.load import dump_run_spec, resolve
 from engine.config.schema.run import RunSpec
 from engine.device.cuda import allocator_notices
+from engine.extras.jobs.cluster_scripts import Job, slurm_script
 from engine.journal.directory import RunDirectory
-from engine.launch.cluster_scripts import Job, slurm_script
 from engine.launch.environment import device_environment, set_device_environment
 from engine.launch.process import start_engine
 

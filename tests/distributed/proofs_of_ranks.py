@@ -15,9 +15,9 @@ import pytest
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem
 from engine.journal.events import Journal
-from engine.train.proofs.prove import prove
-from engine.train.proofs.record import Proof
 from engine.train.step.context import TrainingSetup
+from engine.verify.record import Proof
+from engine.verify.verify import prove
 from tests.distributed.rank_workbench import FULL, RankWorkbench, sharded, small_model
 
 Break = Callable[[pytest.MonkeyPatch, TrainingSetup], None]

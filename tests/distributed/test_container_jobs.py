@@ -24,7 +24,7 @@ import pytest
 import yaml
 from huggingface_hub.cli.hf import app as hf
 
-from engine.launch.container_jobs import CONTAINER_TARGETS
+from engine.extras.jobs.container_jobs import CONTAINER_TARGETS
 from tests.cli.conftest import Tunedeck
 from tests.cli.conftest import tunedeck as _tunedeck
 from tests.cli.outcome import assert_block

@@ -21,11 +21,11 @@ from engine.distributed.sharded import ShardedModel
 from engine.distributed.votes import LostRankError, VotedGroup
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
-from engine.train.proofs import among_ranks, sharded
-from engine.train.proofs.prove import AMONG_RANKS
-from engine.train.proofs.record import DisprovedError, ProvedRun
 from engine.train.run import doctor
 from engine.train.step.context import TrainingSetup
+from engine.verify import among_ranks, sharded
+from engine.verify.record import DisprovedError, ProvedRun
+from engine.verify.verify import AMONG_RANKS
 from tests.distributed.proofs_of_ranks import Break, outcome, sharded_setup
 from tests.distributed.rank_processes import arguments_of_ranks, member, run_ranks
 from tests.distributed.rank_workbench import NEEDS_SHARDS

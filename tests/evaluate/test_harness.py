@@ -23,7 +23,7 @@ from tests.budget.metered_step import GPT2, LLAMA, folder_of, run_spec
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
-from engine.evaluate import harness, task_sandbox
+from engine.extras.harness import harness, task_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 

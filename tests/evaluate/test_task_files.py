@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine.cli import app
 from engine.errors import UsageError
-from engine.evaluate.task_files import read_task_files, refuse_untrusted_tasks
+from engine.extras.harness.task_files import read_task_files, refuse_untrusted_tasks
 
 PLAIN = """task: plain
 dataset_path: json

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.budget.architecture.assembled import MIXTURES, MixtureFamily, assembled_config, problems_of_experts
+from engine.architecture.assembled import MIXTURES, MixtureFamily, assembled_config, problems_of_experts
 from engine.errors import UsageError
-from engine.export.assemble import Expert, Mixture, assemble_experts
+from engine.extras.stages.assemble import Expert, Mixture, assemble_experts
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -148,7 +148,7 @@ def test_each_known_mistake_changes_the_model(tmp_path: Path, trap: str, monkeyp
         spoil(config)
         return config
 
-    monkeypatch.setattr("engine.export.assemble.assembled_config", spoiled)
+    monkeypatch.setattr("engine.extras.stages.assemble.assembled_config", spoiled)
     assert largest_difference(assembled(tmp_path / "spoiled", [one] * 3), one) > 1e-3
 
 

@@ -21,7 +21,7 @@ from benchmarks.type_cell import write_tiny
 from benchmarks.type_configs import tiny_config
 from engine.commands.handover import merge as merge_command
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
-from engine.export.merge import Bases, _base, compare_logits, merge, merge_rounded_once
+from engine.extras.handover.merge import Bases, _base, compare_logits, merge, merge_rounded_once
 from engine.journal.directory import RunDirectory
 from engine.model.reference import base_of_adapter
 from tests.model.samples import batch_of, disturb, load, logits_of, name_base, run_spec, write_model
@@ -167,7 +167,7 @@ def test_dequantized_weights_are_those_of_a_4_bit_base_and_need_bitsandbytes(
 ) -> None:
     with pytest.raises(UsageError, match="was not in 4 bits"):
         merge_command(str(finished.path), out=tmp_path / "merged", onto="dequantized")
-    monkeypatch.setattr("engine.export.merge.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.extras.handover.merge.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="needs bitsandbytes"):
         merge(finished.adapter, tmp_path / "merged", lambda text: None, bases=Bases(True, True))
     said: list[str] = []
@@ -217,7 +217,7 @@ def test_a_local_base_is_named_and_found_by_the_run_where_it_has_moved(tmp_path:
 def test_trained_embeddings_stay_tied_to_the_head_in_several_files(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.export.merge.SHARD_SIZE", "20KB")
+    monkeypatch.setattr("engine.extras.handover.merge.SHARD_SIZE", "20KB")
     base = write_model(tmp_path / "base", family, tie_word_embeddings=True)
     loaded = load(run_spec(str(base), method={"also_train": ["lm_head", "model.embed_tokens"]}))
     disturb(loaded)

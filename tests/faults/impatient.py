@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from huggingface_hub.utils import _http
 
-from engine.handover import hub
+from engine.extras.handover import hub
 from engine.launch.process import ENTRY_FILE
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from engine.errors import as_os_error, disk_problem, moved_problem
+from engine.extras.trackers.tensorboard_tracker import TensorBoardTracker
+from engine.extras.trackers.tracker import TrackedRun
 from engine.journal.chats import append_rows, create_chat, list_chats, read_chat
 from engine.journal.control import next_request_file
 from engine.journal.events import EventWriter
 from engine.journal.files import held_draft, write_atomically
 from engine.journal.liveness import claim
-from engine.trackers.tensorboard_tracker import TensorBoardTracker
-from engine.trackers.tracker import TrackedRun
 from tests.fork_server import ROOT
 from tests.trackers.look_alikes import PACKAGES
 

@@ -112,13 +112,13 @@ ROWS = {
     "config/files/write:import_spec_file": Row(
         unknown_key, "recipes import w.toml", "recipes import w.toml", right_toml
     ),
-    "config/imports/convert:_require_plain: remove the tag": Row(
+    "extras/imports/convert:_require_plain: remove the tag": Row(
         tagged_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
-    "config/imports/convert:_require_plain: write the value out": Row(
+    "extras/imports/convert:_require_plain: write the value out": Row(
         anchored_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
-    "config/imports/convert:_require_unique": Row(
+    "extras/imports/convert:_require_unique": Row(
         double_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
     "data/dataset_files:_open_local: fetch": Row(pointer, DATA + ROWS_PATH, DATA + ROWS_PATH, fetched),
@@ -137,7 +137,7 @@ ROWS = {
     "launch/create_run:resolve_start: leave one out": Row(
         finished_run, "train --run-spec x.toml -r mine.toml", "plan -p here.toml -r mine.toml"
     ),
-    "trackers/tracker:require_trackers": Row(
+    "launch/requirements:require_trackers": Row(
         own_files, "queue add -p mine -r r.toml" + at("trackers.use", "[\\\"mlflow\\\"]"),
         "queue add -p mine -r r.toml" + at("trackers.use", "[]"),
     ),

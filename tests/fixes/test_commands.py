@@ -171,7 +171,7 @@ ROWS = {
     "launch/resume_run:_refuse_if_done": Row(finished_run, "resume last", answer="4 of 4"),
     "launch/other_processes:find_chat": Row(own_files, "chat --attach no", answer="no chats"),
     "evaluate/run:checkpoints_to_score: {'' if": Row(begun_with_data, "eval last", answer="done"),
-    "chat/sources:weights_of_run": Row(begun, "chat last --prompt x", answer="done"),
+    "extras/chat/sources:weights_of_run": Row(begun, "chat last --prompt x", answer="done"),
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ STAGES = '\n[[stages]]\nname = "one"\n\n[[stages]]\nname = "two"\nfrom = "one"\n
 WALKED = (
     "commands/runs:wait", "launch/process:engine_died", "launch/process:_require_on_this_machine",
     "launch/process:_kill", "launch/process:_wait_until_gone", "commands/train:_merge", "commands/train:_push",
-    "export/merge:_require_space: close other", "launch/resume_run:_refuse_if_done",
+    "extras/handover/merge:_require_space: close other", "launch/resume_run:_refuse_if_done",
     "launch/resume_run:_refuse_other_runs_option: do a stage",
     "launch/resume_run:refuse_stage: {again}", "launch/resume_run:refuse_stage: {further}",
     "launch/resume_run:_stages_done_again", "model/reference:refuse_removed", "journal/queue:add: add it to",
@@ -144,7 +144,7 @@ def test_what_a_run_could_not_do_at_its_end_is_done_by_the_commands_of_its_warni
         full.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 10))
         full.delenv("HF_TOKEN")
         finish_run(finished.path)
-    assert was_given(text_of("export/merge:_require_space: close other"), given)
+    assert was_given(text_of("extras/handover/merge:_require_space: close other"), given)
     told = [event for event in EventTail(finished.events).poll() if event["kind"] == "warning"]
     assert [event["code"] for event in told[-2:]] == ["merge", "push"]
     for event in told[-2:]:

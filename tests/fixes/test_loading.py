@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from engine.budget.advise.plan import make_plan
 from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
+from engine.extras.simulate.batch import images_of_rows
+from engine.extras.simulate.step import simulate_step
 from engine.model.expert_balance import expert_balance
 from engine.model.head import find_head
 from engine.model.verify import verify_logits
-from engine.simulate.batch import images_of_rows
-from engine.simulate.step import simulate_step
 from tests.budget.metered_step import QWEN2, folder_of
 from tests.budget.metered_step import run_spec as budget_spec
 from tests.data.test_own_processor import own, spec_for
@@ -207,14 +207,14 @@ def test_images_that_are_resized_to_sides_are_taken_without_bounds(tmp_path: Pat
 def test_a_plan_of_images_has_room_for_one(tmp_path: Path, given: Given) -> None:
     with pytest.raises(TunedeckError):
         images_of_rows(spec_of(tmp_path, "idefics3", data={"max_length": 3}))
-    refused_as("simulate/batch:_largest", given)
+    refused_as("extras/simulate/batch:_largest", given)
     assert images_of_rows(spec_of(tmp_path, "idefics3", data={"max_length": 300})) is not None
 
 
 def test_images_that_are_filled_up_are_trained_from_a_small_micro_batch(tmp_path: Path, given: Given) -> None:
     with pytest.raises(TunedeckError):
         images_of_rows(spec_of(tmp_path, "gemma4"))
-    refused_as("simulate/batch:_refuse_empty_patches", given)
+    refused_as("extras/simulate/batch:_refuse_empty_patches", given)
     spec = spec_of(tmp_path, "gemma4", steps=1, train={"micro_batch": 1, "batch_size": 2})
     assert train(new_run(tmp_path / "runs", spec))[0] == 0
 
@@ -223,14 +223,14 @@ def test_what_cannot_be_simulated_has_a_closed_form(tmp_path: Path, given: Given
     spec = budget_spec(folder_of(QWEN2, tmp_path), model={"quantize": "nf4"}, method={"kind": "lora"})
     with pytest.raises(TunedeckError):
         simulate_step(spec, rows=1, length=16)
-    refused_as("simulate/step:simulate_step: leave --exact out: the closed form knows it", given)
+    refused_as("extras/simulate/step:simulate_step: leave --exact out: the closed form knows it", given)
     assert make_plan(spec).margin_bytes > 0
     spec = budget_spec(folder_of(QWEN2, tmp_path))
     parallel = spec.profile.parallel.model_copy(update={"sequence": 2})
     spec = spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
     with pytest.raises(TunedeckError):
         simulate_step(spec, rows=1, length=16)
-    refused_as("simulate/step:simulate_step: leave --exact out: the closed form knows what", given)
+    refused_as("extras/simulate/step:simulate_step: leave --exact out: the closed form knows what", given)
     assert make_plan(spec).margin_bytes > 0
 
 
@@ -250,8 +250,8 @@ WALKED = (
     "model/token_rows:expect_rows_of", "model/loaded:_other_parameters", "model/tensor_file:expect_shape",
     "model/tokenizer:give_pad_token", "model/config:_about_folder: set model.tokenizer",
     "model/verify:verify_logits: set model.dtype", "model/expert_balance:_refuse", "model/tokenizer:_bound_pixels",
-    "simulate/batch:_largest", "simulate/batch:_refuse_empty_patches",
-    "simulate/step:simulate_step: leave --exact out: the closed form knows it",
-    "simulate/step:simulate_step: leave --exact out: the closed form knows what", "model/verify:_refusal",
+    "extras/simulate/batch:_largest", "extras/simulate/batch:_refuse_empty_patches",
+    "extras/simulate/step:simulate_step: leave --exact out: the closed form knows it",
+    "extras/simulate/step:simulate_step: leave --exact out: the closed form knows what", "model/verify:_refusal",
 )  # fmt: skip
 """The fix texts that the tests of this file execute."""

@@ -18,7 +18,7 @@ from tests.stages.staged_runs import conduct, events_of, new_staged_run, staged_
 from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 WALKED = (
-    "export/assembly_process:_assemble", "launch/create_run:_hidden_router_does_not_fit",
+    "extras/stages/assembly_process:_assemble", "launch/create_run:_hidden_router_does_not_fit",
     "train/step/checkpoint_storage:_without_remainders",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
@@ -54,7 +54,7 @@ def test_experts_do_not_differ_outside_once_they_are_trained_as_the_warning_says
     codes, fixes = assembled(tmp_path / "all", {"kind": "full"})
     assert codes == ["experts_differ"]
     (fix,) = fixes
-    assert fix == text_of("export/assembly_process:_assemble").text
+    assert fix == text_of("extras/stages/assembly_process:_assemble").text
     told = fix.partition("method.train_only = ")[2].partition(" in the stages")[0]
     assert assembled(tmp_path / "only", {"kind": "full", "train_only": json.loads(told)})[0] == []
     assert assembled(tmp_path / "shared", {"kind": "full"}, shared=["**"])[0] == []

@@ -99,25 +99,25 @@ ROWS = {
         sees, FOLDER_MODEL + at("method.train_only", "[\\\"model.visual\\\"]"),
         FOLDER_MODEL + at("method.train_only", "[\\\"model.language_model\\\"]"),
     ),
-    "budget/architecture/families:_refuse_reset": Row(
+    "architecture/families:_refuse_reset": Row(
         model_of(model_type="youtu", pad_token_id=0), PLAN + MODEL, PLAN + MODEL, without_padding
     ),
-    "budget/architecture/families:_refuse_targets": Row(
+    "architecture/families:_refuse_targets": Row(
         model_of(model_type="mamba"), LORA + at("method.targets", "attention"), ALL_LINEAR
     ),
-    "budget/architecture/families:no_adapter_on": Row(
+    "architecture/families:no_adapter_on": Row(
         model_of(model_type="mamba"), LORA + at("method.targets", "[\\\"x_proj\\\"]"), ALL_LINEAR
     ),
-    "budget/architecture/model_folder:refuse_quantised: {instead}; with": Row(
+    "architecture/model_folder:refuse_quantised: {instead}; with": Row(
         quantised("gptq"), PLAN + MODEL + PRETRAINED, PLAN + MODEL + PRETRAINED + at("model.id", "./whole")
     ),
-    "budget/architecture/model_folder:refuse_quantised: {instead}": Row(
+    "architecture/model_folder:refuse_quantised: {instead}": Row(
         quantised("fp8"), PLAN + MODEL + PRETRAINED, PLAN + MODEL + PRETRAINED + at("model.id", "./whole")
     ),
-    "budget/architecture/model_folder:_refuse_tokenizer: set model.tokenizer": Row(
+    "architecture/model_folder:_refuse_tokenizer: set model.tokenizer": Row(
         model_of(), FOLDER_MODEL, FOLDER_MODEL + at("model.tokenizer", "builtin:bytes")
     ),
-    "chat/sources:require_room: name fewer": Row(
+    "extras/chat/sources:require_room: name fewer": Row(
         small_machine, "chat builtin:tiny -p small --prompt x --plain", "chat builtin:tiny -p mine --prompt x --plain"
     ),
     "commands/plan:_write": Row(

@@ -23,7 +23,7 @@ from engine.config.schema.run import RunSpec
 from engine.data import chat_template, template_limits, workers
 from engine.data.prompts import PromptTokens
 from engine.errors import TunedeckError
-from engine.evaluate.harness import task_options
+from engine.extras.harness.harness import task_options
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from tests.budget.metered_step import run_spec
 from tests.cli.conftest import Tunedeck
@@ -43,7 +43,7 @@ WALKED = (
     "data/prompts:ids: ask without that", "data/prompts:ids: name a picture", "data/prompts:ids: set model.chat",
     "data/prompts:text", "data/order:__init__", "data/tokenise:prefix", "data/own_processor:of: remove",
     "config/files/trust:_append",
-    "evaluate/harness:task_options", "budget/architecture/lookup:_refused: try again",
+    "extras/harness/harness:task_options", "architecture/lookup:_refused: try again",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
 
@@ -255,7 +255,7 @@ def test_tasks_are_asked_without_a_template_where_there_is_none(given: Given) ->
     asked = run_spec().recipe.evaluate
     with pytest.raises(TunedeckError) as caught:
         task_options(asked.model_copy(update={"harness_template": "on"}), has_template=False)
-    assert was_given(text_of("evaluate/harness:task_options"), given)
+    assert was_given(text_of("extras/harness/harness:task_options"), given)
     value = caught.value.fix.partition("=")[2]
     off = asked.model_copy(update={"harness_template": value})
     assert task_options(off, has_template=False)["apply_chat_template"] is False
@@ -285,5 +285,5 @@ def test_a_folder_is_used_while_the_hub_is_busy(
         refused = tunedeck(*shlex.split(PLAN + at("model.id", "owner/name")))
         server.shutdown()
     assert refused.code == 6
-    assert was_given(text_of("budget/architecture/lookup:_refused: try again"), given), (given, refused.err)
+    assert was_given(text_of("architecture/lookup:_refused: try again"), given), (given, refused.err)
     assert tunedeck(*shlex.split(PLAN + MODEL)).code == 0

@@ -38,7 +38,7 @@ WALKED = (
     "launch/queue_worker:wait_until_registered: see what", "launch/queue_worker:wait_until_registered: see why",
     "tui/app:_check: use a command", "tui/app:_check: tunedeck --help", "train/step/context:check: put these keys",
     "train/step/transaction:_finish_step: lower train.learning_rate or",
-    "export/merge:_require_space: make room", "export/merge:merge: make room",
+    "extras/handover/merge:_require_space: make room", "extras/handover/merge:merge: make room",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
 
@@ -200,11 +200,11 @@ def test_a_merged_model_goes_where_there_is_room(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert tunedeck("merge", finished.name, "--out", tmp_path / "file" / "merged").code == 6
-    refused_as("export/merge:merge: make room", given)
+    refused_as("extras/handover/merge:merge: make room", given)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
         assert tunedeck("merge", finished.name).code == 6
-    refused_as("export/merge:_require_space: make room", given)
+    refused_as("extras/handover/merge:_require_space: make room", given)
     answer = tunedeck("merge", finished.name, "--out", tmp_path / "merged")
     assert answer.code == 0, answer.err
 

@@ -18,7 +18,7 @@ from engine.data.prepare import prepare_data
 from engine.device import open_device
 from engine.errors import TunedeckError
 from engine.evaluate.run import with_overrides
-from engine.export.assemble import _layer_means
+from engine.extras.stages.assemble import _layer_means
 from engine.journal.archive import export_run
 from engine.journal.directory import RunDirectory
 from engine.launch.destinations import webhook_url
@@ -41,11 +41,12 @@ WALKED = (
     "model/reference:_checkpoint: correct it", "model/reference:find_starting_weights: set model.init",
     "model/reference:find_starting_weights: remove one", "model/reference:base_of_adapter",
     "model/reference:_adapter_config", "model/reference:_local", "evaluate/run:with_overrides",
-    "export/merge:merge: name another folder", "export/merge:merge: leave out --onto", "journal/archive:import_run",
+    "extras/handover/merge:merge: name another folder", "extras/handover/merge:merge: leave out --onto",
+    "journal/archive:import_run",
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
     "launch/destinations:webhook_url",
-    "export/merge:_require_space: make room", "export/assemble:_checked_config: set finish.merge",
-    "export/assemble:_checked_config: change `from`", "export/assemble:_layer_means",
+    "extras/handover/merge:_require_space: make room", "extras/stages/assemble:_checked_config: set finish.merge",
+    "extras/stages/assemble:_checked_config: change `from`", "extras/stages/assemble:_layer_means",
     "data/preferences:other_objective: to score it",
     "evaluate/run:_data_to_score_on", "journal/score_groups:_nothing_to_compare: tunedeck eval {runs}",
 )  # fmt: skip
@@ -129,9 +130,9 @@ def test_a_merge_goes_where_there_is_nothing(
 ) -> None:
     (tmp_path / "there").mkdir()
     assert tunedeck("merge", finished.name, "--out", "there").code == 2
-    assert was_given(text_of("export/merge:merge: name another folder"), given)
+    assert was_given(text_of("extras/handover/merge:merge: name another folder"), given)
     assert tunedeck("merge", finished.name, "--out", "other", "--onto", "dequantized").code == 2
-    assert was_given(text_of("export/merge:merge: leave out --onto"), given), given
+    assert was_given(text_of("extras/handover/merge:merge: leave out --onto"), given), given
     assert tunedeck("merge", finished.name, "--out", "other").code == 0
 
 
@@ -216,7 +217,7 @@ def test_a_merge_goes_to_a_disk_with_room(
 
     monkeypatch.setattr(shutil, "disk_usage", disk)
     assert tunedeck("merge", finished.name, "--out", "full/merged").code == 6
-    assert was_given(text_of("export/merge:_require_space: make room"), given), given
+    assert was_given(text_of("extras/handover/merge:_require_space: make room"), given), given
     assert tunedeck("merge", finished.name, "--out", "merged").code == 0
 
 
@@ -237,12 +238,12 @@ def test_full_models_are_assembled_once_the_adapter_is_merged(tmp_path: Path, gi
     (two / "adapter_config.json").write_text("{}")
     with pytest.raises(TunedeckError):
         assembled(tmp_path / "mixture", [one, two])
-    assert was_given(text_of("export/assemble:_checked_config: set finish.merge"), given)
+    assert was_given(text_of("extras/stages/assemble:_checked_config: set finish.merge"), given)
     (two / "adapter_config.json").unlink()  # a merged model has none
     other = dense(tmp_path / "c", "llama", 2, hidden_size=64)
     with pytest.raises(TunedeckError):
         assembled(tmp_path / "mixture", [one, other])
-    assert was_given(text_of("export/assemble:_checked_config: change `from`"), given)
+    assert was_given(text_of("extras/stages/assemble:_checked_config: change `from`"), given)
     assert assembled(tmp_path / "mixture", [one, two]).is_dir()
 
 
@@ -266,5 +267,5 @@ def test_hidden_states_are_collected_of_shorter_samples(
         monkeypatch.setattr(layer, "forward", limited)
         with pytest.raises(TunedeckError):
             _layer_means(loaded, prepare_data(specs[64], tokenizer).train)
-        assert was_given(text_of("export/assemble:_layer_means"), given)
+        assert was_given(text_of("extras/stages/assemble:_layer_means"), given)
         assert _layer_means(loaded, prepare_data(specs[8], tokenizer).train).isfinite().all()

@@ -126,32 +126,32 @@ SCALED = at("model.rope_scaling.type", "yarn") + at("model.rope_scaling.factor",
 ROWS_PATH = at("data.sources.main.path", "rows.jsonl")
 
 ROWS = {
-    "budget/architecture/lookup:_config_file: check model.id": Row(
+    "architecture/lookup:_config_file: check model.id": Row(
         own_files, PLAN + at("model.id", "./none"), PLAN + at("model.id", "builtin:tiny")
     ),
-    "budget/architecture/positions:refuse_long_sequences: {fix}": Row(
+    "architecture/positions:refuse_long_sequences: {fix}": Row(
         model_of(), PLAN + MODEL + at("data.max_length", "512"),
         PLAN + MODEL + at("data.max_length", "512") + SCALED, answer="512",
     ),
-    "budget/architecture/positions:refuse_long_sequences: set model.rope_scaling.factor": Row(
+    "architecture/positions:refuse_long_sequences: set model.rope_scaling.factor": Row(
         model_of(), PLAN + MODEL + at("data.max_length", "1000") + SCALED,
         PLAN + MODEL + at("data.max_length", "1000") + SCALED + at("model.rope_scaling.factor", "4"), answer="1000",
     ),
-    "budget/architecture/positions:scaled_config: leave model.rope_scaling out": Row(
+    "architecture/positions:scaled_config: leave model.rope_scaling out": Row(
         model_of(rope_scaling={"rope_type": "linear", "factor": 2.0}),
         PLAN + MODEL + SCALED, PLAN + MODEL,
     ),
-    "budget/architecture/support:refuse_unsafe_packing": Row(
+    "architecture/support:refuse_unsafe_packing": Row(
         model_of(model_type="mamba"), PLAN + MODEL + at("data.packing", "true"), PLAN + at("data.packing", "false")
     ),
-    "budget/architecture/classes:_not_text_alone": Row(
+    "architecture/classes:_not_text_alone": Row(
         model_of(model_type="t5"), PLAN + MODEL, PLAN + at("model.id", "builtin:tiny")
     ),
-    "budget/architecture/facts:_sliding_layers": Row(
+    "architecture/facts:_sliding_layers": Row(
         model_of(sliding_window=8, layer_types=["sliding_attention"]), PLAN + MODEL, PLAN + MODEL,
         sound_config,
     ),
-    "budget/architecture/lookup:_read_json: check the folder": Row(
+    "architecture/lookup:_read_json: check the folder": Row(
         broken_config, PLAN + MODEL, PLAN + MODEL, sound_config
     ),
     "config/check/hardware_rules:require_matching_devices: leave --devices out": Row(
@@ -192,7 +192,7 @@ ROWS = {
     "journal/queue:_not_written": Row(
         file_as_queue, "queue add -p mine -r r.toml", "queue add -p mine -r r.toml --runs other"
     ),
-    "budget/architecture/families:own_code": Row(
+    "architecture/families:own_code": Row(
         own_code, PLAN + MODEL, PLAN.replace("plan", "queue add") + MODEL + " --trust-remote-code"
     ),
     "data/order:hold_out": Row(
@@ -202,7 +202,7 @@ ROWS = {
     "model/tokenizer:_template_text": Row(
         own_files, DATA + at("model.chat_template", "none.jinja"), DATA + at("model.chat_template", ""),
     ),
-    "budget/architecture/model_folder:refuse_without_config: set model.id": Row(
+    "architecture/model_folder:refuse_without_config: set model.id": Row(
         adapter, PLAN + at("model.id", "./adapter"),
         PLAN + at("model.id", "builtin:tiny") + at("model.adapter", "./adapter") + at("model.init", "pretrained")
         + at("method.kind", "lora"),

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config.schema.recipe import Method
 from engine.errors import TunedeckError
-from engine.export.merge import merge_rounded_once, refuse_shared
+from engine.extras.handover.merge import merge_rounded_once, refuse_shared
 from engine.model.adapters import add_adapters
 from engine.train.step.computation import BatchLoader
 from tests.cli.conftest import Tunedeck
@@ -20,7 +20,11 @@ from tests.fixes.rows import text_of, was_given
 from tests.model.samples import load, run_spec, write_model
 from tests.train.run_helpers import make_spec, new_run, train, write_samples
 
-WALKED = ("launch/create_run:queue_sweep", "export/merge:refuse_shared", "train/step/failures:memory_exhausted: close")
+WALKED = (
+    "launch/create_run:queue_sweep",
+    "extras/handover/merge:refuse_shared",
+    "train/step/failures:memory_exhausted: close",
+)
 """The fix texts that the tests below execute."""
 
 

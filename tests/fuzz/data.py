@@ -19,9 +19,9 @@ from unittest import mock
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.budget.architecture.facts import from_config
-from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.model_folder import refuse_files, refuse_no_weights
+from engine.architecture.facts import from_config
+from engine.architecture.lookup import find_config
+from engine.architecture.model_folder import refuse_files, refuse_no_weights
 from engine.data import bounds, template_limits
 from engine.data.chat import ChatRenderer
 from engine.data.chat_template import ChatTemplate, TemplateRefusal

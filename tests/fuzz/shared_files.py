@@ -14,12 +14,12 @@ import jinja2
 import yaml
 from hypothesis import strategies as st
 
-from engine.config.imports.convert import MAX_BYTES, draft_of, recipe_text
 from engine.config.load import check_text
 from engine.config.name_patterns import matches, matches_end, no_match
 from engine.errors import TunedeckError
-from engine.evaluate.task_files import refuse_untrusted_tasks
-from engine.evaluate.task_sandbox import TaskTemplates
+from engine.extras.harness.task_files import refuse_untrusted_tasks
+from engine.extras.harness.task_sandbox import TaskTemplates
+from engine.extras.imports.convert import MAX_BYTES, draft_of, recipe_text
 from engine.journal.archive import import_run
 from engine.journal.chats import ChatInbox, conversations, read_chat
 from engine.journal.event_text import describe_event

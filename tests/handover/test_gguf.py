@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from engine.errors import EnvironmentProblem, UsageError
-from engine.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
+from engine.extras.handover.gguf import convert, find_converter, problems_of_gguf, read_gguf, require_quantizer
 from engine.journal.liveness import identify
 from tests.handover.small_converter import gguf
 from tests.journal.waiting import until
@@ -137,7 +137,7 @@ def test_types_of_few_bits_need_llama_quantize(tmp_path: Path, monkeypatch: pyte
 STARTS_A_SERVER = """
 import sys
 from pathlib import Path
-from engine.handover.consumers import _process
+from engine.extras.handover.consumers import _process
 
 with _process(["sleep", "1000"], Path(sys.argv[1])) as server:
     sys.stdout.write(f"{server.pid}\\n")

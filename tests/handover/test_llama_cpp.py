@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config.load import load_run_spec
-from engine.handover.consumers import find_node_package
-from engine.handover.gguf import problems_of_gguf, read_gguf
-from engine.handover.prepare import Order, prepare
-from engine.handover.result import read_result
+from engine.extras.handover.consumers import find_node_package
+from engine.extras.handover.gguf import problems_of_gguf, read_gguf
+from engine.extras.handover.prepare import Order, prepare
+from engine.extras.handover.result import read_result
 from tests.data import test_real_vocabularies as real
 from tests.train.run_helpers import make_spec, new_run, train
 

@@ -16,10 +16,10 @@ from engine.commands.handover import handover
 from engine.commands.wrong_usage import right_command
 from engine.config.load import load_run_spec
 from engine.errors import EnvironmentProblem, UsageError
-from engine.handover.answers import Greedy, Reference, compare, make_reference
-from engine.handover.consumers import ask_server
-from engine.handover.prepare import Order, prepare
-from engine.handover.result import Result, read_result
+from engine.extras.handover.answers import Greedy, Reference, compare, make_reference
+from engine.extras.handover.consumers import ask_server
+from engine.extras.handover.prepare import Order, prepare
+from engine.extras.handover.result import Result, read_result
 from engine.journal.directory import RunDirectory
 from tests.model.samples import write_model
 from tests.train.run_helpers import make_spec, new_run, train, write_samples

@@ -27,8 +27,8 @@ from engine.commands.wrong_usage import right_command
 from engine.config.load import dump_run_spec, load_run_spec
 from engine.config.schema.finish import Finish
 from engine.errors import UsageError
-from engine.handover.card import is_untouched
-from engine.handover.hub import Item, collect, require_clean
+from engine.extras.handover.card import is_untouched
+from engine.extras.handover.hub import Item, collect, require_clean
 from engine.journal.directory import RunDirectory
 from engine.journal.evaluations import Evaluation, append_evaluation, now
 from engine.journal.events import EventTail
@@ -372,8 +372,8 @@ def test_a_hub_that_hangs_ends_the_push(
 ) -> None:
     release = threading.Event()
     for name in ("ANSWER_SECONDS", "COMMIT_SECONDS"):
-        monkeypatch.setattr(f"engine.handover.hub.{name}", 0.3)
-    monkeypatch.setattr("engine.handover.hub.MOST_TIMEOUTS", 1)
+        monkeypatch.setattr(f"engine.extras.handover.hub.{name}", 0.3)
+    monkeypatch.setattr("engine.extras.handover.hub.MOST_TIMEOUTS", 1)
     hub.on_request = lambda request: None if place not in request else (release.wait(), None)[1]
     try:
         ended = tunedeck("push", "last", "it", "--yes")
@@ -388,7 +388,7 @@ def test_a_push_ends_after_its_limit_in_any_case(
     hub: Hub, finished: RunDirectory, tunedeck: Tunedeck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr("engine.handover.hub.SENDING_SECONDS", 0.5)
+    monkeypatch.setattr("engine.extras.handover.hub.SENDING_SECONDS", 0.5)
     hub.on_request = lambda request: None if "PUT" not in request else (release.wait(), None)[1]
     try:
         ended = tunedeck("push", "last", "it", "--yes")

@@ -15,7 +15,7 @@ from engine.budget.advise.preflight import notes_on_serving
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.handover.result import (
+from engine.extras.handover.result import (
     ADAPTER_WEIGHTS,
     Result,
     read_result,

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig
 
 from engine.config.load import load_run_spec
-from engine.handover.prepare import Order, prepare
-from engine.handover.result import read_result
+from engine.extras.handover.prepare import Order, prepare
+from engine.extras.handover.result import read_result
 from engine.model.config import auto_class
 from tests.data import test_real_vocabularies as real
 from tests.own_processors import write_own

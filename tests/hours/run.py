@@ -65,9 +65,9 @@ def chat(folder: Path, share: float) -> Iterator[None]:
 
 def follower(folder: Path, share: float) -> Iterator[None]:
     """A follower and the console's view of a run that writes 20,000 events a second."""
+    from engine.extras.trackers import follow
     from engine.journal.directory import RunDirectory
-    from engine.trackers import follow
-    from engine.trackers.tracker import Record, write_record
+    from engine.journal.forwarding import Record, write_record
     from tests.hours.sink import Sink
     from tests.journal.run_directories import new_run
     from tui.run.listing import RunList

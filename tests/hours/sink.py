@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from engine.trackers.tracker import Point
+from engine.extras.trackers.tracker import Point
 
 
 class Sink:

@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
 from engine.config.load import resolve
+from engine.extras.simulate.step import simulate_step
 from engine.model import adapted_experts
 from engine.model.adapted_experts import PRODUCT, _factors
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.loss import LossFunction
-from engine.simulate.step import simulate_step
-from engine.train.proofs.replaced import EXPERT_ADAPTERS
 from engine.train.step.context import TrainingSetup
+from engine.verify.replaced import EXPERT_ADAPTERS
 from tests.budget.metered_step import GPT_OSS, MIXTRAL, QWEN3_MOE, folder_of, measured_step
 from tests.budget.metered_step import run_spec as metered_spec
 from tests.model.samples import MIXTURES, batch_of, disturb, load, run_spec, write_model

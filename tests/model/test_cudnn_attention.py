@@ -21,10 +21,10 @@ from engine.batching.micro_batches import MicroBatch
 from engine.budget.advise.levers import with_changes
 from engine.model import cudnn_attention as module
 from engine.model.cudnn_attention import CudnnAttention, computed_by_cudnn, cudnn_attention, rounded
-from engine.train.proofs import cudnn
 from engine.train.step.computation import StepComputation
 from engine.train.step.context import TrainingSetup
 from engine.train.step.objective import StepTokens
+from engine.verify import cudnn
 from tests.model.samples import batch_of, load_family, run_spec
 from tests.train.proofs.proved import proved, small_setup
 

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from benchmarks.type_cell import opened, write_tiny
 from benchmarks.type_configs import tiny_config
-from engine.budget.advise.preflight import notes_on_model
-from engine.budget.architecture.classes import MAPPINGS, _is_encoder_decoder, _table
-from engine.budget.architecture.families import (
+from engine.architecture.classes import MAPPINGS, _is_encoder_decoder, _table
+from engine.architecture.families import (
     ENCODERS,
     PEFT_EXPERT_FAMILIES,
     PEFT_EXPERT_NAMES,
@@ -30,7 +29,8 @@ from engine.budget.architecture.families import (
     needs_own_code,
     refuse_family,
 )
-from engine.budget.architecture.lookup import find_facts
+from engine.architecture.lookup import find_facts
+from engine.budget.advise.preflight import notes_on_model
 from engine.cli import app
 from engine.config.schema.recipe import Method
 from engine.config.schema.run import Limits, RunSpec

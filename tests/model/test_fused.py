@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from engine.budget.architecture.facts import from_config
+from engine.architecture.facts import from_config
 from engine.budget.trace.layer import fuses_gate, fuses_rotary
 from engine.model.fused import FusedModules, gated_activation, norm_form, rotates_by_halves
 from engine.model.liger import NormForm, using

@@ -16,7 +16,7 @@ from benchmarks.model_types import COLUMNS, saved_results
 from benchmarks.type_cell import cells_of, refusal
 from benchmarks.type_configs import VOCABULARY, every_type, tiny_config
 from benchmarks.type_page import PAGE, group_of, refusal_of, write_page
-from engine.budget.architecture.lookup import find_config
+from engine.architecture.lookup import find_config
 from tests.train.run_helpers import write_samples
 
 SAVED = saved_results()

@@ -15,12 +15,12 @@ from peft import AutoPeftModel, PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from engine.architecture import classes
+from engine.architecture.classes import why_not_text_alone
+from engine.architecture.families import refuse_family
 from engine.budget.advise.gate import problems_of_run
-from engine.budget.architecture import classes
-from engine.budget.architecture.classes import why_not_text_alone
-from engine.budget.architecture.families import refuse_family
 from engine.errors import UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.model.attention import attention_by_part
 from engine.model.config import auto_class
 from engine.model.decoder import hidden_states

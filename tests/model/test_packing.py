@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.budget.architecture.support import why_documents_mix
+from engine.architecture.support import why_documents_mix
 from engine.errors import UsageError
 from engine.journal.events import Journal
 from engine.model.config import check_packing

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.type_cell import opened, refusal, write_tiny
 from benchmarks.type_configs import tiny_config
-from engine.budget.architecture.families import RENAMED_BY_PEFT
+from engine.architecture.families import RENAMED_BY_PEFT
 from engine.errors import UsageError
 from engine.model.adapters import add_adapters, layers_without_adapter, linear_layers
 from engine.model.config import auto_class

@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
+from engine.architecture.lookup import find_config
+from engine.architecture.positions import positions_of, refuse_long_sequences, scaled_config, table_of_positions
 from engine.budget.advise.gate import problems_of_run
-from engine.budget.architecture.lookup import find_config
-from engine.budget.architecture.positions import positions_of, refuse_long_sequences, scaled_config, table_of_positions
 from engine.cli import app
 from engine.config.schema.recipe import Model, RopeScaling
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.errors import UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.model.config import load_config
 from engine.model.decoder import hidden_states
 from engine.model.loss import make_loss

@@ -15,7 +15,7 @@ from peft import PeftConfig
 from transformers import AutoModelForCausalLM
 
 from engine.errors import TunedeckError, UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.model.loss import make_loss
 from engine.model.verify import require_mergeable
 from tests.model.samples import batch_of, cpu, disturb, load, logits_of, run_spec, write_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.simulate.batch import _apart
+from engine.extras.simulate.batch import _apart
 
 
 @pytest.mark.parametrize(

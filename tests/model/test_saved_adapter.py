@@ -15,9 +15,9 @@ from peft.utils.peft_types import PeftType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.chat.sources import ChatSource, load_sources
 from engine.errors import TunedeckError, UsageError
-from engine.export.merge import merge
+from engine.extras.chat.sources import ChatSource, load_sources
+from engine.extras.handover.merge import merge
 from engine.journal.summary import summarise
 from engine.journal.summary_text import result_rows
 from engine.model.saved_adapter import PEFT_ERRORS, try_matrices

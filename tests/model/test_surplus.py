@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.type_cell import write_tiny
 from benchmarks.type_configs import tiny_config
 from engine.errors import UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
 from engine.model.surplus import complete_result, refuse_foreign, sentence_on, unread_tensors
 from tests.model.samples import load, name_base, run_spec
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
+from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.plan import PLANNED_TILES, make_plan
 from engine.budget.advise.preflight import warnings_of
-from engine.budget.architecture.lookup import find_architecture, find_facts
 from engine.budget.predict.prediction import predict
 from engine.config.load import resolve
+from engine.extras.simulate.step import simulate_step
 from engine.model.dropout import keyed, keyed_dropouts
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel, tile_mlps
 from engine.model.loss import LossFunction
-from engine.simulate.step import simulate_step
 from engine.train.step.computation import StepComputation
 from tests.budget.metered_step import GEMMA2, GPT2, LLAMA, MIXTRAL, PHI3, folder_of, measured_step
 from tests.budget.metered_step import run_spec as metered_spec

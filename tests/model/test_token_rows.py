@@ -12,14 +12,14 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.budget.architecture.lookup import find_architecture
+from engine.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
 from engine.config.schema.run import RunSpec
 from engine.errors import UsageError
-from engine.export.merge import merge
+from engine.extras.handover.merge import merge
+from engine.extras.simulate.step import simulate_step
 from engine.model.tokenizer import load_tokenizer
 from engine.model.trained import embedding_rows
-from engine.simulate.step import simulate_step
 from tests.budget.metered_step import GEMMA3, GPT2, LLAMA, QWEN2, folder_of, loaded_step, measured_step, run_spec
 from tests.train.run_helpers import make_spec, new_run, train
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.architecture.lookup import find_config
 from engine.budget.advise.staged_plan import planning_specs, with_model
-from engine.budget.architecture.lookup import find_config
 from engine.config.load import resolve
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from tests.budget.metered_step import GEMMA2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, folder_of, loaded_step, run_spec
 from tests.device.test_conformance import Allocator
 

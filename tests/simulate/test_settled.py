@@ -14,8 +14,8 @@ from benchmarks.type_cell import spec_of, write_tiny
 from benchmarks.type_configs import tiny_config
 from engine.budget.predict.simulated import ASSUMED
 from engine.commands.plan_text import summary_lines
-from engine.simulate.device import SimulatedDevice
-from engine.simulate.fake_tensors import assuming, everywhere, experts_of, settled
+from engine.extras.simulate.device import SimulatedDevice
+from engine.extras.simulate.fake_tensors import assuming, everywhere, experts_of, settled
 from tests.train.run_helpers import write_samples
 
 

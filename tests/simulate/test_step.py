@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.budget.architecture.lookup import find_architecture, find_config
+from engine.architecture.lookup import find_architecture, find_config
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
-from engine.simulate.step import ExactPlan, exact_plan, simulate_step
+from engine.extras.simulate.step import ExactPlan, exact_plan, simulate_step
 from tests.budget.metered_step import (
     GEMMA2,
     GEMMA3,

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from engine.config.load import load_run_spec
 from engine.errors import UsageError
 from engine.evaluate.run import weights_to_score
+from engine.extras.stages.create_stage import create_or_update_stage
 from engine.journal.checkpoints_on_disk import find_checkpoints
 from engine.journal.directory import RunDirectory
 from engine.journal.index import resolve_run
@@ -26,7 +27,6 @@ from engine.journal.summary import summarise
 from engine.launch.process import start_engine
 from engine.launch.resume_run import prepare_resume
 from engine.model.reference import find_run_weights
-from engine.stages.create_stage import create_or_update_stage
 from tests.events import read_events
 from tests.stages.kill_anywhere import assert_story_told_once
 from tests.stages.staged_runs import (
@@ -86,7 +86,7 @@ def test_a_stage_is_addressed_by_run_and_name(undisturbed: RunDirectory, monkeyp
 
 def test_the_conductor_imports_no_torch() -> None:
     heavy = "[name for name in ('torch', 'transformers', 'peft') if name in sys.modules]"
-    code = f"import sys, engine.stages.conductor; print({heavy})"
+    code = f"import sys, engine.extras.stages.conductor; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -13,9 +13,9 @@ import pytest
 from engine.config.load import resolve
 from engine.device.base import GpuProcess, GpuReading
 from engine.errors import EnvironmentProblem
+from engine.extras.stages import create_stage
+from engine.extras.stages.create_stage import read_device_use, wait_until_released
 from engine.journal.directory import RunDirectory
-from engine.stages import create_stage
-from engine.stages.create_stage import read_device_use, wait_until_released
 
 SPEC = resolve("24gb", "lora").spec
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -10,14 +10,16 @@ import pytest
 
 from engine.config.load import resolve
 from engine.errors import EnvironmentProblem
+from engine.extras.trackers import tracker
+from engine.extras.trackers.follow import forward_all, open_tracker, tracked_run
+from engine.extras.trackers.tensorboard_tracker import TensorBoardTracker
+from engine.extras.trackers.tracker import Point, Tracker, point_of
+from engine.extras.trackers.trackio_tracker import TrackioTracker
+from engine.extras.trackers.wandb_tracker import WandbTracker
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.trackers import tracker
-from engine.trackers.follow import forward_all, open_tracker, tracked_run
-from engine.trackers.tensorboard_tracker import TensorBoardTracker
-from engine.trackers.tracker import Point, Tracker, point_of, read_record, require_trackers
-from engine.trackers.trackio_tracker import TrackioTracker
-from engine.trackers.wandb_tracker import WandbTracker
+from engine.journal.forwarding import read_record
+from engine.launch.requirements import require_trackers
 from tests.trackers.look_alikes import (
     TRACKERS,
     calls_of_wandb,
@@ -144,7 +146,7 @@ def test_of_steps_that_a_resume_does_again_wandb_gets_the_last_if_the_resume_is_
 HANGING = """
 import sys, threading
 from engine.journal.directory import RunDirectory
-from engine.trackers import follow
+from engine.extras.trackers import follow
 
 class Hanging:
     last_seq, replaces_steps = None, False

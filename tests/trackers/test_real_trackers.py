@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from engine.extras.trackers.follow import forward_all, open_tracker, tracked_run
+from engine.extras.trackers.tracker import Point
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
-from engine.trackers.follow import forward_all, open_tracker, tracked_run
-from engine.trackers.tracker import Point, read_record
+from engine.journal.forwarding import read_record
 from tests.trackers.look_alikes import new_run, write_eval, write_step
 
 Losses = list[tuple[int, float]]
@@ -92,7 +93,7 @@ def test_offline_folders_of_one_id_hold_each_event_once(resumed: RunDirectory, n
 
     def sync() -> str:
         script = (
-            "import sys; from pathlib import Path; from engine.trackers.follow import forward_all;"
+            "import sys; from pathlib import Path; from engine.extras.trackers.follow import forward_all;"
             "from engine.journal.directory import RunDirectory;"
             "print('sent', forward_all(RunDirectory(Path(sys.argv[1])), sys.argv[2]))"
         )

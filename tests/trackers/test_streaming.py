@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from engine.extras.trackers import follow
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventTail, EventWriter
-from engine.trackers import follow
-from engine.trackers.tracker import Record
+from engine.journal.forwarding import Record
 from tests.hours.sink import Sink
 from tests.journal.event_fields import step_fields
 from tests.journal.run_directories import new_run

@@ -23,11 +23,11 @@ from engine.config.schema.run import RunSpec
 from engine.errors import SpecError
 from engine.model.compiled import BACKENDS, is_compiled
 from engine.model.trained import decoder_of
-from engine.train.proofs.prove import PROOFS
-from engine.train.proofs.record import ProofResult
 from engine.train.run import main
 from engine.train.step.context import TrainingSetup
 from engine.train.step.transaction import StepTransaction
+from engine.verify.record import ProofResult
+from engine.verify.verify import PROOFS
 from tests.events import read_events
 from tests.model.samples import batch_of, logits_of
 from tests.present import metered

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.architecture.lookup import find_architecture
 from engine.batching.budget import MicroBatchBudget
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import Predictor
 from engine.config.load import dump_run_spec
 from engine.config.schema.recipe import Generate

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from engine.architecture.lookup import find_architecture
 from engine.batching.budget import MicroBatchBudget
-from engine.budget.architecture.lookup import find_architecture
 from engine.budget.predict.prediction import predict
-from engine.simulate.step import simulate_step
+from engine.extras.simulate.step import simulate_step
 from engine.train.step.transaction import StepTransaction
 from tests.budget.metered_step import GPT2, LLAMA, PHI3, folder_of, measured_step, run_spec
 from tests.present import metered

@@ -14,8 +14,8 @@ from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageFacts
 from engine.errors import UsageError
+from engine.extras.simulate.batch import images_of_rows
 from engine.model.decoder import require_images
-from engine.simulate.batch import images_of_rows
 from tests.nested_models import write_nested
 from tests.own_processors import FAMILIES, write_own
 from tests.train.run_helpers import (

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from engine.config.stages import enabled_stages, stage_specs
 from engine.evaluate.run import score_run
+from engine.extras.stages.create_stage import create_or_update_stage
 from engine.journal.directory import RunDirectory
 from engine.journal.stages import stage_directories, stage_directory, stage_name
 from engine.model.reference import base_of_adapter
-from engine.stages.create_stage import create_or_update_stage
 from tests.stages.staged_runs import new_staged_run, weights_of
 from tests.train.run_helpers import change_of_a_step, make_spec, new_run, train
 from tests.twins.twin import twin

@@ -38,7 +38,7 @@ from engine.errors import (
     UsageError,
 )
 from engine.journal.event_text import describe_verdict
-from engine.trackers.tracker import missing_trackers
+from engine.launch.requirements import missing_trackers
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, row_of_key, stage_row
 from tui.launch.needs import needed_disk

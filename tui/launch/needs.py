@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from textual.content import Content
 
+from engine.architecture.lookup import find_architecture
 from engine.budget.advise.plan_time import PlanTime
 from engine.budget.advise.staged_plan import disk_bytes_of_training
-from engine.budget.architecture.lookup import find_architecture
 from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError
 from engine.journal.directory import RunDirectory

@@ -1,8 +1,8 @@
 """Chat: a conversation with one model, or with several side by side; also a list of chats and runs to begin with.
 
-The models answer in a process of their own (`engine.chat.server`), which this screen starts and talks to through files
-in the chat's folder. Leaving the screen leaves it running, leaving the console ends it (`tui.app.run`); Enter in the
-list goes on with it.
+The models answer in a separate process (`engine.extras.chat.server`), which this screen starts and controls through
+files in the chat's folder. Leaving the screen leaves it running, leaving the console ends it (`tui.app.run`); Enter in
+the list goes on with it.
 
 Try: `tunedeck`, then `A` on a run
 """

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.architecture.continued import KEYS, SavedAdapter, find_adapter, method_of, values_of
+from engine.architecture.facts import Architecture
+from engine.architecture.lookup import start_of
 from engine.budget.advise.staged_plan import RunFacts, planning_spec
-from engine.budget.architecture.continued import KEYS, SavedAdapter, find_adapter, method_of, values_of
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import start_of
 from engine.budget.trace.memory_config import patterns_of
 from engine.budget.trace.trainable import adapted_modules
 from engine.config.load import load_run_spec

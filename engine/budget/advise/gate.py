@@ -2,7 +2,7 @@
 match nothing in the model. Every way to a run asks here and says the same: `recipes check`, `plan`, `advise`, `train`,
 `queue add`, `launch`, `resume`, the console.
 
-Names of parameters are those of `engine.budget.architecture.parameters`; the engine checks again on the real ones.
+Names of parameters are those of `engine.architecture.parameters`; the engine checks again on the real ones.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from engine.architecture.classes import refuse_class, refuse_images
+from engine.architecture.facts import Architecture
+from engine.architecture.families import refuse_family, refuse_own_code
+from engine.architecture.lookup import ModelFacts, continues_adapter, find_facts
+from engine.architecture.model_folder import refuse_files
+from engine.architecture.parameters import adaptable_names, in_vision_encoder, parameter_names
+from engine.architecture.positions import refuse_long_sequences
+from engine.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.budget.advise.continued_adapter import refuse_continued, settle_continued
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
-from engine.budget.architecture.classes import refuse_class, refuse_images
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.families import refuse_family, refuse_own_code
-from engine.budget.architecture.lookup import ModelFacts, continues_adapter, find_facts
-from engine.budget.architecture.model_folder import refuse_files
-from engine.budget.architecture.parameters import adaptable_names, in_vision_encoder, parameter_names
-from engine.budget.architecture.positions import refuse_long_sequences
-from engine.budget.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.config.check.data_rules import image_key
 from engine.config.check.notes import refuse_unsupported
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from engine.architecture.lookup import ModelFacts, find_facts
 from engine.budget.advise.gate import refuse_unsafe
 from engine.budget.advise.plan import PLANNED_TILES, Plan, find_predictor, may_tile, recomputes_all
-from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.prediction import in_whole_samples
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
 from engine.config.check.notes import refuse_unsupported

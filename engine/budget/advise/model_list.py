@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.architecture.lookup import ModelFacts, shipped_entries
+from engine.architecture.positions import positions_of
 from engine.budget.advise.gate import admit
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, find_predictor, make_plan
-from engine.budget.architecture.lookup import ModelFacts, shipped_entries
-from engine.budget.architecture.positions import positions_of
 from engine.budget.calibration import calibration_file
 from engine.budget.predict.pace import pace_file
 from engine.config.files.caches import cache_folder

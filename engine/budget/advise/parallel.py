@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from engine.architecture.support import refuse_sequence_parallel
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.staged_plan import WORST, RunFacts, find_run_facts, planning_specs
-from engine.budget.architecture.support import refuse_sequence_parallel
 from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.shards import SHARDS_SINCE, can_shard
 from engine.config.check.hardware_rules import device_count

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.architecture.facts import Architecture
+from engine.architecture.lookup import ModelFacts, find_facts
 from engine.budget.advise.auto_settings import Choice, choice_of, choose, numbers_of_layers
 from engine.budget.advise.plan_time import PlanTime, plan_time
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import ModelFacts, find_facts
 from engine.budget.predict.non_torch_memory import host_capacity_bytes
 from engine.budget.predict.parallel_layout import NetworkTraffic, network_traffic
 from engine.budget.predict.prediction import Prediction, Predictor, in_whole_samples

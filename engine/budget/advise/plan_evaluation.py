@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engine.architecture.lookup import find_facts
 from engine.budget.advise.plan import make_plan
-from engine.budget.architecture.lookup import find_facts
 from engine.budget.predict.inference import GENERATION_ROWS, cache_bytes, evaluation, generation_bytes
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.parallel_layout import on_one_device

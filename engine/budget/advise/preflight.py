@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from engine.architecture.continued import find_adapter
+from engine.architecture.facts import Architecture
+from engine.architecture.families import experts_note
+from engine.architecture.lookup import ModelFacts
+from engine.architecture.model_folder import note_on_quantised
+from engine.architecture.parameters import elements, layer_parameters, parameter_count
 from engine.budget.advise.plan import make_plan, recomputes_all
-from engine.budget.architecture.continued import find_adapter
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.families import experts_note
-from engine.budget.architecture.lookup import ModelFacts
-from engine.budget.architecture.model_folder import note_on_quantised
-from engine.budget.architecture.parameters import elements, layer_parameters, parameter_count
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
@@ -160,7 +160,7 @@ def notes_on_kernels(spec: RunSpec) -> list[str]:
 
 
 def notes_on_serving(recipe: Recipe) -> list[str]:
-    """A sentence if servers will take the adapter merged only (`engine.handover.result`), as far as the recipe says."""
+    """Return a sentence if servers accept the adapter only merged, as far as the recipe shows."""
     method = recipe.method
     if method.kind != "lora":
         return []

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.architecture.assembled import ASSEMBLED_PREFIX, SHARD_BYTES, SHARED_EXPERT_WIDTH, parse_assembled
+from engine.architecture.facts import Architecture
+from engine.architecture.lookup import ModelFacts, find_facts
+from engine.architecture.parameters import elements, layer_parameters, outer_parameters, parameter_count
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.preflight import checkpoints_bytes
-from engine.budget.architecture.assembled import ASSEMBLED_PREFIX, SHARD_BYTES, SHARED_EXPERT_WIDTH, parse_assembled
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import ModelFacts, find_facts
-from engine.budget.architecture.parameters import elements, layer_parameters, outer_parameters, parameter_count
 from engine.budget.predict.inference import evaluation
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.static import Tensors, static_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import (
     Sizes,
     caching_forward,

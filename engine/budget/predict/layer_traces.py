@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.trace.head import Head
 from engine.budget.trace.layer import Layer, LayerKind, body_learns
 from engine.budget.trace.memory_config import MemoryConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.calibration import is_expandable, residuals_for
 from engine.budget.predict.layer_traces import head_offloaded, layer_forward
 from engine.budget.predict.parallel_layout import ParallelLayout, layout_of, static_of_a_rank

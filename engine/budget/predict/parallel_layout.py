@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.calibration import round_to_blocks
 from engine.budget.predict.shards import Shards, held_by_a_rank, shards_of
 from engine.budget.predict.static import Tensors, static_bytes, static_config

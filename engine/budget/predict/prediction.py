@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.predict.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
 from engine.budget.predict.layer_traces import step_config
 from engine.budget.predict.non_torch_memory import host_bytes, host_capacity_bytes, non_torch_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import Parameter, layer_parameters
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import Parameter, layer_parameters
 from engine.budget.trace.layer import LayerKind
 from engine.budget.trace.memory_config import MemoryConfig
 

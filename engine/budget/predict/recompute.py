@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.predict.layer_traces import layer_forward
 from engine.budget.predict.products import layer_flops
 from engine.budget.trace.layer import LayerKind, LayerStack, layer_stack

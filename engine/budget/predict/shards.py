@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import HEAD, Parameter, layer_parameters, outer_parameters
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import HEAD, Parameter, layer_parameters, outer_parameters
 from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
 from engine.budget.predict.static import Tensors, state_bytes, vision_tensors, widened_bytes
 from engine.budget.trace.layer import LayerKind, layer_stack

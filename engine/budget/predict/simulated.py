@@ -1,11 +1,9 @@
 """Predicts the memory of model families without a closed form, from a simulation of their steps.
 
-A process that may import torch simulates a run's step at a few shapes (`engine.simulate.curves`) and writes the results
-to the cache folder; the file's name is a hash of everything that they depend on. `SimulatedPredictor` reads them and
-has the methods of `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: if one is missing,
-NotSimulatedError is raised, and `engine.launch.other_processes` runs the simulation.
-
-Try: `tunedeck plan -p 80gb -r lora --set model.id=facebook/opt-1.3b`
+A process that may import torch simulates a run's step at a few shapes (`engine.extras.simulate.curves`) and writes the
+results to the cache folder; the file's name is a hash of everything that they depend on. `SimulatedPredictor` reads
+them and has the methods of `engine.budget.predict.prediction.Predictor`. Nothing here starts a simulation: if one is
+missing, NotSimulatedError is raised, and `engine.launch.other_processes` runs the simulation.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.budget.architecture.continued import find_adapter
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import find_config, start_of
+from engine.architecture.continued import find_adapter
+from engine.architecture.facts import Architecture
+from engine.architecture.lookup import find_config, start_of
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
@@ -54,7 +52,7 @@ ASSUMED = {
     "masks": "sizes that depend on the tokens are at the most that they can be: no token is left out",
     "routing": "sizes that depend on a router are at the most that they can be: all tokens go to the same experts",
 }
-"""What a plan says of the assumptions of `engine.simulate.fake_tensors`."""
+"""What a plan says of the assumptions of `engine.extras.simulate.fake_tensors`."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
 
 

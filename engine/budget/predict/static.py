@@ -10,8 +10,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import (
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import (
     HEAD,
     Parameter,
     behind_vision_layers,
@@ -20,7 +20,7 @@ from engine.budget.architecture.parameters import (
     vision_end_parameters,
     vision_layer_parameters,
 )
-from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX

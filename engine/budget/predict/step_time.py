@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import elements, layer_parameters
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import elements, layer_parameters
 from engine.budget.predict.layer_traces import layer_forward
 from engine.budget.predict.non_torch_memory import state_on_host
 from engine.budget.predict.prediction import Predictor

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import behind_vision_layers, vision_end_parameters
-from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import behind_vision_layers, vision_end_parameters
+from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.predict.layer_traces import ForwardTrace, LayerPass, LayerStep, Sizes, layer_input
 from engine.budget.predict.static import vision_end_gradients, vision_layer_tensors
 from engine.budget.trace.memory_config import MemoryConfig

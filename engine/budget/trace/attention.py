@@ -7,7 +7,7 @@ stays allocated while one refers to it.
 
 from __future__ import annotations
 
-from engine.budget.architecture.facts import Architecture
+from engine.architecture.facts import Architecture
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture, Experts
-from engine.budget.architecture.parameters import Parameter
+from engine.architecture.facts import Architecture, Experts
+from engine.architecture.parameters import Parameter
 from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor
 from engine.budget.trace.operations import (

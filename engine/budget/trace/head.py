@@ -3,8 +3,8 @@ target rows, head, and the losses. Only target tokens go through the head."""
 
 from __future__ import annotations
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import outer_parameters
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import outer_parameters
 from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import layer_parameters
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import layer_parameters
 from engine.budget.trace.attention import attend, rotary
 from engine.budget.trace.experts import ExpertAdapter, mixture
 from engine.budget.trace.memory_config import MemoryConfig

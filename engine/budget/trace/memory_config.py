@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from engine.budget.architecture.continued import continued
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.lookup import added_tokens
-from engine.budget.architecture.parameters import VISION_MODULES
+from engine.architecture.continued import continued
+from engine.architecture.facts import Architecture
+from engine.architecture.lookup import added_tokens
+from engine.architecture.parameters import VISION_MODULES
 from engine.config.attention import FLASH_KERNELS, HOPPER, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
 from engine.config.check.data_rules import image_key
 from engine.config.files.machine import installed

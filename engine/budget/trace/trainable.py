@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.families import names_of_experts
-from engine.budget.architecture.parameters import (
+from engine.architecture.facts import Architecture
+from engine.architecture.families import names_of_experts
+from engine.architecture.parameters import (
     HEAD,
     Parameter,
     in_vision_encoder,
@@ -19,7 +19,7 @@ from engine.budget.architecture.parameters import (
     vision_layer_parameters,
     vision_layer_prefix,
 )
-from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.trace.memory_config import MemoryConfig, Patterns
 from engine.config.name_patterns import compile_patterns
 

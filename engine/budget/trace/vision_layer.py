@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from engine.budget.architecture.facts import Architecture
-from engine.budget.architecture.parameters import vision_layer_parameters
-from engine.budget.architecture.vision_encoder import VisionEncoder
+from engine.architecture.facts import Architecture
+from engine.architecture.parameters import vision_layer_parameters
+from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.trace.attention import attend, rotary
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, TracedTensor

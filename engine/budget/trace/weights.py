@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.budget.architecture.parameters import Parameter
+from engine.architecture.parameters import Parameter
 from engine.budget.calibration import round_to_blocks
 from engine.budget.trace.memory_config import MemoryConfig
 from engine.budget.trace.memory_trace import MemoryTrace, Storage, TracedTensor

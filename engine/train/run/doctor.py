@@ -32,12 +32,12 @@ from engine.distributed.warm_up import warm_up
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
-from engine.train.proofs.among_ranks import exchange, refuse_shared_cards
-from engine.train.proofs.prove import DOCTOR_PROOFS, prove
-from engine.train.proofs.record import ProofResult
 from engine.train.run.main import as_rank
 from engine.train.run.setup import set_up
 from engine.train.step.oom_report import oom_reporter
+from engine.verify.among_ranks import exchange, refuse_shared_cards
+from engine.verify.record import ProofResult
+from engine.verify.verify import DOCTOR_PROOFS, prove
 
 LOST_RANK = "lost_rank"
 FOLDER = "lost-rank"

@@ -55,8 +55,6 @@ from engine.journal.liveness import Attempt, claim, forget_attempt, killed_attem
 from engine.launch.destinations import webhook_told
 from engine.launch.followers import run_on_finish, trackers_following
 from engine.model.config import disable_progress_bars
-from engine.train.proofs.among_ranks import refuse_shared_cards
-from engine.train.proofs.prove import prove
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
 from engine.train.run.measured import calibrate
@@ -66,6 +64,8 @@ from engine.train.run.run_state import with_layers_of_checkpoint
 from engine.train.run.setup import set_up
 from engine.train.step.ladder import effective_spec
 from engine.train.step.oom_report import OomReports, oom_reporter
+from engine.verify.among_ranks import refuse_shared_cards
+from engine.verify.verify import prove
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
 WAIT_POLL_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.budget.architecture.facts import Architecture, from_config
+from engine.architecture.facts import Architecture, from_config
 from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
 from engine.budget.predict.pace import pace_of, record_pace
 from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor, in_whole_samples

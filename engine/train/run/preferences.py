@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.architecture.model_folder import ADAPTER_CONFIG
 from engine.batching.budget import MicroBatchBudget
-from engine.budget.architecture.model_folder import ADAPTER_CONFIG
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
 from engine.config.files.caches import cache_folder, find_snapshot
 from engine.data.preferences import MismatchedData

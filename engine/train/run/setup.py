@@ -7,12 +7,12 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.architecture.lookup import ModelFacts
+from engine.architecture.support import refuse_unsafe_packing
 from engine.batching.budget import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
 from engine.budget.advise.gate import refuse_unsafe
 from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan
-from engine.budget.architecture.lookup import ModelFacts
-from engine.budget.architecture.support import refuse_unsafe_packing
 from engine.config.check.notes import warmup_note
 from engine.config.files.caches import SequenceBounds
 from engine.config.files.data_files import require_data_files

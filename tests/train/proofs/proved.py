@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
-from engine.train.proofs.prove import PROOFS, prove
-from engine.train.proofs.record import Proof, ProofResult
 from engine.train.step.context import TrainingSetup
+from engine.verify.record import Proof, ProofResult
+from engine.verify.verify import PROOFS, prove
 from tests.train.run_helpers import Workshop, make_spec, write_samples
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 12}

@@ -19,9 +19,9 @@ from engine.errors import EnvironmentProblem
 from engine.journal.files import write_atomically
 from engine.model.adapted_linear import is_ours
 from engine.model.dropout_kernel import kernel_in_use, reference_drop, using
-from engine.train.proofs import kernels, layers
-from engine.train.proofs.record import DisprovedError
 from engine.train.step.context import TrainingSetup
+from engine.verify import kernels, layers
+from engine.verify.record import DisprovedError
 from tests.train.proofs.proved import break_attention, proved, small_setup, wrong_scale
 
 LOOK_ALIKES = Path(__file__).resolve().parents[2] / "look_alikes" / "cuda_extra"

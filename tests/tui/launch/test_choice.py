@@ -12,7 +12,7 @@ from engine.config.files.caches import lengths_record, record_longest
 from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.config.files.machine import install_packages
 from engine.config.schema.run import Device, Profile, RunSpec
-from engine.trackers import tracker
+from engine.extras.trackers import tracker
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.budget_bar import next_step, verdict_line
 from tui.launch.choice import (

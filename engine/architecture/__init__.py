@@ -1,0 +1,1 @@
+"""Facts about models, read from their config files: layers, widths, heads, experts, names of parameters."""

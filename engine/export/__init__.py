@@ -1,1 +1,0 @@
-"""Writes models from finished runs: merged adapters, and dense models assembled into a mixture of experts."""

@@ -1,0 +1,1 @@
+"""Public tasks: evaluations by lm-evaluation-harness, whose task files run in a separate process."""

@@ -1,0 +1,48 @@
+"""Module names of an imported recipe, kept where the model has them.
+
+Other tools ignore a name that matches nothing as long as another name matches; here each pattern has to match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.architecture.lookup import find_facts
+from engine.architecture.parameters import adaptable_names, parameter_names
+from engine.config.files.text import quoted
+from engine.config.name_patterns import matches, matches_end
+from engine.config.schema.recipe import Model
+from engine.errors import TunedeckError
+from engine.extras.imports.draft import Draft
+
+
+def keep_matching_names(draft: Draft) -> None:
+    """Remove patterns of [method] that match nothing in the model, with an account of each.
+
+    Does nothing where the model's config is not on this machine, or where no pattern would be left.
+    """
+    model = {key: value for key, value in draft.recipe.get("model", {}).items() if key in ("id", "revision")}
+    try:
+        arch = find_facts(Model(**model)).architecture
+    except TunedeckError:
+        return
+    if arch is None:
+        return
+    _keep(draft, "targets", adaptable_names(arch), matches_end)
+    _keep(draft, "exclude", adaptable_names(arch), matches_end)
+    _keep(draft, "also_train", parameter_names(arch), matches)
+    _keep(draft, "train_only", parameter_names(arch), matches)
+    _keep(draft, "freeze", parameter_names(arch), matches)
+
+
+def _keep(draft: Draft, key: str, names: Sequence[str], test: Callable[[str, str], bool]) -> None:
+    patterns = draft.get(f"method.{key}")
+    if not isinstance(patterns, list):
+        return
+    kept = [pattern for pattern in patterns if any(test(pattern, name) for name in names)]
+    dropped = [pattern for pattern in patterns if pattern not in kept]
+    if kept and dropped:
+        draft.recipe["method"][key] = kept
+        theirs = draft.origin.get(f"method.{key}", key)
+        shown = ", ".join(map(quoted, dropped[:3])) + (f" and {len(dropped) - 3} more" if len(dropped) > 3 else "")
+        draft.leave(f"{theirs} ({shown})", "these names match nothing in the model")

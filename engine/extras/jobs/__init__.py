@@ -1,0 +1,1 @@
+"""Jobs that train a recipe elsewhere: scripts for clusters, containers and services."""
