@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from engine.batching.budget import MicroBatchBudget
-from engine.batching.micro_batches import MicroBatch
 from engine.device.oom import catch_oom
-from engine.journal.events import Journal
-from engine.train.step.context import StepContext
-from engine.train.step.failures import ActiveRemedy
 from engine.train.step.ladder import apply_settings, current_settings
+
+if TYPE_CHECKING:
+    from engine.batching.micro_batches import MicroBatch
+    from engine.journal.events import Journal
+    from engine.train.step.context import StepContext
+    from engine.train.step.failures import ActiveRemedy
 
 CLEAN_STEPS = 10
 """Steps without failure or change of remedies before any step counts as far from the ceiling."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,16 +25,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engine.device.oom import catch_oom, clear_frames
-from engine.distributed.ranks import Ranks
-from engine.distributed.sharded import ShardedModel
 from engine.distributed.sharded_files import exchange, own_rows, part_of
 from engine.errors import EnvironmentProblem, UsageError
-from engine.model.load import LoadedModel
 from engine.model.loaded import local_part
-from engine.model.result_files import METADATA, SavedPart, deal, entries_of, saved_parts, write_index
+from engine.model.result_files import METADATA, deal, entries_of, saved_parts, write_index
 from engine.model.tensor_file import FileTensor, Hashes, read_tensors, saved_shapes, write_tensors
 from engine.train.step.failures import gather_failures, smallest_failed
 from engine.train.step.optimizer_state import REMAINDER, state_tensors
+
+if TYPE_CHECKING:
+    from engine.distributed.ranks import Ranks
+    from engine.distributed.sharded import ShardedModel
+    from engine.model.load import LoadedModel
+    from engine.model.result_files import SavedPart
 
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 

@@ -9,21 +9,26 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batching.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, plan_micro_batches
+from engine.batching.micro_batches import DUMMY_MICRO_BATCH, plan_micro_batches
 from engine.data.batch import Batch, collate
-from engine.data.tokens import TokenData
-from engine.device.base import Device
 from engine.device.host_syncs import host_syncs
 from engine.model.dropout import keyed, keyed_dropouts
-from engine.model.loss import MicroBatchLoss
 from engine.model.positions import takes_starts
-from engine.train.step.context import StepContext
-from engine.train.step.objective import Measure, MeasuredReference, SequenceObjective, StepTokens
+from engine.train.step.objective import MeasuredReference
+
+if TYPE_CHECKING:
+    from engine.batching.micro_batches import MicroBatch
+    from engine.data.tokens import TokenData
+    from engine.device.base import Device
+    from engine.model.loss import MicroBatchLoss
+    from engine.train.step.context import StepContext
+    from engine.train.step.objective import Measure, SequenceObjective, StepTokens
 
 AHEAD = 2
 """Micro-batches prepared ahead of the current one. They are host memory: a few hundred kilobytes each."""

@@ -5,32 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.batching.budget import MicroBatchBudget
-from engine.batching.micro_batches import Cost
-from engine.config.files.caches import SequenceBounds
-from engine.config.schema.recipe import Recipe
-from engine.config.schema.run import RunSpec
-from engine.data.order import SampleOrder
-from engine.data.prepare import PreparedData
-from engine.data.tokens import TokenData
-from engine.device.base import Device
-from engine.distributed.ranks import Ranks
 from engine.errors import UsageError
-from engine.evaluate.context import Reference
 from engine.launch.changed_keys import find_changes, refused_changes
-from engine.model.cudnn_attention import CudnnAttention
-from engine.model.flops import StepFlops
-from engine.model.load import LoadedModel
-from engine.model.loss import LossFunction
-from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
-from engine.train.step.interface import Strategy
-from engine.train.step.objective import SequenceObjective
-from engine.train.step.optimizer import Schedule, StepGuard
-from engine.train.step.rollback import Rollback
+
+if TYPE_CHECKING:
+    from engine.batching.budget import MicroBatchBudget
+    from engine.batching.micro_batches import Cost
+    from engine.config.files.caches import SequenceBounds
+    from engine.config.schema.recipe import Recipe
+    from engine.config.schema.run import RunSpec
+    from engine.data.order import SampleOrder
+    from engine.data.prepare import PreparedData
+    from engine.data.tokens import TokenData
+    from engine.device.base import Device
+    from engine.distributed.ranks import Ranks
+    from engine.evaluate.context import Reference
+    from engine.model.cudnn_attention import CudnnAttention
+    from engine.model.flops import StepFlops
+    from engine.model.load import LoadedModel
+    from engine.model.loss import LossFunction
+    from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
+    from engine.train.step.interface import Strategy
+    from engine.train.step.objective import SequenceObjective
+    from engine.train.step.optimizer import Schedule, StepGuard
+    from engine.train.step.rollback import Rollback
 
 GROWTH_INTERVAL = 2000
 SMALLEST_SCALE = 1.0

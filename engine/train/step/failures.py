@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.batching.budget import MicroBatchBudget
 from engine.batching.micro_batches import MicroBatch
-from engine.device.base import Device
 from engine.device.oom import MemoryBreakdown, OutOfMemory
-from engine.distributed.ranks import Ranks
 from engine.errors import MemoryExhaustedError
 from engine.journal.event_text import PHASE_NAMES
+
+if TYPE_CHECKING:
+    from engine.batching.budget import MicroBatchBudget
+    from engine.device.base import Device
+    from engine.distributed.ranks import Ranks
 
 TEXT_CHARACTERS = 2000
 """Characters of the error's message that are sent to other ranks: what a rank sends in a vote has limited room."""

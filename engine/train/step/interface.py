@@ -5,19 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batching.micro_batches import Cost, MicroBatch
-from engine.data.batch import Batch
-from engine.distributed.ranks import Ranks, assign_samples
-from engine.distributed.votes import VotedGroup
-from engine.evaluate.context import EvaluationContext, Questions
-from engine.model.load import LoadedModel
-from engine.model.loss import LossFunction
+from engine.distributed.ranks import assign_samples
 from engine.train.step.checkpoint_storage import CheckpointStorage
+
+if TYPE_CHECKING:
+    from engine.batching.micro_batches import Cost, MicroBatch
+    from engine.data.batch import Batch
+    from engine.distributed.ranks import Ranks
+    from engine.distributed.votes import VotedGroup
+    from engine.evaluate.context import EvaluationContext, Questions
+    from engine.model.load import LoadedModel
+    from engine.model.loss import LossFunction
 
 
 class Strategy(ABC):

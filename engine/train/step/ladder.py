@@ -6,15 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.batching.budget import SAFETY, MicroBatchBudget
-from engine.batching.micro_batches import Cost
+from engine.batching.budget import SAFETY
 from engine.budget.advise.levers import with_changes
-from engine.config.schema.run import RunSpec
 from engine.device.oom import ATTEMPTS
-from engine.train.step.context import StepContext
-from engine.train.step.failures import ActiveRemedy, RankOom
+from engine.train.step.failures import ActiveRemedy
+
+if TYPE_CHECKING:
+    from engine.batching.budget import MicroBatchBudget
+    from engine.batching.micro_batches import Cost
+    from engine.config.schema.run import RunSpec
+    from engine.train.step.context import StepContext
+    from engine.train.step.failures import RankOom
 
 SETTING_OF_REMEDY = {
     "cut": "micro_batch_budget",

@@ -14,22 +14,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batching.micro_batches import Cost, MicroBatch, plan_micro_batches
-from engine.config.schema.preference import Preference
-from engine.data.batch import Batch
-from engine.data.tokens import TokenData
-from engine.distributed.ranks import Ranks
-from engine.evaluate.context import Reference
-from engine.model.loss import LossFunction, WeightedSequences
+from engine.batching.micro_batches import MicroBatch, plan_micro_batches
+from engine.model.loss import WeightedSequences
 from engine.objectives.kto import SUMS, answer_losses, divergence_of, metrics_of
 from engine.objectives.preference import METRICS, SequenceLoss, sequence_losses
+
+if TYPE_CHECKING:
+    from engine.batching.micro_batches import Cost
+    from engine.config.schema.preference import Preference
+    from engine.data.batch import Batch
+    from engine.data.tokens import TokenData
+    from engine.distributed.ranks import Ranks
+    from engine.evaluate.context import Reference
+    from engine.model.loss import LossFunction
 
 
 class StepTokens(NamedTuple):

@@ -7,23 +7,28 @@ import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.batching.micro_batches import MicroBatch
-from engine.budget.advise.search import Suggestion, advise
+from engine.budget.advise.search import advise
 from engine.config.files.caches import SequenceBounds
-from engine.config.schema.run import RunSpec
 from engine.device.allocation_tracker import bytes_of, storage_key
-from engine.device.base import Device, LiveTensor
-from engine.device.oom import MemoryBreakdown, OutOfMemory
+from engine.device.oom import MemoryBreakdown
 from engine.errors import ConfigNotHereError, NotSimulatedError, UnknownArchitectureError
-from engine.journal.directory import RunDirectory
-from engine.journal.events import Journal, utc_now
+from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
-from engine.model.loaded import LoadedModel
-from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import state_tensors
+
+if TYPE_CHECKING:
+    from engine.batching.micro_batches import MicroBatch
+    from engine.budget.advise.search import Suggestion
+    from engine.config.schema.run import RunSpec
+    from engine.device.base import Device, LiveTensor
+    from engine.device.oom import OutOfMemory
+    from engine.journal.directory import RunDirectory
+    from engine.journal.events import Journal
+    from engine.model.loaded import LoadedModel
+    from engine.train.step.failures import RankOom, RecoveredOom
+    from engine.train.step.optimizer import StepGuard
 
 LARGEST = 12
 

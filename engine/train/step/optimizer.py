@@ -6,21 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 
 from engine.config.check.notes import warmup_steps_of
 from engine.config.files.machine import install_command
-from engine.config.schema.recipe import Train
-from engine.device.base import Device
 from engine.errors import EnvironmentProblem
-from engine.model.loaded import LoadedModel
 from engine.model.trained import parameter_groups
 from engine.train.step.optimizer_offload import HostState
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate
+
+if TYPE_CHECKING:
+    from engine.config.schema.recipe import Train
+    from engine.device.base import Device
+    from engine.model.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.budget.predict.static import STAGE_BYTES
-from engine.device.base import Device
-from engine.device.host_copies import Streams
 from engine.train.step.optimizer_state import changing_state
+
+if TYPE_CHECKING:
+    from engine.device.base import Device
+    from engine.device.host_copies import Streams
 
 ALIGNMENT = 512
 """Bytes to which allocators align tensors; tensors in the staging buffer are aligned alike."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from engine.config.schema.recipe import Train
+if TYPE_CHECKING:
+    from engine.config.schema.recipe import Train
 
 REMAINDER = "remainder"
 """Name of the remainder, int16, among a weight's optimizer state."""

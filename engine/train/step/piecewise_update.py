@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from torch.nn import Parameter
 
 from engine.budget.predict.static import PIECE_ELEMENTS
 from engine.model.dropout_kernel import row_key
-from engine.train.step.optimizer_state import CONSTANTS, REMAINDER, Rounding, counts_in_ints
+from engine.train.step.optimizer_state import CONSTANTS, REMAINDER, counts_in_ints
+
+if TYPE_CHECKING:
+    from engine.train.step.optimizer_state import Rounding
 
 HALF = 0x8000
 """Half of a unit in the last place of bf16, in the bits of fp32."""

@@ -7,11 +7,13 @@ Buffers (BatchNorm statistics, router biases) are copied to the host before a st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from engine.device.base import Device
+if TYPE_CHECKING:
+    from engine.device.base import Device
 
 
 class _Buffer:

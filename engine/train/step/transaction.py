@@ -15,21 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.budget.predict.prediction import MicroBatchShape
-from engine.device.oom import ATTEMPTS, MemoryBreakdown, OutOfMemory, catch_oom, free_failed_graph, retry_on_oom
+from engine.device.oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
 from engine.distributed.votes import RepeatWithVotesError
 from engine.errors import DivergedError
 from engine.train.step.budget_growth import CeilingWatch
 from engine.train.step.computation import StepComputation
-from engine.train.step.context import StepContext
 from engine.train.step.failures import (
-    RankOom,
     RecoveredOom,
     all_gather_step_stats,
     gather_failures,
@@ -39,6 +37,13 @@ from engine.train.step.failures import (
 from engine.train.step.ladder import back_off, current_settings
 from engine.train.step.objective import StepTokens, plan_pairs
 from engine.train.step.oom_report import memory_breakdown
+
+if TYPE_CHECKING:
+    from engine.device.oom import MemoryBreakdown, OutOfMemory
+    from engine.train.step.context import StepContext
+    from engine.train.step.failures import (
+        RankOom,
+    )
 
 
 @dataclass(frozen=True)
