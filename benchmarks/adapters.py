@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.job import Job, write_job
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.model.adapted_linear import SHARED
 from engine.model.config import silence_libraries
 from engine.model.load import load_model

@@ -23,10 +23,11 @@ from typing import Any
 
 from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.gate import admit
-from engine.budget.advise.levers import Lever, is_refused, with_changes
+from engine.budget.advise.levers import Lever, is_refused
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import Advice, Suggestion, Trial, advise, changed, fits, possible_levers
 from engine.budget.predict.prediction import predict
+from engine.config.changes import with_changes
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import TunedeckError

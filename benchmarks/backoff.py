@@ -40,7 +40,7 @@ from benchmarks.step_runner import CAPACITY_BYTES, StepRunner
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
 from engine.data.batch import collate
 from engine.device.base import Device
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 
 
 def capacity_cost(job: Job, folder: Path, rounds: int) -> list[float]:

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 
 from benchmarks.job import Job, spec_of, write_job
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import find_predictor, make_plan
 from engine.budget.predict.prediction import Predictor
 from engine.budget.predict.step_time import StepTime
+from engine.config.changes import with_changes
 from engine.config.files.caches import SequenceBounds
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.journal.events import Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run.setup import set_up
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.transaction import StepTransaction
 
 MODELS = [("lora", 12, 192), ("lora", 16, 128), ("lora", 24, 96), ("full", 12, 128), ("full", 16, 96), ("full", 20, 64)]

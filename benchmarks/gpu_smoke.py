@@ -26,7 +26,7 @@ from benchmarks.gpu_runs import (
     new_run,
     until_step,
 )
-from engine.budget.advise.levers import with_changes
+from engine.config.changes import with_changes
 from engine.launch.process import start_engine
 
 if TYPE_CHECKING:  # imported where results are opened: the other measurements leave torch to their engines

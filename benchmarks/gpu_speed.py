@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from benchmarks.gpu_runs import EXPERTS, MIXTURE, Result, SuiteDevice, TrainingCase, measured_run
-from engine.budget.advise.levers import with_changes
+from engine.config.changes import with_changes
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
 from engine.device.oom import frozen_gc
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
-from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 from engine.verify.verify import prove

@@ -21,8 +21,8 @@ from benchmarks.gpu_runs import (
     measured_run,
 )
 from benchmarks.gpu_smoke import compared_with_roomy, smoke
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, make_plan
+from engine.config.changes import with_changes
 
 # budget: is the prediction right?
 

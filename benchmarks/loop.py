@@ -30,13 +30,13 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.in_turn import StepDone, StepEnd, be_quiet, quartiles, take_turns
 from benchmarks.job import BATCH, MICRO, RATE, RECIPE_MODEL, Job, padded, quietly, spec_of, write_job
-from engine.device import open_device
 from engine.device.base import Device
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
 from engine.model.tokenizer import load_tokenizer
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
-from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 

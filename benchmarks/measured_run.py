@@ -14,9 +14,9 @@ from pathlib import Path
 
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
 from engine.device.base import Device
 from engine.device.oom import frozen_gc
+from engine.device.open import open_device
 from engine.errors import TunedeckError
 from engine.journal.control import RunRequests
 from engine.journal.directory import RunDirectory
@@ -25,9 +25,9 @@ from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Training
 from engine.train.run.main import log_to_stderr
 from engine.train.run.measured import calibrate
+from engine.train.run.oom_report import OomReports, oom_reporter
 from engine.train.run.run_context import RunContext, Watchdog
 from engine.train.run.setup import set_up
-from engine.train.step.oom_report import OomReports, oom_reporter
 from engine.verify.verify import prove
 
 

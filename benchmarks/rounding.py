@@ -33,14 +33,14 @@ import torch
 from benchmarks.job import Job, spec_of, write_job
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
 from engine.device.base import Device
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventTail, EventWriter, Journal
 from engine.model.config import disable_progress_bars
 from engine.train.run import main as engine_main
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
-from engine.train.step.oom_report import oom_reporter
 from engine.train.step.transaction import StepTransaction
 
 

@@ -23,7 +23,7 @@ from benchmarks.job import Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
 from benchmarks.shard_loading import status_bytes
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.journal import checkpoints_on_disk

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.job import RECIPE_MODEL, Job, spec_of
 from benchmarks.ranks import measure_on_ranks
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.distributed import sharded_files
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks

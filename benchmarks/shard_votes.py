@@ -22,7 +22,7 @@ from benchmarks.job import BATCH, Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
 from engine.batching.micro_batches import MicroBatch
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import VotedGroup

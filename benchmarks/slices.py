@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.job import Job, spec_of, write_job
 from benchmarks.ranks import measure_on_ranks
-from engine.batching.budget import micro_batch_cost
+from engine.batching.predicted_cost import micro_batch_cost
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.journal.events import Journal

@@ -20,10 +20,10 @@ from engine.device.metered import MeteredDevice
 from engine.device.oom import frozen_gc
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.budget_growth import BudgetGrowth
-from engine.train.step.context import TrainingSetup
-from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import StepTransaction
 

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.job import spec_of, write_job
 from benchmarks.ranks import LIMIT_SECONDS, measure_on_ranks
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
 from engine.device.oom import frozen_gc
+from engine.device.open import open_device
 from engine.distributed.elastic import spec_of_rank
 from engine.distributed.ranks import Ranks
 from engine.distributed.votes import HostGather

@@ -62,7 +62,7 @@ def load_chat(
         for source in _sources(target, asked, notify, trust_remote_code)
     ]
     with importing():
-        from engine.device import open_device
+        from engine.device.open import open_device
         from engine.extras.chat.server import LoadedChat
         from engine.extras.chat.sources import ChatModel, load_sources, without_repeated_bases
     sources = without_repeated_bases(sources)

@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batching.budget import MicroBatchBudget
@@ -27,14 +25,7 @@ from engine.evaluate.generation import generate
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
 from engine.model.positions import takes_starts
-
-Reference = Callable[[Batch], Tensor]
-"""Log-probabilities of the reference for a batch's rows, float64 [B] on the batch's device."""
-
-
-def stored_reference(values: NDArray[np.float64], upload: Callable[[Tensor], Tensor]) -> Reference:
-    """The reference whose log-probabilities were computed before: `values[sample]`."""
-    return lambda batch: upload(torch.from_numpy(values[list(batch.sample_ids)]))
+from engine.objectives.reference import Reference
 
 
 class FailedPass(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.architecture.positions import refuse_long_sequences, table_of_positions
-from engine.batching.budget import micro_batch_cost, with_largest_image
+from engine.batching.predicted_cost import micro_batch_cost, with_largest_image
 from engine.budget.predict.parallel_layout import on_one_device
 from engine.config.files.caches import SequenceBounds
 from engine.config.load import load_run_spec, override
@@ -22,8 +22,8 @@ from engine.data.images import ImageProcessor
 from engine.data.prepare import prepare_data, prepare_sources
 from engine.data.store import hash_text
 from engine.data.tokens import TokenData
-from engine.device import open_device
 from engine.device.base import Device
+from engine.device.open import open_device
 from engine.errors import DataError, UsageError
 from engine.evaluate.answers import (
     KeptAnswers,
@@ -34,7 +34,7 @@ from engine.evaluate.answers import (
     tokens_hash,
     weights_identity,
 )
-from engine.evaluate.context import EvaluationContext, FailedPass, stored_reference
+from engine.evaluate.context import EvaluationContext, FailedPass
 from engine.evaluate.generation import within_positions
 from engine.evaluate.scores import Kept, Scorer, Scores, evaluate, load_scorer, sequence_log_probabilities
 from engine.evaluate.verdicts import BASE, REFERENCE, RUN, JudgedSet, PromptsToJudge, score_verdicts, write_answers
@@ -50,6 +50,7 @@ from engine.model.loss import LossChoice, make_loss
 from engine.model.reference import find_run_weights, find_starting_weights, refuse_removed
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.model.verify import require_separation
+from engine.objectives.reference import stored_reference
 
 Notify = Callable[[str], None]
 

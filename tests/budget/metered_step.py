@@ -339,7 +339,7 @@ class LoadedStep:
 @contextmanager
 def loaded_step(spec: RunSpec) -> Iterator[LoadedStep]:
     """Load the model, loss and optimizer state on the profile's device, for as long as the context lasts."""
-    from engine.device import open_device
+    from engine.device.open import open_device
     from engine.model.load import load_model
     from engine.model.loaded import tile_mlps
     from engine.model.loss import loss_of

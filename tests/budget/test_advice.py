@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.advice import broken_offers, overlooked, questions
 from engine.architecture.lookup import find_facts
-from engine.budget.advise.levers import is_refused, lever_of, with_changes
+from engine.budget.advise.levers import is_refused, lever_of
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import Trial, advise, changed, fits, possible_levers
+from engine.config.changes import with_changes
 from engine.config.schema.run import RunSpec
 from tests.budget.metered_step import run_spec
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.architecture.lookup import find_architecture
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.search import Advice, advise
 from engine.budget.predict.prediction import predict
+from engine.config.changes import with_changes
 from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, FULL, KEEPING, LORA, SAVING
 from tests.budget.capacity_runs import texts

@@ -17,7 +17,8 @@ import pytest
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from engine.architecture.lookup import find_architecture
-from engine.budget.predict.prediction import MicroBatchShape, Predictor
+from engine.budget.predict.prediction import Predictor
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.config.schema.run import RunSpec
 from tests.budget.budget_cases import FAMILIES, WAYS
 from tests.budget.metered_step import GEMMA3_VL, QWEN2, QWEN2_VL, folder_of, run_spec

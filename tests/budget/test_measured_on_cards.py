@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.gpu_runs import SuiteDevice
 from benchmarks.gpu_suites import BUDGET
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import make_plan
+from engine.config.changes import with_changes
 from engine.config.files.machine import installed
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu.json"

@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.architecture.lookup import find_architecture, find_config
-from engine.batching.budget import micro_batch_cost
-from engine.budget.advise.levers import lever_of, with_changes
+from engine.batching.predicted_cost import micro_batch_cost
+from engine.budget.advise.levers import lever_of
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import advise
 from engine.budget.predict.prediction import Predictor, cost_model, predict
 from engine.cli import app
 from engine.commands import plan_text
+from engine.config.changes import with_changes
 from engine.config.files.caches import SequenceBounds, lengths_record, record_longest
 from engine.errors import EnvironmentProblem, UsageError
 from tests.budget.metered_step import run_spec

@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.type_configs import tiny_config
 from engine.architecture.facts import from_config
-from engine.batching.budget import micro_batch_cost
+from engine.batching.predicted_cost import micro_batch_cost
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import find_predictor
-from engine.budget.predict.prediction import MicroBatchShape
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, keep_simulation, simulation_key
 from engine.cli import app, run
 from engine.commands.background import simulation

@@ -11,9 +11,9 @@ import torch
 
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens
-from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
 from engine.device.metered import MeteredDevice
+from engine.device.open import open_device
 from engine.errors import DataError, DeviceBusyError, DoesNotFitError
 from engine.evaluate.generation import end_tokens
 from engine.extras.chat.answer import Conversation, Speaker, TextStream, decode

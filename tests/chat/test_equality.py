@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.config.schema.recipe import Generate
 from engine.data.chat_template import Message
 from engine.data.prompts import PromptTokens
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.evaluate.generation import end_tokens, generate
 from engine.extras.chat.answer import Answer, Conversation, Listener, Speaker
 from engine.extras.chat.sources import ChatModel, ChatSource, load_sources

@@ -9,7 +9,7 @@ import pytest
 from engine.budget.predict.inference import generation_bytes
 from engine.config.schema.recipe import Generate
 from engine.data.prompts import PromptTokens
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.extras.chat.answer import Conversation, Speaker
 from engine.extras.chat.sources import ChatSource, facts_for_memory, load_sources
 from tests.budget.metered_step import QWEN2, folder_of, run_spec

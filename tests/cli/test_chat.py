@@ -12,7 +12,7 @@ import torch
 
 from engine.config.load import load_run_spec, resolve
 from engine.data.prompts import PromptTokens
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.extras.chat.answer import Conversation
 from engine.extras.chat.sources import ChatSource, load_sources
 from tests.cli.conftest import Tunedeck

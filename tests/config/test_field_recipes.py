@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from engine.budget.advise.gate import admit
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import planning_specs
+from engine.config.changes import with_changes
 from engine.config.check.notes import refuse_unsupported
 from engine.config.files.find import find_spec_file
 from engine.config.load import load_spec_file, resolve

@@ -14,13 +14,13 @@ import torch
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Device as DeviceTable
 from engine.config.schema.run import Profile, RunSpec
-from engine.device import open_device
 from engine.device.base import GpuProcess, GpuReading
 from engine.device.cpu import CpuDevice
 from engine.device.cuda import CudaDevice, check_free, choose_indices, compare_size
 from engine.device.host_copies import PlainCopy
 from engine.device.metered import MeteredDevice
 from engine.device.nvml import read_gpus
+from engine.device.open import open_device
 from engine.errors import EnvironmentProblem
 
 GIB = 2**30

@@ -15,7 +15,7 @@ import pytest
 from engine.distributed.ranks import Ranks
 from engine.errors import EnvironmentProblem
 from engine.journal.events import Journal
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify.record import Proof
 from engine.verify.verify import prove
 from tests.distributed.rank_workbench import FULL, RankWorkbench, sharded, small_model

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.batching.budget import micro_batch_cost
+from engine.batching.predicted_cost import micro_batch_cost
 from engine.budget.advise.plan import find_predictor
 from engine.budget.predict.parallel_layout import shards
 from engine.budget.predict.shards import SHARDS_SINCE
@@ -30,8 +30,8 @@ from engine.journal.directory import RunDirectory
 from engine.journal.events import Journal
 from engine.train.run.preferences import learn_preferences
 from engine.train.run.setup import set_up
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.budget_growth import CLEAN_STEPS, CeilingWatch
-from engine.train.step.context import TrainingSetup
 from engine.train.step.failures import RecoveredOom
 from engine.train.step.ladder import adopt_memory, memory_as_json
 from engine.train.step.transaction import StepTransaction

@@ -22,7 +22,7 @@ from engine.distributed.votes import LostRankError, VotedGroup
 from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.train.run import doctor
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify import among_ranks, sharded
 from engine.verify.record import DisprovedError, ProvedRun
 from engine.verify.verify import AMONG_RANKS

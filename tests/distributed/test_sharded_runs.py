@@ -19,8 +19,8 @@ from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.journal.directory import RunDirectory
 from engine.train.run.main import run_rank0
 from engine.train.run.run_context import RunStart
-from engine.train.step.checkpoint_storage import read_parts
 from engine.train.step.piecewise_update import join_
+from engine.train.strategy.checkpoint_storage import read_parts
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, LORA, NEEDS_SHARDS, SAMPLES, sharded, small_model, spec_of
 from tests.distributed.resumed_runs import resumed_spec, run_on_ranks

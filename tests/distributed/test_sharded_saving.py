@@ -22,7 +22,7 @@ from engine.journal import checkpoints_on_disk
 from engine.journal.checkpoints_on_disk import Checkpoint, damage, find_checkpoints
 from engine.model.tensor_file import write_tensors
 from engine.train.run.checkpoint_files import write_checkpoint
-from engine.train.step import checkpoint_storage
+from engine.train.strategy import checkpoint_storage
 from tests.distributed.rank_processes import run_ranks
 from tests.distributed.rank_workbench import FULL, NEEDS_SHARDS, RankWorkbench, sharded, small_model
 

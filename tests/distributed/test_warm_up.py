@@ -18,7 +18,7 @@ from engine.distributed.sequence_parallel import join_sequence_group
 from engine.distributed.votes import LostRankError, raising_lost_rank
 from engine.distributed.warm_up import explain, run_each_collective, warm_up
 from engine.errors import EnvironmentProblem, MemoryExhaustedError
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify.among_ranks import COLLECTIVES
 from engine.verify.record import DisprovedError
 from tests.distributed.rank_processes import run_ranks

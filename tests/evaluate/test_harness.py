@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.errors import DataError, EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.model.load import load_model
 from engine.model.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ import pytest
 from engine.batching.budget import MicroBatchBudget
 from engine.config.load import load_run_spec
 from engine.data.prepare import prepare_data
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.errors import MemoryExhaustedError, UsageError
 from engine.evaluate.answers import KeptAnswers, KeptLosses, planned_rows
 from engine.evaluate.context import EvaluationContext, FailedPass

@@ -19,7 +19,7 @@ from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_sa
 
 WALKED = (
     "extras/stages/assembly_process:_assemble", "launch/create_run:_hidden_router_does_not_fit",
-    "train/step/checkpoint_storage:_without_remainders",
+    "train/strategy/checkpoint_storage:_without_remainders",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
 
@@ -110,7 +110,7 @@ def test_an_older_checkpoint_is_resumed_with_the_keys_that_the_fix_names(tmp_pat
     as_older_version(place)
     place.run_toml.write_text(spec(2))
     code, events = train(place, resume=True)
-    assert code == 2 and was_given(text_of("train/step/checkpoint_storage:_without_remainders"), given), events[-1]
+    assert code == 2 and was_given(text_of("train/strategy/checkpoint_storage:_without_remainders"), given), events[-1]
     told = of_kind(events, "run_finished")[-1]["error"].partition("fix: set ")[2].partition(" in run.toml")[0]
     pairs = dict(part.replace("train.", "").split(" = ") for part in told.split(", "))
     place.run_toml.write_text(spec(2, **{key: json.loads(value) for key, value in pairs.items()}))

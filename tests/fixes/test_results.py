@@ -15,7 +15,7 @@ from engine.config.load import load_run_spec
 from engine.config.schema.finish import Finish
 from engine.config.schema.recipe import Model
 from engine.data.prepare import prepare_data
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.errors import TunedeckError
 from engine.evaluate.run import with_overrides
 from engine.extras.stages.assemble import _layer_means

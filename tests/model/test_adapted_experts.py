@@ -25,7 +25,7 @@ from engine.model.adapted_experts import PRODUCT, _factors
 from engine.model.head import find_head
 from engine.model.loaded import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify.replaced import EXPERT_ADAPTERS
 from tests.budget.metered_step import GPT_OSS, MIXTRAL, QWEN3_MOE, folder_of, measured_step
 from tests.budget.metered_step import run_spec as metered_spec

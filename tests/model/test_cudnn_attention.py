@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.batching.budget import cost_when_padded
 from engine.batching.micro_batches import MicroBatch
-from engine.budget.advise.levers import with_changes
+from engine.batching.predicted_cost import cost_when_padded
+from engine.config.changes import with_changes
 from engine.model import cudnn_attention as module
 from engine.model.cudnn_attention import CudnnAttention, computed_by_cudnn, cudnn_attention, rounded
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.computation import StepComputation
-from engine.train.step.context import TrainingSetup
 from engine.train.step.objective import StepTokens
 from engine.verify import cudnn
 from tests.model.samples import batch_of, load_family, run_spec

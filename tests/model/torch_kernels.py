@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.model.fused import FusedModules
 from engine.model.liger import LigerKernels, NormForm
 from engine.model.trained import decoder_of
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 
 
 class TorchKernels(LigerKernels):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory
 from engine.model.load import load_model
 from engine.model.loaded import plain_name

@@ -23,13 +23,14 @@ from engine.journal.events import EventWriter, Journal
 from engine.journal.files import write_atomically
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.preferences import learn_preferences
 from engine.train.run.run_context import RunContext, Watchdog
 from engine.train.run.run_state import RunState
 from engine.train.run.setup import set_up
-from engine.train.step.context import LossScaler, TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
+from engine.train.step.context import LossScaler
 from engine.train.step.ladder import adopt_memory, memory_as_json
-from engine.train.step.oom_report import oom_reporter
 from engine.train.step.optimizer import StepGuard
 from engine.train.step.optimizer_state import Rounding, allocate_state, state_tensors
 from engine.train.step.piecewise_update import PiecewiseUpdate

@@ -15,13 +15,13 @@ import torch
 from engine.batching.budget import MicroBatchBudget
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.journal.events import EventWriter, Journal
 from engine.train.run import main
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
-from engine.train.step.context import TrainingSetup
-from engine.train.step.oom_report import oom_reporter
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.transaction import StepTransaction
 from tests.events import read_events
 

@@ -24,7 +24,7 @@ from engine.errors import SpecError
 from engine.model.compiled import BACKENDS, is_compiled
 from engine.model.trained import decoder_of
 from engine.train.run import main
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.transaction import StepTransaction
 from engine.verify.record import ProofResult
 from engine.verify.verify import PROOFS

@@ -21,7 +21,7 @@ from transformers import (
 
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.model.load import load_model
 from engine.model.loaded import plain_name
 from engine.model.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config.load import dump_run_spec
 from engine.errors import UsageError
 from engine.journal.directory import RunDirectory
-from engine.train.step.checkpoint_storage import require_same_parameters
+from engine.train.strategy.checkpoint_storage import require_same_parameters
 from tests.train.run_helpers import losses, make_spec, new_run, of_kind, train, write_samples
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from engine.config.load import dump_run_spec, load_run_spec, override
 from engine.data.prepare import prepare_data
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.evaluate.run import score_model, score_run
 from engine.journal.directory import RunDirectory
 from engine.model.load import load_model

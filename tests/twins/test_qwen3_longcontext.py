@@ -14,7 +14,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from engine.budget.advise.plan import make_plan
 from engine.budget.predict.inference import generates
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
+from engine.device.open import open_device
 from engine.distributed.ranks import SINGLE_PROCESS, Ranks
 from engine.evaluate.run import score_run
 from engine.journal.evaluations import read_evaluations

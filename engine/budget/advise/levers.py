@@ -3,7 +3,7 @@ they are applied, and those that lower the peak of a given plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -12,37 +12,13 @@ from engine.architecture.lookup import ModelFacts, find_facts
 from engine.budget.advise.gate import refuse_unsafe
 from engine.budget.advise.plan import PLANNED_TILES, Plan, find_predictor, may_tile, recomputes_all
 from engine.budget.predict.prediction import in_whole_samples
+from engine.config.changes import Changes, value_of, with_changes
 from engine.config.check.hardware_rules import device_count, problems_of_profile, problems_on_device
 from engine.config.check.notes import refuse_unsupported
 from engine.config.check.rules import problems_of_recipe
 from engine.config.files.caches import keeps_all_lengths
-from engine.config.schema.run import Profile, RunSpec
+from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, TunedeckError, UsageError
-
-Changes = Mapping[str, Any]
-
-
-def with_changes(spec: RunSpec, changes: Changes) -> RunSpec:
-    """A copy of the run spec with `changes`; neither keys nor values are checked."""
-    for key, value in changes.items():
-        table, _, name = key.partition(".")
-        file = "profile" if is_of_profile(key) else "recipe"
-        owner = getattr(spec, file)
-        part = getattr(owner, table).model_copy(update={name: value})
-        spec = spec.model_copy(update={file: owner.model_copy(update={table: part})})
-    return spec
-
-
-def value_of(spec: RunSpec, key: str) -> Any:
-    """Raises AttributeError for an unknown key."""
-    table, _, name = key.partition(".")
-    owner = spec.profile if is_of_profile(key) else spec.recipe
-    return getattr(getattr(owner, table), name)
-
-
-def is_of_profile(key: str) -> bool:
-    """Whether a dotted key is the profile's; if not, it is taken as the recipe's."""
-    return key.partition(".")[0] in Profile.model_fields
 
 
 def breaks_a_rule(spec: RunSpec) -> bool:

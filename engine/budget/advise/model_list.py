@@ -20,10 +20,10 @@ from typing import Any
 from engine.architecture.lookup import ModelFacts, shipped_entries
 from engine.architecture.positions import positions_of
 from engine.budget.advise.gate import admit
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan, find_predictor, make_plan
 from engine.budget.calibration import calibration_file
 from engine.budget.predict.pace import pace_file
+from engine.config.changes import with_changes
 from engine.config.files.caches import cache_folder
 from engine.config.files.document import read_document
 from engine.config.files.find import BUILTIN_PREFIX, SHIPPED_FOLDER, SpecFile, list_spec_files

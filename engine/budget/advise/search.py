@@ -9,9 +9,10 @@ from itertools import count, islice, product
 from typing import Any
 
 from engine.architecture.lookup import ModelFacts, find_facts
-from engine.budget.advise.levers import Lever, breaks_a_rule, is_refused, levers_of, room_levers, value_of, with_changes
+from engine.budget.advise.levers import Lever, breaks_a_rule, is_refused, levers_of, room_levers
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.predict.prediction import Predictor, in_whole_samples
+from engine.config.changes import value_of, with_changes
 from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UsageError

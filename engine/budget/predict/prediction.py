@@ -9,7 +9,6 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from engine.architecture.facts import Architecture
 from engine.budget.predict.inference import evaluates, evaluation, generates, generation_bytes, generation_rows
@@ -23,6 +22,7 @@ from engine.budget.predict.parallel_layout import (
     shards,
     static_of_a_rank,
 )
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.budget.predict.static import optimizer_scratch, update_scratch
 from engine.budget.predict.step import PhaseCost, costliest, step_cost
 from engine.budget.trace.memory_config import MemoryConfig, for_rows, memory_config_of
@@ -131,21 +131,6 @@ def _cost_model(arch: Architecture, config: MemoryConfig, accumulating: bool, la
 def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Prediction:
     """Predict all phases for a micro-batch of `rows` sequences padded to `length` tokens."""
     return Predictor(arch, spec).predict(rows, length)
-
-
-class MicroBatchShape(NamedTuple):
-    """What a micro-batch's memory depends on."""
-
-    rows: int
-    length: int
-    """Tokens that each row is padded to."""
-    targets: int | None = None
-    """Tokens that count in the loss; None: as many as the predictor knows that there may be."""
-    accumulating: bool | None = None
-    """Whether gradients of an earlier micro-batch exist; None: if the rank's part of a step has more sequences than
-    `rows`."""
-    patches: int | None = None
-    """Of all images; None: each row has the largest image, which plans assume."""
 
 
 class Predictor:

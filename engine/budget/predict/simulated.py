@@ -24,7 +24,8 @@ from engine.architecture.lookup import find_config, start_of
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import host_capacity_bytes, non_torch_memory
 from engine.budget.predict.parallel_layout import layout_of
-from engine.budget.predict.prediction import COMPONENTS, MicroBatchShape, Prediction, most_targets
+from engine.budget.predict.prediction import COMPONENTS, Prediction, most_targets
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.budget.trace.memory_config import MemoryConfig, fused_kernels, memory_config_of, resolved_loss
 from engine.config.check.data_rules import image_key
 from engine.config.files.caches import cache_folder, known_images

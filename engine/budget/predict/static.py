@@ -22,6 +22,7 @@ from engine.architecture.parameters import (
 )
 from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.calibration import BLOCK_BYTES, round_to_blocks
+from engine.budget.predict.shapes import PIECE_ELEMENTS, STAGE_BYTES
 from engine.budget.trace.memory_config import DTYPE_BYTES, MemoryConfig
 from engine.budget.trace.operations import FLOAT, INDEX
 from engine.budget.trace.trainable import (
@@ -32,13 +33,6 @@ from engine.budget.trace.trainable import (
     trainable_vision_ends,
     vision_trainable_by_layer,
 )
-
-STAGE_BYTES = 32 * 2**20
-"""Bytes of offloaded optimizer state copied to the device at a time: enough that PCIe bandwidth is the limit."""
-
-PIECE_ELEMENTS = 16 * 2**20
-"""Elements that are updated at once: 64 MiB for each row of scratch. An H100 takes about 0.2 ms for their 34 bytes each
-(3.35 TB/s, datasheet), which is about what the launches of a piece take on the host."""
 
 Trained = tuple[tuple[int, ...], str]
 

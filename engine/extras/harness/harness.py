@@ -21,8 +21,8 @@ from engine.config.schema.run import RunSpec
 from engine.data.hub_connection import offline_if_unreachable
 from engine.data.prompts import was_trained_plain
 from engine.data.store import hash_text
-from engine.device import open_device
 from engine.device.base import Device
+from engine.device.open import open_device
 from engine.errors import EnvironmentProblem, UsageError
 from engine.evaluate.answers import weights_identity
 from engine.evaluate.run import Notify, weights_to_score, with_overrides, with_trust

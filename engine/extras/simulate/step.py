@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from engine.architecture.lookup import find_architecture
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import make_plan, remedies
 from engine.budget.predict.inference import evaluates, generates, most_answers
 from engine.budget.predict.non_torch_memory import non_torch_memory
 from engine.budget.predict.prediction import Predictor, in_whole_samples
 from engine.budget.predict.recompute import recomputing_stack
 from engine.budget.trace.memory_config import chunk_tokens, memory_config_of
+from engine.config.changes import with_changes
 from engine.config.files.caches import SequenceBounds, known_bounds
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, UnknownArchitectureError, UsageError

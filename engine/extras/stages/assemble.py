@@ -30,8 +30,8 @@ from engine.config.name_patterns import compile_patterns
 from engine.config.schema.run import RunSpec
 from engine.data.prepare import prepare_data
 from engine.data.tokens import TokenData
-from engine.device import open_device
 from engine.device.oom import classify
+from engine.device.open import open_device
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.journal.files import flush
 from engine.model.load import LoadedModel, load_and_tell

@@ -28,7 +28,7 @@ from engine.model.surplus import complete_result
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, size_bytes, write_checkpoint
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 
 RESERVE_BYTES = 12 * 2**20

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
-from engine.device import open_device
 from engine.device.determinism import deterministic_kernels
+from engine.device.open import open_device
 from engine.distributed.elastic import (
     exit_without_cleanup,
     is_rank,
@@ -33,8 +33,8 @@ from engine.errors import EnvironmentProblem
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
 from engine.train.run.main import as_rank
+from engine.train.run.oom_report import oom_reporter
 from engine.train.run.setup import set_up
-from engine.train.step.oom_report import oom_reporter
 from engine.verify.among_ranks import exchange, refuse_shared_cards
 from engine.verify.record import ProofResult
 from engine.verify.verify import DOCTOR_PROOFS, prove

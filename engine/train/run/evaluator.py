@@ -18,7 +18,7 @@ from engine.train.run.checkpoints import CheckpointManager
 from engine.train.run.expert_utilisation import ExpertMonitor
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, is_better
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 
 

@@ -30,8 +30,8 @@ from engine.train.run.measured import (
 )
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import RunState
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.budget_growth import BudgetGrowth
-from engine.train.step.context import TrainingSetup
 from engine.train.step.ladder import effective_spec
 from engine.train.step.optimizer import set_learning_rates
 from engine.train.step.transaction import CheckpointReloadRequired, StepOutcome, StepTransaction, TimedPass

@@ -22,11 +22,11 @@ from engine.config.files.cgroups import host_memory_bytes, oom_kills
 from engine.config.load import load_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.report import WARNING, DataReport, drop_lines
-from engine.device import open_device
 from engine.device.base import Device
 from engine.device.cuda import allocator_settings
 from engine.device.determinism import deterministic_kernels
 from engine.device.oom import beyond_repair, classify, frozen_gc, is_lost
+from engine.device.open import open_device
 from engine.distributed.elastic import (
     BEYOND_REPAIR_CODE,
     LOST_CODE,
@@ -58,12 +58,12 @@ from engine.model.config import disable_progress_bars
 from engine.train.run.checkpoints import EmergencyHostMemory
 from engine.train.run.loop import Ending, Training
 from engine.train.run.measured import calibrate
+from engine.train.run.oom_report import OomReports, oom_reporter
 from engine.train.run.preferences import learn_preferences
 from engine.train.run.run_context import RunContext, RunStart, Watchdog
 from engine.train.run.run_state import with_layers_of_checkpoint
 from engine.train.run.setup import set_up
 from engine.train.step.ladder import effective_spec
-from engine.train.step.oom_report import OomReports, oom_reporter
 from engine.verify.among_ranks import refuse_shared_cards
 from engine.verify.verify import prove
 

@@ -13,7 +13,8 @@ import torch
 from engine.architecture.facts import Architecture, from_config
 from engine.budget.calibration import SMALL_RUN, CalibrationKey, Residuals, is_expandable, record
 from engine.budget.predict.pace import pace_of, record_pace
-from engine.budget.predict.prediction import MicroBatchShape, Prediction, Predictor, in_whole_samples
+from engine.budget.predict.prediction import Prediction, Predictor, in_whole_samples
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.budget.predict.simulated import SimulatedPredictor, simulated_predictor
 from engine.budget.predict.step_time import StepTime
 from engine.config.schema.run import RunSpec

@@ -19,7 +19,7 @@ from engine.config.files.caches import cache_folder, find_snapshot
 from engine.data.preferences import MismatchedData
 from engine.data.store import hash_file, hash_files, hash_text
 from engine.data.tokens import TokenData
-from engine.evaluate.context import EvaluationContext, FailedPass, Reference, stored_reference
+from engine.evaluate.context import EvaluationContext, FailedPass
 from engine.evaluate.scores import sequence_log_probabilities
 from engine.journal.directory import RunDirectory
 from engine.journal.events import Journal
@@ -27,7 +27,8 @@ from engine.journal.files import read_table, write_atomically
 from engine.model.decoder import eval_mode
 from engine.model.load import has_new_weights
 from engine.model.reference import StartingWeights, find_starting_weights
-from engine.train.step.context import TrainingSetup
+from engine.objectives.reference import Reference, stored_reference
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.failures import RankOom, RecoveredOom
 from engine.train.step.objective import MeasuredReference, PairObjective, UnpairedObjective
 from engine.train.strategy.evaluation import gather_results

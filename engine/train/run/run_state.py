@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from engine.budget.advise.levers import with_changes
+from engine.config.changes import with_changes
 from engine.config.schema.run import RunSpec
 from engine.distributed.ranks import Ranks
 from engine.journal.checkpoints_on_disk import PREFIX, Checkpoint, damage, find_checkpoints
@@ -20,9 +20,10 @@ from engine.journal.score_groups import lower_is_better
 from engine.model.tensor_file import Hashes
 from engine.train.run.checkpoint_files import mark_best, unmark_best
 from engine.train.run.expert_utilisation import ExpertCounters
-from engine.train.step.checkpoint_storage import CheckpointStorage
-from engine.train.step.context import Identity, LossScaler, StepContext
+from engine.train.run.identity import Identity
+from engine.train.step.context import LossScaler, StepContext
 from engine.train.step.failures import ActiveRemedy
+from engine.train.step.interface import CheckpointStorage
 from engine.train.step.ladder import MemorySettings, adopt_memory, memory_as_json
 
 LAYERS_KEY = "train.gradient_checkpointing"

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.architecture.lookup import ModelFacts
 from engine.architecture.support import refuse_unsafe_packing
-from engine.batching.budget import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
+from engine.batching.predicted_cost import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
 from engine.budget.advise.gate import refuse_unsafe
-from engine.budget.advise.levers import with_changes
 from engine.budget.advise.plan import Plan
+from engine.config.changes import with_changes
 from engine.config.check.notes import warmup_note
 from engine.config.files.caches import SequenceBounds
 from engine.config.files.data_files import require_data_files
@@ -34,11 +34,13 @@ from engine.model.load import LoadedModel, fuse_modules
 from engine.model.loaded import tile_mlps
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.model.verify import require_known_family, require_separation
-from engine.train.step.context import Identity, LossScaler, StepContext, TrainingSetup
+from engine.train.run.identity import Identity
+from engine.train.run.oom_report import fixes_sentence
+from engine.train.run.training_setup import TrainingSetup
+from engine.train.step.context import LossScaler, StepContext
 from engine.train.step.failures import LocalRecoveries, RecoveredOom
 from engine.train.step.interface import Strategy
 from engine.train.step.ladder import effective_spec
-from engine.train.step.oom_report import fixes_sentence
 from engine.train.step.optimizer import Schedule, guarded_optimizer
 from engine.train.step.rollback import Rollback
 from engine.train.strategy.load import load_strategy

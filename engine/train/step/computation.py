@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.batching.micro_batches import MicroBatch
     from engine.data.tokens import TokenData
     from engine.device.base import Device
-    from engine.model.loss import MicroBatchLoss
+    from engine.model.loss_values import MicroBatchLoss
     from engine.train.step.context import StepContext
     from engine.train.step.objective import Measure, SequenceObjective, StepTokens
 

@@ -9,29 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import UsageError
-from engine.launch.changed_keys import find_changes, refused_changes
-
 if TYPE_CHECKING:
     from engine.batching.budget import MicroBatchBudget
     from engine.batching.micro_batches import Cost
     from engine.config.files.caches import SequenceBounds
-    from engine.config.schema.recipe import Recipe
-    from engine.config.schema.run import RunSpec
-    from engine.data.order import SampleOrder
-    from engine.data.prepare import PreparedData
     from engine.data.tokens import TokenData
     from engine.device.base import Device
     from engine.distributed.ranks import Ranks
-    from engine.evaluate.context import Reference
     from engine.model.cudnn_attention import CudnnAttention
-    from engine.model.flops import StepFlops
     from engine.model.load import LoadedModel
     from engine.model.loss import LossFunction
+    from engine.objectives.reference import Reference
     from engine.train.step.failures import ActiveRemedy, LocalRecoveries, RankOom, RecoveredOom
     from engine.train.step.interface import Strategy
     from engine.train.step.objective import SequenceObjective
-    from engine.train.step.optimizer import Schedule, StepGuard
+    from engine.train.step.optimizer import StepGuard
     from engine.train.step.rollback import Rollback
 
 GROWTH_INTERVAL = 2000
@@ -113,65 +105,3 @@ class StepContext:
     """Allocated between steps, by weights and optimizer state."""
     active_remedies: list[ActiveRemedy] = field(default_factory=list)
     """In the order in which they were applied."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a step learns from, which must be unchanged on a resume: a run must not silently train something else."""
-
-    data_fingerprint: str
-    tokenizer_hash: str
-    seed: int
-    recipe: dict[str, Any]
-    """The recipe as JSON."""
-
-    @classmethod
-    def of(cls, recipe: Recipe, data_fingerprint: str, tokenizer_hash: str) -> Identity:
-        return cls(data_fingerprint, tokenizer_hash, recipe.train.seed, recipe.model_dump(mode="json", by_alias=True))
-
-    def check(self, saved: dict[str, Any]) -> None:
-        """Raise UsageError if the checkpoint was made from other data, another tokenizer or seed, or with a recipe that
-        differs in a key that a resume may not change."""
-        # A key that is newer than the checkpoint counts as unchanged.
-        learned_from = _with_newer_keys(saved.get("recipe", {}), self.recipe)
-        changes = find_changes(learned_from, self.recipe, "recipe")
-        if refused := refused_changes(changes):
-            raise UsageError(
-                "run.toml differs from what the checkpoint has learned from:\n  " + "\n  ".join(refused),
-                fix="put these keys of run.toml back, or start a new run with: tunedeck train --run-spec run.toml",
-            )
-        names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
-        changed = [name for key, name in names.items() if saved.get(key) != getattr(self, key)]
-        if changed:
-            raise UsageError(
-                f"the checkpoint was made with another {' and another '.join(changed)}",
-                expected="the same data, tokenizer and seed as when the run started",
-                fix='put the files back as they were, or start a new run with model.id = "run:..."',
-            )
-
-
-def _with_newer_keys(saved: Any, now: Any) -> Any:
-    """`saved` with the keys that only `now` has, also in the tables of lists, such as sources."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        return {
-            **now,
-            **{key: _with_newer_keys(value, now[key]) if key in now else value for key, value in saved.items()},
-        }
-    if isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        return [_with_newer_keys(*pair) for pair in zip(saved, now, strict=True)]
-    return saved
-
-
-@dataclass
-class TrainingSetup:
-    """Everything that a run needs for its first step."""
-
-    spec: RunSpec
-    context: StepContext
-    prepared: PreparedData
-    order: SampleOrder
-    schedule: Schedule
-    total_steps: int
-    identity: Identity
-    flops: StepFlops | None
-    """Model FLOPs of steps; None where they are not known."""

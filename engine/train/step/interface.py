@@ -1,18 +1,18 @@
-"""What a step asks of the strategy of its run, and the strategy of a run of one process."""
+"""What a step asks of the strategy of its run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.distributed.ranks import assign_samples
-from engine.train.step.checkpoint_storage import CheckpointStorage
 
 if TYPE_CHECKING:
     from engine.batching.micro_batches import Cost, MicroBatch
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from engine.evaluate.context import EvaluationContext, Questions
     from engine.model.load import LoadedModel
     from engine.model.loss import LossFunction
+    from engine.model.tensor_file import Hashes
+
+
+class CheckpointStorage(Protocol):
+    """Writes and reads the weights and the optimizer state of a run. All ranks call each method."""
+
+    def write_weights(self, folder: Path) -> Hashes:
+        """Write the weights as safetensors files into `folder`; returns the hashes of the files written."""
+
+    def write_optimizer(self, checkpoint: Path) -> Hashes:
+        """Write the optimizer state into the checkpoint's folder; returns the hashes of the files written."""
+
+    def read_optimizer(self, checkpoint: Path) -> None:
+        """Load the optimizer state of a checkpoint. Raises UsageError if it is of other parameters."""
 
 
 class Strategy(ABC):
@@ -126,9 +140,9 @@ class Strategy(ABC):
         their gradients. Allocates no memory. Raises LostRankError if all ranks must restart."""
         return
 
+    @abstractmethod
     def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> CheckpointStorage:
         """Create the object that writes and reads weights and the state of `optimizer`. All ranks call this."""
-        return CheckpointStorage(self.loaded, optimizer)
 
     def forward_only(self) -> AbstractContextManager[None]:
         """Context manager that readies the weights for forward passes without a backward; it does not switch gradients
@@ -147,13 +161,3 @@ class Strategy(ABC):
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-
-class SingleDevice(Strategy):
-    """One process, which holds the whole model and trains on every sample."""
-
-    def prepare_gradients(self, losses: list[float]) -> list[float]:
-        return losses
-
-    def sync_gradients(self) -> None:
-        return

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.batching.budget import SAFETY
-from engine.budget.advise.levers import with_changes
+from engine.config.changes import with_changes
 from engine.device.oom import ATTEMPTS
 from engine.train.step.failures import ActiveRemedy
 

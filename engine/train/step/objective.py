@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
-from engine.model.loss import WeightedSequences
+from engine.model.loss_values import WeightedSequences
 from engine.objectives.kto import SUMS, answer_losses, divergence_of, metrics_of
 from engine.objectives.preference import METRICS, SequenceLoss, sequence_losses
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.data.batch import Batch
     from engine.data.tokens import TokenData
     from engine.distributed.ranks import Ranks
-    from engine.evaluate.context import Reference
     from engine.model.loss import LossFunction
+    from engine.objectives.reference import Reference
 
 
 class StepTokens(NamedTuple):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.budget.predict.static import STAGE_BYTES
+from engine.budget.predict.shapes import STAGE_BYTES
 from engine.train.step.optimizer_state import changing_state
 
 if TYPE_CHECKING:

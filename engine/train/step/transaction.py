@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batching.micro_batches import MicroBatch, plan_micro_batches
-from engine.budget.predict.prediction import MicroBatchShape
+from engine.budget.predict.shapes import MicroBatchShape
 from engine.device.oom import ATTEMPTS, catch_oom, free_failed_graph, retry_on_oom
 from engine.distributed.votes import RepeatWithVotesError
 from engine.errors import DivergedError
@@ -35,8 +35,8 @@ from engine.train.step.failures import (
     smallest_failed,
 )
 from engine.train.step.ladder import back_off, current_settings
+from engine.train.step.memory_breakdown import memory_breakdown
 from engine.train.step.objective import StepTokens, plan_pairs
-from engine.train.step.oom_report import memory_breakdown
 
 if TYPE_CHECKING:
     from engine.device.oom import MemoryBreakdown, OutOfMemory

@@ -27,7 +27,8 @@ from engine.model.loaded import plain_name
 from engine.model.loss import HeadWithLoss, LossFunction, ModelWithLoss, loss_of
 from engine.model.verify import require_causality
 from engine.train.step.failures import RecoveredOom, gather_failures, memory_exhausted
-from engine.train.step.interface import SingleDevice, Strategy
+from engine.train.step.interface import Strategy
+from engine.train.strategy.checkpoint_storage import WholeWeightsStorage
 from engine.train.strategy.evaluation import share_evaluation
 from engine.train.strategy.sequence_parallel import SequenceParallel
 from engine.train.strategy.sharded import Sharded
@@ -38,6 +39,19 @@ Reported = Callable[[RecoveredOom], None]
 """Called with an allocation failure that all ranks know of."""
 Retried = Callable[[OutOfMemory, str, int], None]
 """Called with a failure that only this rank knows of, its remedy and the number of the attempt."""
+
+
+class SingleDevice(Strategy):
+    """One process, which holds the whole model and trains on every sample."""
+
+    def prepare_gradients(self, losses: list[float]) -> list[float]:
+        return losses
+
+    def sync_gradients(self) -> None:
+        return
+
+    def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> WholeWeightsStorage:
+        return WholeWeightsStorage(self.loaded, optimizer)
 
 
 class Replicated(Strategy):
@@ -66,6 +80,9 @@ class Replicated(Strategy):
 
     def sync_gradients(self) -> None:
         self._all_reduce.sum()
+
+    def checkpoint_storage(self, optimizer: torch.optim.Optimizer) -> WholeWeightsStorage:
+        return WholeWeightsStorage(self.loaded, optimizer)
 
     def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
         return share_evaluation(context, data, self.ranks, name=name)

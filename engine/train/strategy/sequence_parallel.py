@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batching.budget import cost_on_one_device
 from engine.batching.micro_batches import Cost, MicroBatch
+from engine.batching.predicted_cost import cost_on_one_device
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch
 from engine.distributed.ranks import assign_samples
 from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.ulysses_attention import join_ulysses_attention
-from engine.train.step.checkpoint_storage import CheckpointStorage
-from engine.train.step.interface import Strategy
+from engine.train.step.interface import CheckpointStorage, Strategy
 
 
 class SequenceParallel(Strategy):

@@ -23,8 +23,8 @@ from engine.distributed.votes import RepeatWithVotesError
 from engine.evaluate.context import EvaluationContext, Questions
 from engine.model.load import LoadedModel
 from engine.model.loss import LossFunction
-from engine.train.step.checkpoint_storage import CheckpointGatherer
 from engine.train.step.interface import Strategy
+from engine.train.strategy.checkpoint_storage import CheckpointGatherer
 from engine.train.strategy.evaluation import share_evaluation
 
 NORM_EPSILON = 1e-6

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter, Journal
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify.record import Proof, ProofResult
 from engine.verify.verify import PROOFS, prove
 from tests.train.run_helpers import Workshop, make_spec, write_samples

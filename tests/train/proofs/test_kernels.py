@@ -19,7 +19,7 @@ from engine.errors import EnvironmentProblem
 from engine.journal.files import write_atomically
 from engine.model.adapted_linear import is_ours
 from engine.model.dropout_kernel import kernel_in_use, reference_drop, using
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.verify import kernels, layers
 from engine.verify.record import DisprovedError
 from tests.train.proofs.proved import break_attention, proved, small_setup, wrong_scale

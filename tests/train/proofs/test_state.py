@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from tests.train.proofs.proved import proved, small_setup
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.model.loss import LossFunction
-from engine.train.step.context import TrainingSetup
+from engine.train.run.training_setup import TrainingSetup
 from engine.train.step.ladder import (
     MemorySettings,
     adopt_memory,

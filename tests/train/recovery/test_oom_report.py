@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_run_spec
-from engine.device import open_device
 from engine.device.oom import OutOfMemory
+from engine.device.open import open_device
 from engine.journal.directory import RunDirectory
 from engine.journal.oom_text import read_report, report_lines
+from engine.train.run.oom_report import MOST_REPORTS, OomReports
 from engine.train.step.failures import RankOom, RecoveredOom
-from engine.train.step.oom_report import LARGEST, MOST_REPORTS, OomReports, memory_breakdown
+from engine.train.step.memory_breakdown import LARGEST, memory_breakdown
 from tests.train.run_helpers import Workshop, make_spec, new_run, of_kind, train, write_samples
 
 Survived = tuple[RunDirectory, list[dict[str, Any]], dict[str, Any]]

@@ -5,56 +5,24 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.budget.advise.search import advise
 from engine.config.files.caches import SequenceBounds
-from engine.device.allocation_tracker import bytes_of, storage_key
-from engine.device.oom import MemoryBreakdown
 from engine.errors import ConfigNotHereError, NotSimulatedError, UnknownArchitectureError
 from engine.journal.events import utc_now
 from engine.journal.files import write_atomically
-from engine.train.step.optimizer_state import state_tensors
 
 if TYPE_CHECKING:
     from engine.batching.micro_batches import MicroBatch
     from engine.budget.advise.search import Suggestion
     from engine.config.schema.run import RunSpec
-    from engine.device.base import Device, LiveTensor
+    from engine.device.base import Device
     from engine.device.oom import OutOfMemory
     from engine.journal.directory import RunDirectory
     from engine.journal.events import Journal
-    from engine.model.loaded import LoadedModel
     from engine.train.step.failures import RankOom, RecoveredOom
-    from engine.train.step.optimizer import StepGuard
-
-LARGEST = 12
-
-
-def memory_breakdown(loaded: LoadedModel, guard: StepGuard, device: Device) -> MemoryBreakdown:
-    """Measure a device's memory. Allocates nothing on it. Keeps no tensor."""
-    named = loaded.local_parameters()
-    learning = loaded.trainable()
-    state = [] if guard.host_state.on else list(state_tensors(guard.optimizer, learning))
-    gradients = [(f"gradient of {name}", p.grad) for name, p in learning if p.grad is not None]
-    adapters = [p for name, p in learning if "lora_" in name or "trainable_tokens" in name]
-    components = {
-        "weights": bytes_of(p for _, p in named) - bytes_of(adapters),
-        "adapters": bytes_of(adapters),
-        "gradients": bytes_of(tensor for _, tensor in gradients),
-        "optimizer": bytes_of(tensor for _, tensor in state),
-    }
-    components["activations"] = max(0, device.memory().allocated_bytes - sum(components.values()))
-    names = {storage_key(tensor): name for name, tensor in [*named, *state, *gradients]}
-    largest = [_described(live, names) for live in device.largest(LARGEST)]
-    return MemoryBreakdown(components, largest, device.snapshot())
-
-
-def _described(live: LiveTensor, names: dict[int, str]) -> dict[str, Any]:
-    facts = asdict(live)
-    return {"name": names.get(facts.pop("key"), ""), **facts, "shape": list(live.shape)}
 
 
 MOST_REPORTS = 20

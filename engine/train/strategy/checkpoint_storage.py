@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 
 
-class CheckpointStorage:
+class WholeWeightsStorage:
     """Writes and reads the checkpoints of a process that holds whole weights and the whole optimizer state."""
 
     def __init__(self, loaded: LoadedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -80,7 +80,7 @@ class CheckpointStorage:
         return dict(state_tensors(self._optimizer, self._loaded.trainable()))
 
 
-class CheckpointGatherer(CheckpointStorage):
+class CheckpointGatherer(WholeWeightsStorage):
     """Writes and reads the checkpoints of sharded weights. Every rank creates one; the one on rank 0 sends the others
     requests to take part."""
 
