@@ -21,6 +21,9 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy and torch read it: processes are forked without threads
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 from tests import fork_server
 from tests.torture_table import record
 

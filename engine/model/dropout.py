@@ -16,7 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from engine.errors import UsageError
-from engine.model.dropout_kernel import RowKey, drop, row_key
+from engine.model.dropout_kernel import drop
+from engine.model.dropout_key import RowKey, row_key
 
 
 @dataclass(frozen=True)

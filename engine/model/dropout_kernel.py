@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-RowKey = tuple[int, int]
-"""Two signed 32-bit integers that determine the mask of one sample in one module at one step."""
-
-
-def row_key(seed: int, step: int, sample: int, module: str) -> RowKey:
-    """A 64-bit hash of seed, optimizer step, sample id and module name."""
-    text = f"{seed}\x1f{step}\x1f{sample}\x1f{module}".encode()
-    return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
+from engine.model.dropout_key import RowKey
 
 
 def keep_mask(
@@ -81,7 +71,8 @@ def use_kernel(device: torch.device) -> str | None:
     """Use Triton's kernel on this type of device if it equals `reference_drop` to the bit; returns why not, else None.
     Raises torch.OutOfMemoryError if there was no memory for the comparison."""
     try:
-        kernel: Drop = importlib.import_module("engine.model.triton_dropout").drop
+        from engine.model.triton_dropout import drop as kernel
+
         problem = difference(kernel, reference_drop, device)
     except torch.OutOfMemoryError:
         raise

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.dropout_kernel import RowKey
+from engine.model.dropout_key import RowKey
 
 BLOCK = 1024
 """Elements that a program computes."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from engine.model.dropout import KeyedDropout, keyed, keyed_dropouts
-from engine.model.dropout_kernel import keep_mask, row_key
+from engine.model.dropout_kernel import keep_mask
+from engine.model.dropout_key import row_key
 from engine.model.loss import make_loss
 from tests.model.samples import batch_of, cpu, disturb, load, run_spec
 from tests.present import grad_of, present

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine.model.dropout import KeyedDropout, keyed
-from engine.model.dropout_kernel import RowKey, difference, reference_drop, use_kernel, using
+from engine.model.dropout_kernel import difference, reference_drop, use_kernel, using
+from engine.model.dropout_key import RowKey
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,8 @@ from engine.config.schema.run import Device as DeviceTable
 from engine.device.host_copies import CopyStreams, HostCopy, NoStreams
 from engine.device.metered import MeteredDevice
 from engine.extras.simulate.fake_tensors import Assumed, FastFakeMode, everywhere, settled
-from engine.model.dropout_kernel import RowKey, drop_into, using
+from engine.model.dropout_kernel import drop_into, using
+from engine.model.dropout_key import RowKey
 
 UNLIMITED_BYTES = 1 << 60
 """A capacity that is never reached: a simulation measures the peak, and must not refuse an allocation."""

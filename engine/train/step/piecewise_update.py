@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from engine.budget.predict.shapes import PIECE_ELEMENTS
-from engine.model.dropout_kernel import row_key
+from engine.model.dropout_key import row_key
 from engine.train.step.optimizer_state import CONSTANTS, REMAINDER, counts_in_ints
 
 if TYPE_CHECKING:
