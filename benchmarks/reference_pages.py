@@ -21,6 +21,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.package_drawing import drawing
 from engine.cli import SECTIONS, app
 from tui.keys import EVERYWHERE, KEYS, all_key_labels
 
@@ -176,6 +177,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "command-reference.md": commands_page,
     "keys.md": keys_page,
     "first-fine-tune.ipynb": notebook,
+    "pictures/packages.svg": drawing,
 }
 
 

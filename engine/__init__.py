@@ -1,0 +1,1 @@
+"""The headless engine: everything a run needs, from its configuration to its result."""

@@ -1,4 +1,4 @@
-"""The command line: the table of commands, and how every error becomes one short block and an exit code.
+"""The command line: the table of commands, and errors as one short block with an exit code.
 
 `tunedeck --help` stays under 0.4 s of processor time: nothing here or at the top of a file in `engine.commands` imports
 torch, transformers or pydantic.

@@ -1,4 +1,4 @@
-"""The error hierarchy: each error says what was found, what was expected and the fix, and has an exit code.
+"""Errors: what was found, what was expected, how to fix it, and the exit code.
 
 Every failure that a user can cause or repair is one of these; any other exception is a defect and exits with 1.
 """

@@ -1,1 +1,1 @@
-"""The Textual console. Imports only those parts of the engine that do not import torch."""
+"""The console in Textual, which imports only packages without torch."""

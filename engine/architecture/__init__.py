@@ -1,1 +1,1 @@
-"""Facts about models, read from their config files: layers, widths, heads, experts, names of parameters."""
+"""Facts about models from their config files: layers, widths, heads, experts, names of parameters."""

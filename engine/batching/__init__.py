@@ -1,1 +1,1 @@
-"""Cuts a step's sequences into micro-batches that fit: the cost of a micro-batch, the learned budget, the cut."""
+"""Splits the sequences of a step into micro-batches that fit: their cost, the learned budget, the split."""

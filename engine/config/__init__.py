@@ -1,0 +1,1 @@
+"""Profiles, recipes and run specs: their tables, TOML files and rules."""

@@ -1,1 +1,1 @@
-"""Ranks of one run: start them, let them vote, and exchange weights, gradients and activations between them."""
+"""Ranks of one run: their start, their votes, and the exchange of weights, gradients and activations."""

@@ -1,1 +1,1 @@
-"""Scores models: loss, generated answers and their exact match with the references. Imports no code of training."""
+"""Scores of models: the loss, generated answers, and their match with the references."""

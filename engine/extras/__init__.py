@@ -1,1 +1,1 @@
-"""Extras: each folder is one feature beside training. A command starts it; nothing in the core imports it."""
+"""Extras: each folder is one feature besides training, started by a command; nothing in the core imports it."""

@@ -1,1 +1,1 @@
-"""The record of runs: run directory, events, requests, liveness, the list of runs, the queue. Imports no torch."""
+"""The record of runs: run directory, events, requests, locks, the list of runs, the queue."""

@@ -1,1 +1,1 @@
-"""Starting runs: create a run, start its engine process, work the queue, write jobs for Slurm and SkyPilot."""
+"""The start of runs: a run is created, its engine process started, the queue worked off."""

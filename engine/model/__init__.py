@@ -1,1 +1,1 @@
-"""Loads models for training, computes their loss, and saves them: adapters, attention, dropout, dtypes, tokenizers."""
+"""Models: loading, adapters, attention, dropout, the loss of tokens, saving."""

@@ -1,1 +1,1 @@
-"""The training loop, the step transaction, backoff and checkpoints."""
+"""Training: the run, its strategy for several devices, and the optimizer step as a transaction."""

@@ -1,1 +1,1 @@
-"""Startup checks: a run compares each kernel, allocator and optimizer with a reference before it relies on it."""
+"""Startup checks: kernels, allocator and optimizer are compared with a reference before a run relies on them."""

@@ -15,6 +15,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+from benchmarks.package_drawing import drawing
 from benchmarks.reference_pages import DOCS, MODELS, commands_page, keys_page, notebook
 from benchmarks.site_pages import moved_links
 from engine.budget.advise.model_list import known_models, list_model, shipped_gpus
@@ -24,7 +25,12 @@ from tests.docs.blocks import ROOT, section
 
 @pytest.mark.parametrize(
     ("name", "page"),
-    [("command-reference.md", commands_page), ("keys.md", keys_page), ("first-fine-tune.ipynb", notebook)],
+    [
+        ("command-reference.md", commands_page),
+        ("keys.md", keys_page),
+        ("first-fine-tune.ipynb", notebook),
+        ("pictures/packages.svg", drawing),
+    ],
 )
 def test_a_reference_is_written_from_the_code(name: str, page: object) -> None:
     assert callable(page) and (DOCS / name).read_text("utf-8") == page(), "run make pages"

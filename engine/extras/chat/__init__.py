@@ -1,1 +1,1 @@
-"""Talks to trained models: which weights to load, conversations that fit, streamed answers. No code of training."""
+"""Chat with trained models: weights to load, conversations that fit, streamed answers."""

@@ -1,1 +1,1 @@
-"""Prepares a run's result for the tools that serve it, says with which line, and asks the tool itself for answers."""
+"""Results for the tools that serve them: merge, files, commands, a comparison of answers, push to the hub."""

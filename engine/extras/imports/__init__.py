@@ -1,1 +1,1 @@
-"""Imports of other tools' configurations."""
+"""Import of other tools' configurations as recipes."""

@@ -1,1 +1,1 @@
-"""Simulates one optimizer step of the engine on tensors without data, for `plan --exact`."""
+"""Simulation of a training step on tensors without data, for models without a memory formula."""

@@ -1,1 +1,1 @@
-"""Experiment trackers: a process beside the engine reads the journal and forwards its metrics."""
+"""Experiment trackers: a process next to the engine reads the journal and forwards its metrics."""

@@ -1,1 +1,1 @@
-"""A run from start to end: set-up, the training loop, what is measured around steps, and checkpoints."""
+"""A run from start to end: set-up, training loop, evaluations, checkpoints, measurements."""

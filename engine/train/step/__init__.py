@@ -1,4 +1,4 @@
-"""One optimizer step as a transaction, and the recovery from out-of-memory errors that belongs to it.
+"""One optimizer step as a transaction, with the recovery from out-of-memory errors.
 
 An OOM is described by four records, one after another. `catch_oom` (engine/device/oom.py) turns the exception into an
 `OutOfMemory`: what ran out, and what the device held. The step transaction (transaction.py) lets all ranks exchange it

@@ -1,1 +1,1 @@
-"""Strategies: how the ranks of a run share weights, gradients, samples, checkpoints and evaluation."""
+"""How the ranks of a run share weights, gradients, samples, checkpoints and evaluation."""
